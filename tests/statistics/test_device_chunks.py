@@ -70,31 +70,33 @@ class Largest(Made):
         self.bytes = max(self.bytes, made.untyped_storage().nbytes())
 
 
+CHUNK = 1 << 18
+SIDES = (700, 1000)
 LARGE: dict[str, Callable[[], torch.Tensor]] = {
-    "float32": lambda: some((3000, 3500)),
-    "float64": lambda: some((3000, 3500)).double() * 1e200,
-    "transposed": lambda: some((3500, 3000)).t(),
-    "strided": lambda: some((3000, 7000))[:, ::2],
-    "units larger than a chunk, transposed": lambda: some((10_000_000, 2)).t(),
-    "channels last": lambda: some((1100, 1100, 3, 3)).to(memory_format=torch.channels_last),
-    "a type of one byte": lambda: some((3000, 3500)).to(torch.float8_e5m2),
-    "conjugated": lambda: some((3000, 2000), torch.complex64).conj(),
-    "not finite": lambda: some((3000, 3500)).index_fill_(1, torch.tensor([7]), NAN).index_fill_(1, torch.tensor([9]), -INF),
+    "float64": lambda: some(SIDES).double() * 1e200,
+    "transposed": lambda: some(SIDES).t(),
+    "units larger than a chunk, transposed": lambda: some((300_000, 2)).t(),
+    "strided": lambda: some((SIDES[0], 2 * SIDES[1]))[:, ::2],
+    "channels last": lambda: some((300, 300, 3, 3)).to(memory_format=torch.channels_last),
+    "a type of one byte": lambda: some(SIDES).to(torch.float8_e5m2),
+    "conjugated": lambda: some(SIDES, torch.complex64).conj(),
+    "not finite": lambda: some(SIDES).index_fill_(1, torch.tensor([7]), NAN).index_fill_(1, torch.tensor([9]), -INF),
 }
+SELDOM = ("strided", "channels last", "a type of one byte", "conjugated")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LARGE)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind in SELDOM)) for kind in LARGE])
 def test_a_large_gradient_is_measured_in_chunks(kind: str) -> None:
-    """No operation makes a tensor of more than 64 MiB for any type or strides, and the numbers are those of numpy."""
+    """No operation makes a tensor larger than a chunk for any type or strides, and the numbers are those of numpy."""
     gradient = LARGE[kind]()
     module = Bare(gradient.shape, dtype=torch.complex64 if gradient.is_complex() else torch.float32)
-    table, statistics = plan_of(module), ON_DEVICE(1, WITH_MOMENTS)
+    table, statistics = plan_of(module), ON_DEVICE(1, WITH_MOMENTS, chunk_elements=CHUNK)
     unprepared = kind in ("a type of one byte", "conjugated")  # for CPU tensors these are made ready as a whole
     with Largest(gradient) as spy:
         measured = statistics.measure(table, [(0, gradient)], 1)
         again = statistics.norms(table, [(0, gradient)])
-    assert unprepared or 1 << 20 < spy.bytes <= device.TEMPORARY_BYTES
+    assert unprepared or 1 << 16 < spy.bytes <= 8 * CHUNK
     elements = gradient.numel() * (2 if gradient.is_complex() else 1)
     assert measured[0].packing.pieces is not None
     assert measured[0].elements.tolist() == [elements]
@@ -104,21 +106,13 @@ def test_a_large_gradient_is_measured_in_chunks(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "make", "side"),
-    [
-        (torch.float32, ON_DEVICE, 1 << 15),
-        (torch.float32, NARROW, 1 << 13),
-        (torch.complex64, ON_DEVICE, 1 << 14),
-    ],
-    ids=["float32", "no float64", "complex"],
-)
-def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype, make: Callable[..., EagerStatistics], side: int) -> None:
-    """For a gradient of 4 GiB without data, contiguous, transposed or conjugated, no tensor exceeds 64 MiB."""
-    shape = (side, side)
-    table = plan_of(Bare(shape, dtype=dtype if dtype.is_complex else torch.float32, where="meta"))
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.complex64, marks=pytest.mark.full)])
+def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype) -> None:
+    """For a gradient of 1 or 2 GiB without data, contiguous, transposed or conjugated, no tensor exceeds 64 MiB."""
+    shape = (1 << 14, 1 << 14)
+    table = plan_of(Bare(shape, dtype=dtype, where="meta"))
     whole = torch.empty(shape, dtype=dtype, device="meta")
-    statistics = make(9, WITH_MOMENTS)
+    statistics = ON_DEVICE(9, WITH_MOMENTS)
     for gradient in (whole, whole.conj() if dtype.is_complex else whole.t()):
         with Largest(whole) as spy:
             (measured,) = statistics.measure(table, [(0, gradient)], 1)
@@ -145,18 +139,6 @@ def test_units_keep_their_own_in_chunks(layer: torch.nn.Module) -> None:
         measured = ON_DEVICE(1, WITH_MOMENTS, chunk_elements=STACKED_ELEMENTS).measure(table, [(0, one)], 1)
         assert measured[0].packing.pieces.tolist()[0] > 5
         assert_true(by_position(measured)[0], truth(one, table.tracked[0].units), one.numel())
-
-
-def test_each_part_of_a_unit_counts() -> None:
-    """A unit in several chunks is zero only if it is zero in each, and with a NaN in any it is neither zero nor alive."""
-    gradient = torch.zeros(4, 3 * STACKED_ELEMENTS)
-    gradient[0, STACKED_ELEMENTS:] = 1.0
-    gradient[1, -1] = 1e-30
-    gradient[2, STACKED_ELEMENTS // 3] = NAN
-    statistics = ON_DEVICE(1, chunk_elements=STACKED_ELEMENTS)
-    (reading,) = statistics.read(plan_of(Bare(gradient.shape)), [(0, gradient)])
-    assert reading.pieces.tolist() == [24]
-    assert (reading.zero.tolist(), reading.alive.tolist()) == ([False, False, False, True], [True, True, False, False])
 
 
 def test_chunks_in_several_readings() -> None:
@@ -197,13 +179,9 @@ NUMBERS: dict[str, Callable[[], torch.Tensor]] = {
     "ordinary": lambda: some((300, 700)),
     "all the largest": lambda: torch.full((300, 700), 3.4e38),
     "subnormal": lambda: torch.full((300, 700), 1e-44),
-    "mixed": lambda: many(1e-38, 1.0, 1e38, 0.0),
     "one large among small ones": lambda: torch.full((300, 700), 2.3e-4).index_fill(1, torch.tensor([0]), 1.0),
     "a NaN": lambda: many(1.0).index_fill_(0, torch.tensor([3]), NAN),
-    "infinite and NaN": lambda: many(INF, -INF, NAN),
-    "small": lambda: many(1e-30, 1e30, shape=(3, 5)),
     "bfloat16": lambda: many(1e38, 1e-38).bfloat16(),
-    "float16": lambda: many(6e4, 1e-7).half(),
 }
 
 
@@ -225,13 +203,13 @@ def test_numbers_are_right_without_float64(kind: str) -> None:
 @pytest.mark.slow
 def test_a_device_without_float64_is_asked_for_none() -> None:
     """Gradients of every kind and size, also sparse ones and sums, make no float64 tensor on a device without float64."""
-    shapes = [(8, 6), (8, 6), (), (5,), (700, 333), (100_000,), (6, 3, 2, 2), (3, 100_000)]
+    shapes = [(8, 6), (8, 6), (), (5,), (70, 333), (50_000,), (6, 3, 2, 2), (3, 20_000)]
     for dtype in (torch.bfloat16, torch.complex64):
         table = plan_of(Bare(*shapes, dtype=dtype, where="meta"))
         gradients = [(i, torch.ones(shape, dtype=dtype, device="meta")) for i, shape in enumerate(shapes)]
         statistics = NARROW(100, WITH_MOMENTS, chunk_elements=STACKED_ELEMENTS)
         with NoFloat64("meta"):
-            for sample, members in enumerate((gradients, gradients[1:], gradients[:3], gradients)):
+            for sample, members in enumerate((gradients, gradients[1:])):
                 statistics.measure(table, members, sample)
                 statistics.norms(table, members)
             norms = [*single.norms(gradients[4][1], gradients[4][1], Scratch(), lambda _device: torch.float32)]

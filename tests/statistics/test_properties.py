@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.statistics.test_device_chunks import NARROW
+from tests.statistics.test_device_chunks import NARROW, ON_DEVICE
 from tests.support.gradients import (
     FULL,
     INF,
@@ -39,26 +40,23 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.eager import EagerStatistics
-from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 
 pytestmark = [no_timeout_in_a_soak, pytest.mark.slow]
 
 
-class OnDevice(EagerStatistics):
-    """Measures CPU tensors like those of other devices."""
+PATHS = {
+    "host": EagerStatistics,
+    "device": ON_DEVICE,
+    "chunks": functools.partial(ON_DEVICE, chunk_elements=1),
+}
+"""Ways to measure a CPU tensor: its own, that of other devices, and that of other devices in as many chunks as possible."""
 
-    def __init__(self, dead_window: int, layout: Layout = ORDINARY) -> None:
-        super().__init__(dead_window, layout, on_host=frozenset())
-
-
-class InChunks(EagerStatistics):
-    """Does so in as many chunks as possible."""
-
-    def __init__(self, dead_window: int, layout: Layout = ORDINARY) -> None:
-        super().__init__(dead_window, layout, on_host=frozenset(), chunk_elements=1)
+ALL_PATHS = {**PATHS, "no float64": NARROW}
 
 
-all_paths = pytest.mark.parametrize("path", [EagerStatistics, OnDevice, InChunks], ids=["host", "device", "chunks"])
+def examples(share: float) -> settings:
+    """Return settings with a part of the profile's examples."""
+    return settings(max_examples=int(settings.default.max_examples * share))
 
 
 def plan_of(drawn: Sequence[Drawn]) -> tuple[torch.nn.Module, ParameterTable]:
@@ -99,55 +97,65 @@ TWICE = torch.sparse_coo_tensor([[0, 0, 2]], torch.ones(3, 2), (5, 2), check_inv
 ONE_LARGE = torch.full((64, 1024), 2.3e-4).index_fill(1, torch.tensor([0]), 1.0)
 
 
-@all_paths
-@given(models(SMALL | LARGE))
-# Found once: small squares beside a large one, rounded away where torch sums up in one accumulator.
-@example([given_gradient(ONE_LARGE.t().contiguous().t())])
-# Torch's lazily negated tensors cannot become arrays.
-@example([given_gradient(torch.ones(40_000, dtype=torch.complex64).conj().imag)])
-# A sum that overflows must do so silently.
-@example([given_gradient(torch.full((200_000,), 1e308, dtype=torch.float64))])
-# Squares that are subnormal numbers.
-@example([given_gradient(torch.full((3,), 1e-22)), given_gradient(torch.full((3,), 1e-158, dtype=torch.float64))])
-# Repeated entries add up before they are squared, and what is not stored takes part in the smallest element.
-@example([given_gradient(TWICE, torch.nn.Embedding(1, 1))])
-def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn: list[Drawn]) -> None:
-    """The row of any gradient says what a sum by hand says, and no gradient is changed."""
+@examples(0.6)
+@given(models(SMALL | LARGE), st.data())
+def test_every_gradient_is_measured_as_it_is(drawn: list[Drawn], data: st.DataObject) -> None:
+    """The row of any gradient says what a sum by hand says, measured again it has the same bits, and no gradient is changed."""
+    part = [position for position in range(len(drawn)) if data.draw(st.booleans())]
+    for path in PATHS:
+        check(path, drawn, part)
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        # Found once: small squares beside a large one, rounded away where torch sums up in one accumulator.
+        [given_gradient(ONE_LARGE.t().contiguous().t())],
+        # Torch's lazily negated tensors cannot become arrays.
+        [given_gradient(torch.ones(40_000, dtype=torch.complex64).conj().imag)],
+        # A sum that overflows must do so silently.
+        [given_gradient(torch.full((200_000,), 1e308, dtype=torch.float64))],
+        # Squares that are subnormal numbers.
+        [given_gradient(torch.full((3,), 1e-22)), given_gradient(torch.full((3,), 1e-158, dtype=torch.float64))],
+        # Repeated entries add up before they are squared, and what is not stored takes part in the smallest element.
+        [given_gradient(TWICE, torch.nn.Embedding(1, 1))],
+    ],
+    ids=["one large", "negated", "overflow", "subnormal", "sparse"],
+)
+def test_gradients_that_were_wrong_once(drawn: list[Drawn]) -> None:
+    """The same holds for gradients that were measured wrongly once."""
+    for path in PATHS:
+        check(path, drawn, range(len(drawn)))
+
+
+def check(path: str, drawn: list[Drawn], part: Sequence[int]) -> None:
+    """Measure gradients, together, alone, and some of them, and compare with sums by hand."""
     model, table = plan_of(drawn)
     before = [bits(one.gradient) for one in drawn]
-    measured = path(9, WITH_MOMENTS).measure(table, [(position, one.gradient) for position, one in enumerate(drawn)], 1)
-    rows = by_position(measured)
-    assert sorted(rows) == [position for position, one in enumerate(drawn) if one.values.size]
-    for position, found in rows.items():
-        assert_true(found, drawn[position])
-    for part in measured:
-        assert part.elements.tolist() == [drawn[position].values.size for position in part.positions]
-        assert part.units.tolist() == [len(drawn[position].units) for position in part.positions]
-    for one, kept in zip(drawn, before, strict=True):
-        assert all(map(np.array_equal, bits(one.gradient), kept))
-    del model
-
-
-@all_paths
-@given(models(SMALL | LARGE), st.data())
-def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: list[Drawn], data: st.DataObject) -> None:
-    """A gradient has the same bits among any others and alone; only a sum may be rounded otherwise."""
-    model, table = plan_of(drawn)
-    measuring = path(9, WITH_MOMENTS)
+    measuring = PATHS[path](9, WITH_MOMENTS)
     gradients = [(position, one.gradient) for position, one in enumerate(drawn)]
-    whole = by_position(measuring.measure(table, gradients, 1))
-    some = [pair for pair in gradients if data.draw(st.booleans())]
-    for part in (gradients, some, *([pair] for pair in gradients)):
-        for position, (alone,) in by_position(measuring.norms(table, part)).items():
+    measured = measuring.measure(table, gradients, 1)
+    whole = by_position(measured)
+    assert sorted(whole) == [position for position, one in enumerate(drawn) if one.values.size]
+    for position, found in whole.items():
+        assert_true(found, drawn[position])
+    for some in measured:
+        assert some.elements.tolist() == [drawn[position].values.size for position in some.positions]
+        assert some.units.tolist() == [len(drawn[position].units) for position in some.positions]
+    for members in (gradients, [gradients[position] for position in part], *([pair] for pair in gradients)):
+        for position, (alone,) in by_position(measuring.norms(table, members)).items():
             assert repr(alone) == repr(whole[position][Column.NORM])
     for pair in gradients:
         for position, alone in by_position(measuring.measure(table, [pair], 2)).items():
             for column in set(Column) - {Column.DEAD_UNITS, Column.SUM}:
                 assert repr(alone[column]) == repr(whole[position][column])
             assert_sum(alone[Column.SUM], drawn[position].flat)
+    for one, kept in zip(drawn, before, strict=True):
+        assert all(map(np.array_equal, bits(one.gradient), kept))
     del model
 
 
+@examples(0.5)
 @given(models(SMALL))
 def test_the_reference_says_the_same(drawn: list[Drawn]) -> None:
     """The reference in plain loops agrees with a sum by hand."""
@@ -161,9 +169,9 @@ def test_the_reference_says_the_same(drawn: list[Drawn]) -> None:
     del model
 
 
-@all_paths
-@given(st.sampled_from(REAL), FULL | LARGE, st.data())
-def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, shape: Shape, data: st.DataObject) -> None:
+@examples(0.6)
+@given(st.sampled_from([*PATHS]), st.sampled_from(REAL), FULL | LARGE, st.data())
+def test_order_sign_and_scale(path: str, dtype: torch.dtype, shape: Shape, data: st.DataObject) -> None:
     """For elements in another order, of the other sign, or times a power of two, counts stay and values follow."""
     values = data.draw(numbers(dtype, math.prod(shape)))
     factor = 2.0 ** data.draw(st.integers(-20, 20))
@@ -174,7 +182,7 @@ def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, s
     module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     table = LayerIndex({"": module}).table
     first, shuffled, negated, larger = (
-        by_position(path(9, WITH_MOMENTS).measure(table, [(0, v.reshape(shape))], 1))[0]
+        by_position(PATHS[path](9, WITH_MOMENTS).measure(table, [(0, v.reshape(shape))], 1))[0]
         for v in (values, values[order], -values, scaled)
     )
     for other, times in ((shuffled, 1.0), (negated, 1.0), (larger, factor)):
@@ -191,15 +199,15 @@ def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, s
 UNIT = {"zero": [0.0, -0.0], "alive": [0.0, -1e-30], "infinite": [INF, 0.0], "nan": [NAN, 1.0]}
 
 
-@pytest.mark.parametrize("path", [EagerStatistics, OnDevice, InChunks, NARROW], ids=["host", "device", "chunks", "no float64"])
+@examples(0.6)
 @given(st.data())
-def test_dead_units_were_silent_in_the_last_samples(path: Callable[[int], EagerStatistics], data: st.DataObject) -> None:
+def test_dead_units_were_silent_in_the_last_samples(data: st.DataObject) -> None:
     """Over any samples of any parameters, read in parts or again, dead units are those by hand."""
     window = data.draw(st.integers(1, 4))
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     model = torch.nn.ModuleList([torch.nn.Linear(2, n, bias=False) for n in sizes])
     table = LayerIndex({"": model}).table
-    measuring = path(window)
+    measuring = {name: path(window) for name, path in ALL_PATHS.items()}
     history: list[dict[int, list[str]]] = [{} for _ in sizes]
     number = 0
     for _ in range(data.draw(st.integers(1, 12))):
@@ -212,11 +220,15 @@ def test_dead_units_were_silent_in_the_last_samples(path: Callable[[int], EagerS
             history[position][number] = list(states)
             gradients.append((position, torch.tensor([UNIT[state] for state in states])))
         cut = data.draw(st.integers(0, len(gradients)))
-        readings = [*measuring.read(table, gradients[:cut]), *measuring.read(table, gradients[cut:])]
-        for position, found in by_position(measuring.finish(readings, number)).items():
+        expected = {}
+        for position, _ in gradients:
             units = zip(*history[position].values(), strict=True)
             known = [[state for state in states if state != "nan"] for states in units]
-            assert found[Column.DEAD_UNITS] == sum(bool(k) and set(k[-window:]) == {"zero"} for k in known)
+            expected[position] = sum(bool(k) and set(k[-window:]) == {"zero"} for k in known)
+        for name, statistics in measuring.items():
+            readings = [*statistics.read(table, gradients[:cut]), *statistics.read(table, gradients[cut:])]
+            rows = by_position(statistics.finish(readings, number))
+            assert {position: row[Column.DEAD_UNITS] for position, row in rows.items()} == expected, name
 
 
 # From autograd to the scrape
@@ -227,6 +239,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1
 )
 
 
+@examples(0.25)
 @given(st.lists(NAMES, min_size=1, max_size=5, unique=True), NAMES)
 def test_layers_of_any_name_parse(names: list[str], label: str) -> None:
     """Modules may have any name: both formats parse, and each layer has its own series with its name unchanged."""
@@ -273,6 +286,7 @@ ROUNDS = st.lists(st.sampled_from(["stepped", "stepped", "skipped"]), max_size=5
 """Before the first step a skipped one cannot be told from two passes to a step."""
 
 
+@examples(0.4)
 @given(st.lists(st.tuples(st.sampled_from(TYPES), FULL), min_size=1, max_size=4), ROUNDS, st.data())
 def test_a_scrape_says_what_the_gradients_were(
     kinds: list[tuple[torch.dtype, Shape]], rounds: list[str], data: st.DataObject

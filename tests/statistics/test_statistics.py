@@ -14,7 +14,6 @@ from tests.support.statistics import WITH_MOMENTS, by_definition
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS
 from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
 
@@ -83,22 +82,6 @@ def sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) ->
     return torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=True)
 
 
-def test_a_stack_is_split_where_it_leaves_the_cache() -> None:
-    """More gradients of a shape than one stack holds are all measured, each in its own place."""
-    shape = (STACKED_ELEMENTS // 8,)
-    gradients = [torch.full(shape, float(2**number)) for number in range(20)]
-    rows = rows_of(EagerStatistics(9), plan_of(Bare(*[shape] * 20)), gradients)
-    norms = [rows[number][Column.NORM] for number in range(20)]
-    assert norms == pytest.approx([2**number * math.sqrt(shape[0]) for number in range(20)], rel=1e-6)
-
-
-def test_nothing_but_empty_gradients() -> None:
-    """A model whose only gradient has no elements is measured without an exception and yields no row."""
-    table, statistics = plan_of(Bare((0, 3))), EagerStatistics(9)
-    assert sum(len(m.positions) for m in statistics.measure(table, [(0, torch.zeros(0, 3))], 1)) == 0
-    assert sum(len(m.positions) for m in statistics.norms(table, [(0, torch.zeros(0, 3))])) == 0
-
-
 def test_an_empty_sparse_gradient_is_all_zero() -> None:
     """A sparse gradient without entries has as many zeros as elements."""
     nothing = sparse(torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 2), (7, 2))
@@ -128,7 +111,7 @@ def test_a_sparse_gradient_has_units() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_extreme_rows_are_measured_exactly(rows: list[list[float]], dtype: torch.dtype) -> None:
     """Tiny, huge, subnormal, negative-zero and non-finite rows have exact counts, and norms without under- or overflow."""
     gradient = torch.tensor(rows, dtype=torch.float64).to(dtype)
@@ -169,20 +152,9 @@ def test_a_nan_in_one_part_of_a_wide_row() -> None:
     assert found == [0, 0, 1, 2]
 
 
-def test_a_large_transposed_convolution() -> None:
-    """Output channels of a large grouped transposed convolution are its units in any memory format."""
-    layer = torch.nn.ConvTranspose2d(64, 96, 11, groups=2, bias=False)
-    gradient = some(layer.weight.shape)
-    gradient[:, 5] = 0
-    gradient[:32, 7] = 0
-    assert gradient.numel() > BLOCK_ELEMENTS
-    assert_measured(layer, [gradient])
-    assert_measured(layer, [gradient.contiguous(memory_format=torch.channels_last)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
-@pytest.mark.parametrize("sizes", [(4, 3), (700, 900), (3, 400_000)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 400_000)], ids=str)
 @pytest.mark.parametrize("experts", [0, 2])
 def test_weights_with_the_inputs_first(sizes: tuple[int, int], experts: int, dtype: torch.dtype) -> None:
     """The units of GPT-2's weights, and of each expert, are the columns, whatever their size."""
@@ -210,44 +182,6 @@ def test_a_norm_of_equal_elements_is_precise() -> None:
     assert row[Column.NORM] == pytest.approx(float(gradient.double().norm()), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_embeddings_have_no_units(kind: type[torch.nn.Module]) -> None:
-    """Rows of an embedding are not units: an absent token is not dead."""
-    (measured,) = EagerStatistics(1).measure(plan_of(kind(5, 3)), [(0, torch.zeros(5, 3))], 1)
-    assert measured.units.tolist() == [0]
-    assert measured.vector[Column.ZERO_UNITS : Column.DEAD_UNITS + 1].tolist() == [0, 0]
-    assert measured.vector[Column.ZEROS] == 15
-
-
-def unit_rows(states: str) -> torch.Tensor:
-    """Return one row per unit: `z`ero, `a`live or with a `n`an."""
-    return torch.tensor([{"z": [0.0, -0.0], "a": [0.0, 1e-30], "n": [NAN, 0.0]}[state] for state in states])
-
-
-def test_a_second_capture_replaces_the_first() -> None:
-    """A second capture of a sample may have more parameters than the first; each counts the sample once."""
-    statistics, table = EagerStatistics(2), plan_of(Bare((1, 2), (1, 2)))
-    both = [(0, unit_rows("a")), (1, unit_rows("a"))]
-    silent = [(0, unit_rows("z")), (1, unit_rows("z"))]
-    found = []
-    for sample, gradients in ((1, both), (2, silent[:1]), (2, silent), (3, silent[1:]), (3, silent)):
-        (measured,) = statistics.measure(table, gradients, sample)
-        found.append(int(measured.vector.reshape(-1, measured.packing.width)[:, Column.DEAD_UNITS].sum()))
-    assert found == [0, 0, 0, 1, 2]
-
-
-@pytest.mark.parametrize("foreign", [[0], [1], [0, 1], []], ids=str)
-def test_a_forgotten_sample_changes_no_count(foreign: list[int]) -> None:
-    """Parameters whose last sample is forgotten continue from before it; only the last sample can be forgotten."""
-    statistics, table = EagerStatistics(3), plan_of(Bare((2, 2), (2, 2)))
-    for sample, states in enumerate(["aa", "zz", "za", "zz"]):
-        rows = rows_of(statistics, table, [unit_rows(states)] * 2, sample)
-        if sample == 2:
-            statistics.forget(table, foreign, sample)
-            statistics.forget(table, [0, 1], sample - 1)
-    assert [int(rows[position][Column.DEAD_UNITS]) for position in (0, 1)] == [0 if p in foreign else 1 for p in (0, 1)]
-
-
 @pytest.mark.slow
 def test_statistics_read_no_value_on_a_device() -> None:
     """All statistics run on a device whose tensors have no data, where reading a value raises."""
@@ -266,14 +200,6 @@ def test_statistics_read_no_value_on_a_device() -> None:
         (norms,) = statistics.norms(table, gradients)
         assert norms.vector.is_meta
         assert norms.vector.shape == (len(shapes) - 1,)
-
-
-def test_each_device_gets_its_own_measurement() -> None:
-    """Gradients on two devices give two measurements, each on its device with its own positions."""
-    table = plan_of(Bare((4, 3), (4, 3), (3,)))
-    gradients = [(0, some((4, 3))), (1, torch.empty(4, 3, device="meta")), (2, some((3,)))]
-    found = {m.vector.device.type: sorted(m.positions.tolist()) for m in EagerStatistics(9).measure(table, gradients, 1)}
-    assert found == {"cpu": [0, 2], "meta": [1]}
 
 
 def test_tiny_float64_rows_are_not_zero_on_a_device() -> None:

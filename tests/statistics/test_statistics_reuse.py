@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import tracemalloc
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -36,7 +34,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(4, 6), (300, 400)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 6), (80, 500)], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gradient_may_change_its_kind(change: str, shape: tuple[int, int]) -> None:
     """Gradients that change their type, layout or strides between samples are measured as they are, and so are the next ones."""
@@ -45,7 +43,7 @@ def test_a_gradient_may_change_its_kind(change: str, shape: tuple[int, int]) -> 
     table, statistics = plan_of(module), EagerStatistics(9, WITH_MOMENTS)
     ordinary = [some(s, dtype, seed=seed) for seed, s in enumerate([shape, shape, shape, (5,)])]
     other = [ordinary[0], CHANGES[change](some(shape, seed=7)), *ordinary[2:]]
-    for sample, gradients in enumerate([ordinary, ordinary, other, other, ordinary, other]):
+    for sample, gradients in enumerate([ordinary, other, other, ordinary]):
         rows = rows_of(statistics, table, gradients, sample)
         (norms,) = statistics.norms(table, list(enumerate(gradients)))
         again = dict(zip(norms.positions.tolist(), norms.vector.tolist(), strict=True))
@@ -56,41 +54,12 @@ def test_a_gradient_may_change_its_kind(change: str, shape: tuple[int, int]) -> 
             assert np.array_equal(again[position], rows[position][Column.NORM], equal_nan=True)
 
 
-def test_units_of_another_model_have_their_own_past() -> None:
-    """Living units of one model do not revive silent units of another with gradients of the same kinds."""
-    statistics = EagerStatistics(5)
-    first, second = (plan_of(Bare((3, 2))) for _ in range(2))
-    alive, silent = torch.ones(3, 2), torch.zeros(3, 2)
-    found = [
-        rows_of(statistics, table, [gradient], sample)[0][Column.DEAD_UNITS]
-        for sample, (table, gradient) in enumerate([(first, alive), (second, silent), (first, silent)])
-    ]
-    assert found == [0, 3, 0]
-
-
-def test_no_gradient_is_kept() -> None:
-    """The statistics keep neither the gradients of a sample nor their memory alive."""
-    shapes = [(4, 6), (4, 6), (7,), (600, 700), (600, 700)]
-    statistics, table = EagerStatistics(9), plan_of(Bare(*shapes))
-    for sample in range(2):
-        gradients = [some(shape, torch.bfloat16 if n == 3 else torch.float32) for n, shape in enumerate(shapes)]
-        kept = [weakref.ref(gradient.untyped_storage()) for gradient in gradients]
-        statistics.measure(table, list(enumerate(gradients)), sample)
-        statistics.norms(table, list(enumerate(gradients)))
-        del gradients
-        gc.collect()
-        assert [reference() for reference in kept] == [None] * len(shapes)
-
-
 LARGE: dict[str, Callable[[], torch.Tensor]] = {
-    "float32": lambda: some((4096, 1024)),
     "bfloat16": lambda: some((4096, 1024), torch.bfloat16),
     "transposed": lambda: some((1024, 4096)).t(),
     "expanded": lambda: some((1, 1024)).expand(4096, 1024),
-    "few rows, transposed": lambda: some((2_000_000, 2)).t(),
     "narrow": lambda: some((2_000_000, 2)),
     "channels last": lambda: some((1024, 512, 3, 3)).to(memory_format=torch.channels_last),
-    "not finite": lambda: torch.full((4096, 1024), NAN),
 }
 
 
@@ -126,7 +95,7 @@ def test_threads_do_not_share_working_memory() -> None:
         gradients = [some(shape, torch.bfloat16, seed=number) for shape in shapes[number]]
         table, own = plan_of(Bare(*shapes[number])), EagerStatistics(9)
         expected = rows_of(EagerStatistics(9), table, gradients)
-        for sample in range(30):
+        for sample in range(10):
             for statistics in (own, shared):
                 (norms,) = statistics.norms(table, list(enumerate(gradients)))
                 if norms.vector.tolist() != [expected[p][Column.NORM] for p in norms.positions.tolist()]:
@@ -138,20 +107,3 @@ def test_threads_do_not_share_working_memory() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-@pytest.mark.parametrize(
-    ("change", "shape"),
-    [*((change, (2, 3)) for change in CHANGES), ("nothing", (600, 700)), ("a type of two bytes", (600, 700))],
-    ids=str,
-)
-def test_where_new_tensors_are_made_does_not_matter(change: str, shape: tuple[int, int]) -> None:
-    """With another default device for new tensors, a sample has the same numbers."""
-    gradient, table = CHANGES[change](some(shape)), plan_of(Bare(shape))
-    expected = rows_of(EagerStatistics(1, WITH_MOMENTS), table, [gradient])[0]
-    statistics = EagerStatistics(1, WITH_MOMENTS)
-    with torch.device("meta"):
-        (measured,) = statistics.measure(table, [(0, gradient)], 1)
-        (norms,) = statistics.norms(table, [(0, gradient)])
-    np.testing.assert_array_equal(measured.packing.rows(measured.vector.numpy(), 1)[0], expected)
-    assert norms.packing.rows(norms.vector.numpy(), 1)[0, 0] == pytest.approx(expected[Column.NORM], rel=0, abs=0, nan_ok=True)

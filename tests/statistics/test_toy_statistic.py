@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.statistics.test_device_chunks import NARROW, ON_DEVICE
 from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, sparse
 from tests.support.scrape import errors, value, values
 from tests.support.statistics import by_position, elements
-from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
@@ -35,38 +32,27 @@ from torch_grad_exporter.statistics.layout import Layout
 
 
 def _reference(elements: Elements) -> tuple[float, ...]:
-    tiny = sum(abs(v) < 1e-6 for v in elements.flat)
-    nonpositive = sum(not v > 0 for v in elements.flat)
-    magnitudes = [abs(v) for v in elements.flat]
-    return (
-        float(len(elements.flat) - nonpositive),
-        float(tiny),
-        NAN if any(map(math.isnan, elements.flat)) else max(elements.flat, default=0.0),
-        sum(m**3 for m in magnitudes),
-        sum(magnitudes),
-    )
+    positive = sum(v > 0 for v in elements.flat)
+    steepest = NAN if any(map(math.isnan, elements.flat)) else max(elements.flat, default=0.0)
+    return float(positive), steepest, sum(abs(v) ** 3 for v in elements.flat)
 
 
 def _host(block: FloatArray) -> FloatArray:
-    magnitude = np.abs(block.astype(np.float64))
-    columns = [(block > 0).sum(axis=1), (magnitude < 1e-6).sum(axis=1), block.max(axis=1), (magnitude**3).sum(axis=1)]
-    return np.stack([*columns, magnitude.sum(axis=1)], axis=1).astype(np.float64)
+    cubes = (np.abs(block.astype(np.float64)) ** 3).sum(axis=1)
+    return np.stack([(block > 0).sum(axis=1), block.max(axis=1), cubes], axis=1).astype(np.float64)
 
 
 def _device(chunk: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    magnitude = chunk.abs().to(wide)
-    columns = [(chunk > 0).sum(dim=1), (magnitude < 1e-6).sum(dim=1), chunk.amax(dim=1), magnitude.pow(3).sum(dim=1)]
-    return torch.stack([column.to(wide) for column in (*columns, magnitude.sum(dim=1))], dim=1)
+    cubes = chunk.abs().to(wide).pow(3).sum(dim=1)
+    return torch.stack([column.to(wide) for column in ((chunk > 0).sum(dim=1), chunk.amax(dim=1), cubes)], dim=1)
 
 
 TOY = Statistic(
     "toy",
     (
         ColumnSpec("positive", Combine.SUM),
-        ColumnSpec("tiny", Combine.SUM),
         ColumnSpec("steepest", Combine.MAX, power=1, whole_only=True),
         ColumnSpec("cubes", Combine.SUM, power=3),
-        ColumnSpec("absolute", Combine.SUM, power=1),
     ),
     _reference,
     _host,
@@ -79,7 +65,7 @@ METRICS = Section("A toy statistic")
 
 SPECS = {
     column: METRICS.gauge(f"toy_{column}", f"Toy column {column} of the layer.", "layer")
-    for column in ("positive", "tiny", "steepest", "cubes", "absolute")
+    for column in ("positive", "steepest", "cubes")
 }
 
 
@@ -104,33 +90,15 @@ def _make(context: CollectorContext) -> ToyCollector:
 COLLECTOR = Declaration("toy", (METRICS,), _make)
 
 
-def scraped(exporter: Exporter) -> dict[tuple[str, str], float]:
-    """Return the series of the toy in `/metrics`, by column and layer."""
-    assert exporter.url is not None
-    with urllib.request.urlopen(exporter.url, timeout=PATIENCE) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    samples = [sample for family in families if family.name.startswith("toy_") for sample in family.samples]
-    return {(sample.name.removeprefix("toy_"), sample.labels["layer"]): sample.value for sample in samples}
-
-
 def shown() -> contextlib.closing[Any]:
     """Register the collector for the block."""
     return contextlib.closing(REGISTRY.register(COLLECTOR))
 
 
 def collected(exporter: Exporter) -> dict[tuple[str, str], float]:
-    """Return the same from `collect`."""
+    """Return the series of the toy by column and layer."""
     toys = {(name.removeprefix("toy_"), labels): number for (name, labels), number in values(exporter).items() if "toy_" in name}
     return {(column, dict(labels)["layer"]): number for (column, labels), number in toys.items() if column in SPECS}
-
-
-def by_layer(gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str], float]:
-    """Return the columns of each layer by their definitions, from the gradients of its parameters."""
-    found = {}
-    for layer, members in gradients.items():
-        flat = torch.cat([g.reshape(-1) for g in members]).double().tolist()
-        found |= {(column, layer): v for column, v in zip(SPECS, _reference(Elements(flat)), strict=True)}
-    return found
 
 
 def model() -> torch.nn.Sequential:
@@ -139,37 +107,33 @@ def model() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 1, bias=False))
 
 
-def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, list[torch.Tensor]]:
-    """Train for some steps; return the gradients of the last one by layer."""
+def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[tuple[str, str], float]:
+    """Train for some steps; return the columns of each layer by their definitions, from the gradients of the last step."""
     for _ in range(steps):
         optimizer.zero_grad()
         module(torch.randn(7, 6)).square().sum().backward()
-        gradients: dict[str, list[torch.Tensor]] = {}
+        gradients: dict[str, list[float]] = {}
         for name, parameter in module.named_parameters():
             assert parameter.grad is not None
-            gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad.clone())
+            gradients.setdefault(name.rpartition(".")[0], []).extend(parameter.grad.flatten().double().tolist())
         optimizer.step()
-    return gradients
+    columns = {layer: zip(SPECS, _reference(Elements(flat)), strict=True) for layer, flat in gradients.items()}
+    return {(column, layer): number for layer, found in columns.items() for column, number in found}
 
 
 # From the declaration to the scrape
 
 
 def test_a_users_statistic_is_in_the_scrape() -> None:
-    """A registered statistic is measured for each layer in each sampled round, and `/metrics` shows it."""
+    """A registered statistic is measured and shown for each layer in each sampled round."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    with (
-        register(TOY),
-        shown(),
-        start_exporter(module, 0, addr="127.0.0.1", every=1) as exporter,
-    ):
+    with register(TOY), shown(), start_exporter(module, port=None, every=1) as exporter:
         assert collected(exporter) == {}
         for steps in (1, 1, 3):
-            expected = by_layer(train(module, optimizer, steps))
-            assert len(expected) == 15
+            expected = train(module, optimizer, steps)
+            assert len(expected) == 9
             assert collected(exporter) == pytest.approx(expected, rel=1e-5)
-        assert scraped(exporter) == pytest.approx(expected, rel=1e-5)  # an answer is kept for a while: this is the first one
         assert errors(exporter) == {}
 
 
@@ -185,12 +149,10 @@ def test_a_loss_scale_is_divided_out_by_its_power() -> None:
             weight = module[3].weight.grad
             assert weight is not None
             expected = _reference(Elements((weight / 1024).reshape(-1).tolist()))
-            scaled = _reference(Elements(weight.reshape(-1).tolist()))
             scaler.step(optimizer)
             scaler.update()
         columns = {column: number for (column, layer), number in collected(exporter).items() if layer == "3"}
-    by_name = dict(zip(SPECS, expected, strict=True)) | {"tiny": scaled[1]}  # a threshold does not depend on the scale
-    assert columns == pytest.approx(by_name, rel=1e-5)
+    assert columns == pytest.approx(dict(zip(SPECS, expected, strict=True)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -239,11 +201,7 @@ EVERYTHING = Layout.of([moments.STATISTIC, TOY])
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "matrix": lambda: some((40, 30)),
-    "scalar": lambda: torch.tensor(-3.0),
-    "bfloat16": lambda: some((300, 1000), torch.bfloat16),
     "complex": lambda: some((4, 3), torch.complex64),
-    "transposed": lambda: some((1000, 300)).t(),
-    "a type of one byte": lambda: some((40, 30)).to(torch.float8_e5m2).float(),
     "not finite": lambda: torch.tensor([[NAN, 0.0], [INF, 1.0], [-INF, INF], [0.0, 0.0]]),
     "sparse": lambda: sparse(torch.tensor([[0, 0, 2]]), -torch.ones(3, 4), (50, 4)),
 }
@@ -264,7 +222,7 @@ def test_every_column_agrees_with_its_reference(kind: str, statistics: EagerStat
     row = by_position(statistics.measure(table, [(0, gradient)], 1))[0]
     every = elements(gradient, table.tracked[0].units)
     expected = [v for one in EVERYTHING.statistics for v in one.reference(every)]
-    assert len(row) == len(expected) == EVERYTHING.width == 14
+    assert len(row) == len(expected) == EVERYTHING.width == 12
     size = sum(abs(v) for v in every.flat)
     for key, found, wanted in zip(EVERYTHING.keys, row, expected, strict=True):
         rounding = rel * size if key == "moments.sum" and math.isfinite(size) else 0
