@@ -85,7 +85,8 @@ def within(parameter: torch.Tensor) -> None:
 
 
 LOOPS: dict[str, Callable[[torch.nn.Module], None]] = {
-    "flat": flat, "clipped": clipped, "in the step": nothing, "in the backward": nothing, "wrapped": nothing, "two optimizers": in_place,
+    "flat": flat, "clipped": clipped, "in the step": nothing, "in the backward": nothing, "wrapped": nothing,
+    "two optimizers": in_place,
 }  # fmt: skip
 AT_THE_STEP = {"flat", "clipped", "in the step", "two optimizers"}
 """Where gradients are written after the backward, so that they are read at the step."""

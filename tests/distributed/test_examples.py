@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import yaml
 
 from tests.support.tools import PATIENCE, REPOSITORY, find
 
-EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 PAGES = [REPOSITORY / "docs" / "distributed.md", REPOSITORY / "examples" / "README.md"]
 BLOCKS = [
     found
@@ -34,15 +32,6 @@ def promtool(kind: str, content: object, folder: Path) -> None:
 def in_prometheus_words(relabelings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """An operator's relabelings as the configuration that it writes: `sourceLabels` is `source_labels`."""
     return [{re.sub("[A-Z]", lambda c: f"_{c[0].lower()}", key): value for key, value in one.items()} for one in relabelings]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_explains_its_options(example: Path) -> None:
-    """Called with `--help` without a launcher, an example prints its options."""
-    done = subprocess.run([sys.executable, example, "--help"], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
-    assert {"--sd-dir", "--steps", "--slow-rank", "--seconds"} <= set(re.findall(r"--[a-z-]+", done.stdout))
 
 
 @pytest.mark.server

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from benchmarks.fleet_job import PLACE, RUN, Recording, recordings
+from benchmarks.fleet_job import Recording, recordings
 from benchmarks.fleet_prometheus import HTTP, prometheus, seconds_until
 from benchmarks.fleet_run import Case, Outcome, measure, one_each
 from benchmarks.fleet_server import TARGETS, Fleet
-from benchmarks.fleet_tables import complaints, tables
+from benchmarks.fleet_tables import complaints
 from tests.support.tools import PATIENCE, eventually
 
 pytestmark = pytest.mark.full  # what a benchmark simulates, not the package
@@ -27,18 +25,6 @@ OWN_SERIES = 5  # that Prometheus adds to each target
 def recorded(*, sharded: bool) -> tuple[Recording, Recording]:
     """Return what rank 0 and another rank of a real job show; run once for all tests."""
     return recordings(LAYERS, SCRAPES, sharded=sharded)
-
-
-@pytest.fixture
-def replicated() -> tuple[Recording, Recording]:
-    """Return what rank 0 and another rank of a real job under DDP show."""
-    return recorded(sharded=False)
-
-
-@pytest.fixture
-def sharded() -> Recording:
-    """Return what each rank of a real job under FSDP2 shows."""
-    return recorded(sharded=True)[0]
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +41,6 @@ def outcome() -> Outcome:
     return found[-1]
 
 
-def samples(recording: Recording, name: str) -> dict[str, list[float]]:
-    """Return a metric's values in the recorded scrapes by layer, as another parser reads them."""
-    found: dict[str, list[float]] = {}
-    for body in recording.bodies:
-        for family in text_string_to_metric_families(body.decode()):
-            for sample in family.samples:
-                if sample.name == name:
-                    assert sample.labels["run"] == RUN
-                    assert sample.labels["rank"] == PLACE
-                    found.setdefault(sample.labels.get("layer", ""), []).append(sample.value)
-    return found
-
-
 @pytest.mark.server
 def test_every_rank_is_up_with_its_series(outcome: Outcome) -> None:
     """A Prometheus that knows a folder scrapes 20 ranks, and holds each series that they serve and five for each of them."""
@@ -82,37 +55,10 @@ def test_every_rank_is_up_with_its_series(outcome: Outcome) -> None:
     assert outcome.end.resident > outcome.empty.resident
 
 
-def test_problems_of_a_fleet_are_named(outcome: Outcome) -> None:
-    """A rank that was down for a moment and a series that did not arrive are named; the tables are made all the same."""
-    wrong = replace(outcome, least_up=RANKS - 1, series=outcome.expected - 1)
-    assert [text.split(": ")[1].split()[0] for text in complaints([wrong])] == ["at", str(outcome.expected - 1)]
-    made = tables([wrong, outcome, replace(outcome, case=Case(2, LAYERS, sharded=True))], [outcome.found], 0.5)
-    assert [row[3] for row in made[1]["rows"]] == [RANKS - 1, RANKS, RANKS]
-
-
-def test_only_rank_0_shows_replicated_layers(replicated: tuple[Recording, Recording]) -> None:
-    """Rank 0 has all layers, each with a histogram of 16 series; another rank shows the rest and no layer."""
-    first, other = replicated
-    assert len(samples(first, "torch_grad_norm")) == LAYERS
-    assert len(samples(first, "torch_grad_norm_distribution_count")) == LAYERS
-    assert first.series["torch_grad_norm_distribution"] == 16 * LAYERS
-    assert b"layer=" not in other.bodies[-1]
-    assert other.total == sum(not line.startswith(b"#") for line in other.bodies[-1].splitlines())
-    assert first.total - other.total == pytest.approx(30 * LAYERS, abs=3 * LAYERS)
-
-
-def test_each_rank_shows_its_part_of_sharded_layers(sharded: Recording) -> None:
-    """A rank shows the norm of its part under its own name, and its square in the counter."""
-    assert len(samples(sharded, "torch_grad_shard_norm")) == LAYERS
-    assert samples(sharded, "torch_grad_norm") == {}
-    norms, squares = (samples(sharded, name) for name in ("torch_grad_shard_norm", "torch_grad_norm_squared"))
-    for layer, values in norms.items():
-        assert [value**2 for value in values] == pytest.approx(squares[layer])
-
-
 @pytest.mark.server
-def test_each_rank_is_itself(tmp_path: Path, sharded: Recording) -> None:
+def test_each_rank_is_itself(tmp_path: Path) -> None:
     """Found by http_sd, each target has its own rank, place and host on all series, and no label is renamed."""
+    sharded = recorded(sharded=True)[0]
     with Fleet(sharded, sharded, 17) as fleet:
         listed = {target["labels"]["rank"]: target for target in json.loads(fleet.listed())}
         address = f"http://{fleet.targets[3].address}{TARGETS.decode()}"

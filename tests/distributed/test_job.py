@@ -1,8 +1,7 @@
 """Jobs of two ranks from end to end: the examples before a real Prometheus that only knows a folder, and ranks that stop or die.
 
-Two jobs, `examples/ddp.py` and `examples/fsdp2.py` with torchrun's variables, train at once; in each one rank is slow. They linger
-until Prometheus has seen their end, and the tests ask it afterwards. In a third job the ranks go through scenes in which an exporter
-is missing, fails or comes late, or a rank is stopped or killed; training and collectives have to be those of a job without.
+Two jobs, `examples/ddp.py` and `examples/fsdp2.py`, train at once with one slow rank each, linger until Prometheus has seen their
+end, and the tests ask it afterwards. In a third job an exporter is missing, fails or comes late, or a rank is stopped or killed.
 """
 
 from __future__ import annotations
@@ -201,20 +200,6 @@ def test_all_ranks_are_found_under_their_own_names(example: str, jobs: Jobs) -> 
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_which_ranks_show_layers(example: str, jobs: Jobs) -> None:
-    """Rank 0 alone shows the norms of copies; every rank shows the norms of its parts."""
-
-    def showing(name: str) -> dict[str, float]:
-        return jobs.by("rank", f'count by (rank) (last_over_time({name}{{$run,layer!=""}}{RANGE}))', example)
-
-    every = {"0": len(LAYERS), "1": len(LAYERS)}
-    first = {"0": len(LAYERS)}
-    assert showing("torch_grad_captures_total") == (first if example == "ddp" else every)
-    assert showing("torch_grad_norm") == (first if example == "ddp" else {})
-    assert showing("torch_grad_shard_norm") == ({} if example == "ddp" else every)
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
 def test_norms_are_those_of_one_process(example: str, jobs: Jobs) -> None:
     """The rule for the root mean square and the last global norm are the reference's to 1e-5."""
     layers, norm = reference(example)
@@ -285,11 +270,6 @@ class Finding:
     collectives: int = 0
 
 
-def collectives() -> int:
-    """Return the number of collectives that this rank has begun."""
-    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr,no-any-return] # private: no public count
-
-
 class Rank:
     """One of the two ranks."""
 
@@ -306,12 +286,13 @@ class Rank:
         torch.manual_seed(0)
         model = DistributedDataParallel(Perceptron())
         dist.barrier()
-        before = collectives()
+        group: Any = dist.group.WORLD
+        before = group._get_sequence_number_for_group()  # private: no public count
         with contextlib.ExitStack() as stack:
             if options is not None and "at" not in options:
                 self.start(model, name, found, stack)
             self.train(model, name, found, stack)
-        found.collectives = collectives() - before
+        found.collectives = group._get_sequence_number_for_group() - before
         return found
 
     def start(self, model: torch.nn.Module, name: str, found: Finding, stack: contextlib.ExitStack) -> None:
@@ -353,15 +334,12 @@ class Rank:
             found.losses.append(loss.item())
 
     def start_late(self, model: torch.nn.Module, name: str, found: Finding, stack: contextlib.ExitStack) -> None:
-        """Start the exporter amid the training, where the scene says so while the peer, which hosts the store, is stopped."""
-        stopped = "stopped" in name
-        if stopped:
-            peer = psutil.Process(self.peer)
-            assert eventually(lambda: peer.status() == psutil.STATUS_STOPPED)
+        """Start the exporter amid the training, in one scene while the peer, which hosts the store, is stopped."""
+        peer = psutil.Process(self.peer)
+        assert "stopped" not in name or eventually(lambda: peer.status() == psutil.STATUS_STOPPED)
         self.start(model, name, found, stack)
-        if stopped:
-            found.alone = peer.status() == psutil.STATUS_STOPPED
-            os.kill(self.peer, signal.SIGCONT)
+        found.alone = peer.status() == psutil.STATUS_STOPPED
+        peer.send_signal(signal.SIGCONT)
 
 
 def rank_main(rank: int, folder: Path, ranks: Path, port: int) -> None:
@@ -380,21 +358,14 @@ def rank_main(rank: int, folder: Path, ranks: Path, port: int) -> None:
 
 
 @dataclass
-class Watched:
-    """The last scene from outside: `up` by rank, the files, and that the other rank was scraped."""
-
-    ups: dict[str, dict[str, float]] = field(default_factory=dict)
-    scraped: dict[str, bool] = field(default_factory=dict)
-    files: dict[str, set[str]] = field(default_factory=dict)
-
-
-@dataclass
 class Scenes:
-    """What both ranks found by scene, how the last one looked, and how both ended."""
+    """What both ranks found by scene, both exits, and by moment of the last scene `up`, and the ranks with files and answers."""
 
-    found: list[dict[str, Finding]]
-    watched: Watched
-    exits: list[int | None]
+    found: list[dict[str, Finding]] = field(default_factory=list)
+    exits: list[int | None] = field(default_factory=list)
+    ups: dict[str, dict[str, float]] = field(default_factory=dict)
+    files: dict[str, set[str]] = field(default_factory=dict)
+    scraped: dict[str, bool] = field(default_factory=dict)
 
 
 def read(path: Path) -> list[Finding]:
@@ -413,37 +384,36 @@ def scraped(folder: Path) -> bool:
         return b"torch_train_steps_total" in answer.read()
 
 
-def watch(watching: Watching, folder: Path) -> Watched:
+def watch(watching: Watching, folder: Path, scenes: Scenes) -> None:
     """Have rank 1 stop, go on and die, and look at both."""
-    watched, second = Watched(), psutil.Process(int((folder / "pid-1").read_text()))
+    second = psutil.Process(int((folder / "pid-1").read_text()))
 
     def comes(moment: str, expected: dict[str, float]) -> None:
         def up() -> bool:
-            watched.ups[moment] = watching.ups("scenes")
-            return watched.ups[moment] == expected  # other scenes' ranks, which have ended, have no value
+            scenes.ups[moment] = watching.ups("scenes")
+            return scenes.ups[moment] == expected  # other scenes' ranks, which have ended, have no value
 
-        assert eventually(up), (moment, watched.ups)
-        watched.files[moment] = watching.ranks_with_files()
+        assert eventually(up), (moment, scenes.ups)
+        scenes.files[moment] = watching.ranks_with_files()
 
     comes("before", {"0": 1, "1": 1})
     (folder / f"go-{MIDDLE}").touch()
     assert eventually(lambda: second.status() == psutil.STATUS_STOPPED)
-    watched.scraped["stopped"] = scraped(folder)
+    scenes.scraped["stopped"] = scraped(folder)
     comes("stopped", {"0": 1, "1": 0})
     second.send_signal(signal.SIGCONT)
     comes("going on", {"0": 1, "1": 1})
     (folder / f"go-{LATE}").touch()
     assert eventually(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE)
-    watched.scraped["killed"] = scraped(folder)
+    scenes.scraped["killed"] = scraped(folder)
     comes("killed", {"0": 1, "1": 0})
     (folder / "end").touch()
-    return watched
 
 
 @pytest.fixture(scope="module")
 def scenes(watching: Watching, tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     """Play all scenes."""
-    directory = tmp_path_factory.mktemp("scenes")
+    directory, scenes = tmp_path_factory.mktemp("scenes"), Scenes()
     arguments = (directory, watching.folder, free_port())
     processes = [FORKED.Process(target=rank_main, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
@@ -452,15 +422,16 @@ def scenes(watching: Watching, tmp_path_factory: pytest.TempPathFactory) -> Scen
     reports = [directory / f"report-{rank}" for rank in range(2)]
     try:
         assert eventually(lambda: all(path.exists() and len(read(path)) == last for path in reports))
-        watched = watch(watching, directory)
+        watch(watching, directory, scenes)
         processes[0].join(PATIENCE)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    watched.files["end"] = watching.ranks_with_files()
-    found = [dict(zip(SCENES, read(path), strict=False)) for path in reports]
-    return Scenes(found, watched, [process.exitcode for process in processes])
+    scenes.files["end"] = watching.ranks_with_files()
+    scenes.found = [dict(zip(SCENES, read(path), strict=False)) for path in reports]
+    scenes.exits = [process.exitcode for process in processes]
+    return scenes
 
 
 @pytest.mark.parametrize("name", UNDISTURBED[1:])
@@ -487,20 +458,20 @@ def test_a_stopped_store_delays_a_start_by_its_limit(scenes: Scenes) -> None:
 
 def test_a_stopped_rank_is_down_and_comes_back(scenes: Scenes) -> None:
     """`up` is 0 while a rank is stopped; the other one is scraped meanwhile, and then both go on."""
-    ups = scenes.watched.ups
+    ups = scenes.ups
     assert [ups[moment] for moment in ("before", "stopped", "going on")] == [{"0": 1, "1": 1}, {"0": 1, "1": 0}, {"0": 1, "1": 1}]
-    assert scenes.watched.scraped["stopped"]
+    assert scenes.scraped["stopped"]
     losses = scenes.found[0]["stopped and killed"].losses
     assert losses == scenes.found[0]["neither"].losses[:LATE]
 
 
 def test_a_killed_rank_stays_down(scenes: Scenes) -> None:
     """The other rank's training fails as without an exporter; it is still scraped, ends by itself and removes its own file."""
-    assert scenes.watched.ups["killed"] == {"0": 1, "1": 0}
-    assert scenes.watched.scraped["killed"]
+    assert scenes.ups["killed"] == {"0": 1, "1": 0}
+    assert scenes.scraped["killed"]
     found = scenes.found[0]["stopped and killed"]
     assert "losed" in found.error or "reset" in found.error
     assert found.errors == {}
     assert scenes.exits == [0, -signal.SIGKILL]
-    assert scenes.watched.files["killed"] == {"0", "1"}
-    assert scenes.watched.files["end"] == {"1"}
+    assert scenes.files["killed"] == {"0", "1"}
+    assert scenes.files["end"] == {"1"}

@@ -171,10 +171,9 @@ def train(model: torch.nn.Module, part: int, scrape: Callable[[], None]) -> None
 def rank_main(rank: int, folder: str) -> None:
     """Run one of the ranks, all layouts one after the other."""
     found: dict[str, list[dict[Key, float]]] = {}
+    patience = dt.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=patience)
     for name in HERE:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=WORLD, timeout=dt.timedelta(seconds=PATIENCE)
-        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, part = LAYOUTS[name](rank)
@@ -189,8 +188,8 @@ def rank_main(rank: int, folder: str) -> None:
                 found["combined"] = [values(exporter)]
             assert errors(exporter) == {}
         found[name] = scrapes
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
     Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
 
 

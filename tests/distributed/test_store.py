@@ -6,9 +6,10 @@ import contextlib
 import datetime as dt
 import json
 import logging
+import multiprocessing.connection
+import multiprocessing.process
 import os
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -18,42 +19,48 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tests.support.ranks import FORKED, run_ranks
 from tests.support.tools import PATIENCE, eventually
-from torch_grad_exporter.distributed.identity import Identity
+from torch_grad_exporter.distributed.identity import Identity, identity
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError, connected, run_name
 from torch_grad_exporter.torch_compat import replicas
 
 TWO_RANKS = Identity(rank=1, world_size=2)
-
-HOST = """
-import datetime, time
-import torch.distributed as dist
-patience = datetime.timedelta(seconds=120)
-stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, use_libuv=libuv) for libuv in (False, True)]
-print(*(store.port for store in stores), flush=True)
-time.sleep(1000)
-"""
 
 
 @dataclass(frozen=True)
 class Host:
     """A process that hosts two stores: their ports, without and with libuv."""
 
-    process: subprocess.Popen[str]
+    process: multiprocessing.process.BaseProcess
     ports: tuple[int, int]
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.process.pid or 0, number)
+
+
+def host_main(pipe: multiprocessing.connection.Connection) -> None:
+    """Host the stores until the process is killed."""
+    stores = [tcp(libuv=libuv) for libuv in (False, True)]
+    pipe.send([store.port for store in stores])
+    pipe.recv()
 
 
 @contextlib.contextmanager
 def hosting() -> Iterator[Host]:
     """Start a host, and kill it at the end."""
-    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            first, second = map(int, process.stdout.readline().split())
-            yield Host(process, (first, second))
-        finally:
-            process.kill()
+    mine, theirs = FORKED.Pipe()
+    process = FORKED.Process(target=host_main, args=(theirs,))
+    process.start()
+    try:
+        first, second = mine.recv()
+        yield Host(process, (first, second))
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +89,6 @@ def agents(port: int) -> JobStore:
 
 STORES: dict[str, Callable[[Path], dist.Store]] = {
     "tcp": lambda _: tcp(),
-    "tcp without libuv": lambda _: tcp(libuv=False),
     "file": lambda folder: dist.FileStore(str(folder / "store"), 2),
     "hash": lambda _: dist.HashStore(),
 }
@@ -94,8 +100,7 @@ def unclonable(store: dist.Store) -> JobStore:
     return JobStore(lambda: connected({}, group=lambda: group))
 
 
-@pytest.mark.parametrize("client", [ours, unclonable])
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(("kind", "client"), [*((kind, ours) for kind in STORES), ("tcp", unclonable)])
 def test_values_are_shared_until_removed(kind: str, client: Callable[[dist.Store], JobStore], tmp_path: Path) -> None:
     """All clients agree on the first value; bytes that one publishes another collects, until they are removed."""
     store = STORES[kind](tmp_path)
@@ -118,10 +123,9 @@ def test_values_are_shared_until_removed(kind: str, client: Callable[[dist.Store
     second.close()
 
 
-@pytest.mark.parametrize("libuv", [True, False])
-def test_nothing_waits_behind_the_training(*, libuv: bool) -> None:
+def test_nothing_waits_behind_the_training() -> None:
     """Our question is answered while the training waits for a key on its own connection, which outlives ours."""
-    store = tcp(libuv=libuv)
+    store = tcp()
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.append(store.get("late")))
     waiting.start()
@@ -136,8 +140,7 @@ def test_nothing_waits_behind_the_training(*, libuv: bool) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("libuv", [True, False])
-@pytest.mark.parametrize("met", [True, False], ids=["connected", "not yet connected"])
+@pytest.mark.parametrize(("libuv", "met"), [(True, True), (False, False)], ids=["connected", "not yet connected"])
 def test_a_stopped_host(*, libuv: bool, met: bool, host: Host) -> None:
     """A question fails after its time, the next one without waiting; the first one is answered when the host goes on."""
     client, question = agents(host.ports[libuv]), f"{libuv} {met}"
@@ -156,14 +159,14 @@ def test_a_stopped_host(*, libuv: bool, met: bool, host: Host) -> None:
 @contextlib.contextmanager
 def stopped(host: Host) -> Iterator[None]:
     """Stop all threads of the host meanwhile."""
-    host.process.send_signal(signal.SIGSTOP)
+    host.send(signal.SIGSTOP)
     tasks = Path(f"/proc/{host.process.pid}/task")
     # Which takes its time: until then it still answers.
     assert not tasks.exists() or eventually(lambda: all(_state(task) == "T" for task in tasks.iterdir()))
     try:
         yield
     finally:
-        host.process.send_signal(signal.SIGCONT)
+        host.send(signal.SIGCONT)
 
 
 def _state(task: Path) -> str:
@@ -193,7 +196,7 @@ def test_a_killed_host(capfd: pytest.CaptureFixture[str]) -> None:
         for client in (*ending, *running):
             client.agree("run", "a", seconds=PATIENCE)
         host.process.kill()
-        host.process.wait()
+        host.process.join()
         for client in ending:
             with pytest.raises(StoreError, match="Connection refused"):
                 client.remove("x", seconds=PATIENCE)
@@ -216,27 +219,6 @@ def test_a_group_that_comes_late() -> None:
     groups.append(dist.HashStore())
     assert client.agree("run", "a", seconds=PATIENCE) == "a"
     client.close()
-
-
-def test_many_threads() -> None:
-    """Questions from several threads at once get their own answers."""
-    client = ours(tcp())
-    wrong: list[object] = []
-
-    def ask(number: int) -> None:
-        for turn in range(20):
-            client.publish(f"{number}", b"%d" % turn, seconds=PATIENCE)
-            found = client.collect([f"{number}", "none"], seconds=PATIENCE)
-            if found != {f"{number}": b"%d" % turn}:
-                wrong.append(found)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    client.close()
-    assert not wrong
 
 
 def test_closing() -> None:
@@ -302,49 +284,39 @@ def test_a_name_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
 
 # Real jobs
 
-ELASTIC = """
-import datetime, json, os, pathlib, sys, time
-import torch, torch.distributed as dist
-from torch_grad_exporter.distributed.identity import identity
-from torch_grad_exporter.distributed.store import JobStore, run_name
 
-def say(**what):
-    pathlib.Path(sys.argv[1], f"{what['attempt']}-{what['rank']}").write_text(json.dumps(what))
-
-who, attempt = identity(os.environ), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-store = JobStore()
-early = run_name(who, "", store, seconds=120)
-# The agent's store still has the addresses of the ranks that have ended; torch itself would sometimes connect to them.
-agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-group = dist.PrefixStore(f"attempt {attempt}", agents)
-dist.init_process_group("gloo", store=group, rank=who.rank, world_size=who.world_size, timeout=datetime.timedelta(seconds=120))
-late = JobStore()
-assert late.agree("run", "another", seconds=120) == early
-say(attempt=attempt, rank=who.rank, size=who.world_size, local=who.local_rank, name=early)
-dist.barrier()
-store.close(); late.close()
-if attempt == 0:
-    sys.exit(1)
-"""
+def elastic_main(folder: str) -> None:
+    """Run one rank, which agrees on a name before there is a process group and after; the first attempt fails."""
+    who, attempt = identity(os.environ), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    store, late = JobStore(), JobStore()
+    early = run_name(who, "", store, seconds=PATIENCE)
+    # The agent's store still has the addresses of the ranks that have ended; torch itself would sometimes connect to them.
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    group = dist.PrefixStore(f"attempt {attempt}", agent)
+    patience = dt.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", store=group, rank=who.rank, world_size=who.world_size, timeout=patience)
+    assert late.agree("run", "another", seconds=PATIENCE) == early
+    Path(folder, f"{attempt}-{who.rank}").write_text(json.dumps([who.world_size, who.local_rank, early]))
+    dist.barrier()
+    store.close()
+    late.close()
+    if attempt == 0:
+        sys.exit(1)
 
 
-def said(folder: Path) -> dict[str, dict[str, object]]:
-    """Return what the ranks said, by attempt and rank."""
-    return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+def agent_main(_rank: int, folder: str) -> None:
+    """Be torchrun's agent of two ranks that it may restart once."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "run_id": "none"}
+    config = LaunchConfig(1, 1, 2, max_restarts=1, monitor_interval=0.1, start_method="fork", **rendezvous)
+    elastic_launch(config, elastic_main)(folder)
 
 
 @pytest.mark.process
 def test_torchrun_restarts(tmp_path: Path) -> None:
     """Under torchrun the ranks agree before there is a process group, and a restart of all of them keeps the name."""
-    script, folder = tmp_path / "rank.py", tmp_path / "said"
-    folder.mkdir()
-    script.write_text(ELASTIC)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
-    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    done = subprocess.run([*run, *rendezvous, script, folder], check=False, timeout=PATIENCE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = said(folder)
-    assert {name: (one["size"], one["local"]) for name, one in found.items()} == {
-        f"{attempt}-{rank}": (2, rank) for attempt in range(2) for rank in range(2)
-    }
-    assert len({one["name"] for one in found.values()}) == 1
+    run_ranks(agent_main, str(tmp_path), ranks=1)
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    ((*_, name), *_) = found.values()
+    assert found == {f"{attempt}-{rank}": [2, rank, name] for attempt in range(2) for rank in range(2)}
