@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.dashboards.many_runs import GPU_RUN, running
 from tests.support.grafana import each_panel, interpolated, panels
-from tests.support.many_runs import GPU_RUN, running
 from tests.support.real_prometheus import Prometheus
 from tests.support.real_prometheus import running as a_prometheus
 from tests.support.tools import REPOSITORY, eventually

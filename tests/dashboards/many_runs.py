@@ -1,6 +1,6 @@
-"""Runs that together show every metric: one of all options, two ranks of each kind, and one that takes itself for one on a GPU.
+"""Runs that together show every metric: one with all options, two ranks under DDP and FSDP2, two models, and one on a fake GPU.
 
-The last is a training on the CPU whose collectors of GPUs, of CUDA memory and of the container read from what was made up.
+The last trains on the CPU; its collectors of GPUs, CUDA memory and the container read fake hardware.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch_grad_exporter.rules import RULES, Finding, Rule, RuleContext
 
 PACE = 0.05
 GPU_RUN = "fake-gpu"
-"""The run whose hardware is made up."""
+"""The run with fake hardware."""
 
 
 class Net(torch.nn.Module):
@@ -52,7 +52,7 @@ class Net(torch.nn.Module):
 
 
 def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScaler | None = None, *, clips: bool = True) -> None:
-    """Trains for ever, with clipping, everything observed, and now and then a step that goes wrong. `clips`: by itself."""
+    """Train forever with clipping and observations; some steps go wrong. `clips`: the loop clips, not the exporter."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for step, x in enumerate(exporter.watch_loader(batches())):
@@ -70,32 +70,32 @@ def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScal
 
 
 def batches() -> Iterator[torch.Tensor]:
-    """Random ones, not too fast."""
+    """Yield random batches slowly."""
     while True:
         time.sleep(PACE)
         yield torch.randn(8, 16)
 
 
 def usual(folder: str, run: str) -> dict[str, Any]:
-    """How all of them are started."""
+    """Return the options of all runs."""
     return {"every": 1, "dead_window": 25, "addr": "127.0.0.1", "sd_dir": folder, "run": run}
 
 
 class Unsteady:
-    """A collector of the user's own that fails at every third scrape."""
+    """A user's collector that fails at every third scrape."""
 
     def __init__(self, _context: CollectorContext) -> None:
         self._scrapes = itertools.count(1)
 
     def collect(self) -> Iterator[Family]:
-        """Nothing, if it does not fail."""
+        """Yield nothing, or fail."""
         if next(self._scrapes) % 3 == 0:
             raise OSError("no server there")
         yield from ()
 
 
 def now_and_then(context: RuleContext) -> Iterator[Finding]:
-    """Something is wrong for two seconds in four, each time another severity."""
+    """Find a problem for two seconds in four, each time with another severity."""
     if context.now % 4 < 2:
         yield Finding(("critical", "warning", "info")[int(context.now / 4) % 3], "It is so.")
 
@@ -104,7 +104,7 @@ NOW_AND_THEN = Rule(name="NowAndThen", states=frozenset({"training"}), judge=now
 
 
 def alone(folder: str) -> None:
-    """One process with everything that can be switched on, a collector that fails at times, and a rule that flaps."""
+    """Train in one process with every option, a collector that fails at times, and a rule that flaps."""
     REGISTRY.register(Declaration("unsteady", (), Unsteady))
     RULES.register(NOW_AND_THEN)
     model = Net()
@@ -117,15 +117,16 @@ def alone(folder: str) -> None:
 
 
 def replicas(folder: str) -> None:
-    """Two ranks under DDP, which agree on a step after which a layer is frozen."""
+    """Train two ranks under DDP, which freeze a layer together."""
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    torch.manual_seed(dist.get_rank())  # ranks with equal batches have no gradient noise
     exporter = start_exporter(model, 0, local_norm=True, collectors={"whole_run": True}, **usual(folder, "replicas"))
     exporter.on(lambda m: m.last("torch_train_loss") > 0, Freeze(layers=r"^second$"))
     train(model, exporter)
 
 
 def shards(folder: str) -> None:
-    """Two ranks under FSDP2."""
+    """Train two ranks under FSDP2."""
     model = Net()
     del model.unused
     fully_shard(model)
@@ -140,7 +141,7 @@ def shards(folder: str) -> None:
 
 
 def adversaries(folder: str) -> None:
-    """One process with two models that are trained in turn, each by an optimizer of its own."""
+    """Train two models in turn, each with its own optimizer."""
     models = {"generator": torch.nn.Linear(16, 16), "discriminator": torch.nn.Linear(16, 1)}
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
     start_exporter(models, 0, optimizers=optimizers, **usual(folder, "adversaries"))
@@ -154,7 +155,7 @@ def adversaries(folder: str) -> None:
 
 
 def on_a_fake_gpu(folder: str) -> None:
-    """One process with made hardware, a GPU that is held back for a twentieth of the time."""
+    """Train in one process with fake hardware, a GPU that is throttled for a twentieth of the time."""
     model, scaler = Net(), torch.amp.GradScaler("cpu")
     options = usual(folder, GPU_RUN) | {"every": "auto", "overhead_budget": 0.9}
     with installed() as hardware:
@@ -163,18 +164,18 @@ def on_a_fake_gpu(folder: str) -> None:
 
 
 def heat(gpu: FakeGpu) -> None:
-    """Holds the clocks down for a twentieth of the time, for each reason."""
+    """Throttle the GPU for a twentieth of the time, for each reason."""
     while True:
         time.sleep(0.2)
         gpu.nanoseconds = {policy: held + 10_000_000 for policy, held in gpu.nanoseconds.items()}
 
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch_grad_exporter", "many_runs"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch_grad_exporter", __name__])
 
 
 def _main(kind: Callable[[str], None], folder: str, store: str, rank: int, ranks: int) -> None:
-    """One process; several ranks have a process group."""
+    """Run one process; several ranks have a process group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -186,7 +187,7 @@ def _main(kind: Callable[[str], None], folder: str, store: str, rank: int, ranks
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[int]:
-    """All of them, until the end; how many targets there will be. `folder` is for Prometheus to watch."""
+    """Run all and yield the number of targets. `folder`: where Prometheus discovers them."""
     processes = []
     with tempfile.TemporaryDirectory() as stores:
         for kind, ranks in ((alone, 1), (replicas, 2), (shards, 2), (adversaries, 1), (on_a_fake_gpu, 1)):
