@@ -22,13 +22,6 @@ from torch_grad_exporter.actions.notify.address import Address
 URL = f"https://{SECRET}:{SECRET}@hooks.example.org/{SECRET}?key={SECRET}"
 
 
-def endless() -> dict[str, object]:
-    """Return a mapping that contains itself."""
-    mapping: dict[str, object] = {}
-    mapping["a"] = mapping
-    return mapping
-
-
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (Webhook, ValueError, "url=None.*url_file=.*TORCH_GRAD_EXPORTER_WEBHOOK_URL"),
     (Alertmanager, ValueError, "url=None.*url_file=.*TORCH_GRAD_EXPORTER_ALERTMANAGER_URL"),
@@ -37,28 +30,17 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     *[
         (lambda wrong=wrong: Webhook(wrong), ValueError, "url=<hidden>: expected an address that begins with https://")
         for wrong in (
-            "", SECRET, f"ftp://{SECRET}", f"https:///{SECRET}", f"https://h:{SECRET}/", f"https://[{SECRET}/",
-            f"https://h/{SECRET}\n", f"https://h:70000/{SECRET}", f"https://größe/{SECRET}",
+            SECRET, f"https:///{SECRET}", f"https://h:{SECRET}/", f"https://[{SECRET}/", f"https://h/{SECRET}\n",
+            f"https://größe/{SECRET}",
         )
     ],
-    (lambda: Webhook(url_file=3), TypeError, "url_file=3: expected the path of a file"),
     (lambda: Webhook(url_file=URL), ValueError, "url_file=<hidden>: cannot be read"),
     (lambda: Webhook(URL, min_severity=URL), ValueError, "min_severity=<hidden>: expected 'info'"),
-    (lambda: Webhook(URL, timeout=URL), TypeError, "timeout=<hidden>: expected a number"),
     (lambda: Webhook(url_file="/no/such/file"), ValueError, "url_file='/no/such/file': cannot be read: FileNotFoundError"),
-    (lambda: Webhook(URL, min_severity="Critical"), ValueError, "min_severity=.*expected 'info', 'warning' or 'critical'"),
-    (lambda: Webhook(URL, min_severity=None), TypeError, "min_severity=.*expected 'info', 'warning' or 'critical'"),
     (lambda: Webhook(URL, timeout=float("nan")), ValueError, "timeout=.*expected a number of seconds above 0"),
-    (lambda: Webhook(URL, timeout="5"), TypeError, "timeout=.*expected a number of seconds above 0"),
-    (lambda: Webhook(URL, headers=[("a", SECRET)]), TypeError, "headers=list: expected a mapping"),
-    (lambda: Webhook(URL, headers={"Authorization": 3}), TypeError, r"headers\['Authorization'\]=int: expected"),
     (lambda: Webhook(URL, headers={"X": f"{SECRET}\r\nY: z"}), ValueError, r"headers\['X'\]=<hidden>.*line break"),
     (lambda: Webhook(URL, headers={f"{SECRET} ": "x"}), ValueError, "headers: <hidden> is no name of a header"),
-    (lambda: Webhook(URL, body=3), TypeError, "body=int: expected a mapping or a text"),
     (lambda: Webhook(URL, body={"text": "$summery"}), ValueError, r"body: \$summery is no field; there are timestamp, status"),
-    (lambda: Webhook(URL, body="5 $"), ValueError, r"body: a \$ that begins no name; write \$\$"),
-    (lambda: Webhook(URL, body={"a": object()}), TypeError, "body=dict: Object of type object is not JSON"),
-    (lambda: Webhook(URL, body=endless()), ValueError, "body=dict: it contains itself"),
 ]  # fmt: skip
 
 
@@ -84,17 +66,15 @@ def clean(error: BaseException) -> bool:
     return not any(SECRET in f"{each!r} {each}" for each in chain)
 
 
-NO_NOTIFIERS: list[tuple[object, str]] = [
-    (3, r"alerts=int: expected a list of notifiers, such as \[Log\(\), Webhook\(url\)\]"),
-    ("log", "alerts=str: expected a list"),
-    ({"log": Log()}, "alerts=dict: expected a list"),
-    ([Log(), URL], r"alerts\[1\]=str: expected a list of notifiers"),
-    ([Log], r"alerts\[0\]=class Log, which is to be called"),
-    ([print], r"alerts\[0\]=builtin_function_or_method"),
-]
-
-
-@pytest.mark.parametrize(("alerts", "said"), NO_NOTIFIERS, ids=range(len(NO_NOTIFIERS)))
+@pytest.mark.parametrize(
+    ("alerts", "said"),
+    [
+        (URL, r"alerts=str: expected a list of notifiers, such as \[Log\(\), Webhook\(url\)\]"),
+        ([Log(), URL], r"alerts\[1\]=str: expected a list of notifiers"),
+        ([Log], r"alerts\[0\]=class Log, which is to be called"),
+    ],
+    ids=range(3),
+)
 def test_wrong_alerts_raise(alerts: object, said: str) -> None:
     """The error names the place in the list, and neither hook nor thread is left."""
     model, threads = torch.nn.Linear(2, 2), lasting_threads()
@@ -150,20 +130,15 @@ def test_a_payload_has_all_that_is_known() -> None:
     }  # fmt: skip
 
 
-def test_a_template_is_filled_in() -> None:
-    """Texts in nested JSON are filled in, whatever characters the values have."""
+def test_a_body_is_a_template_or_a_callable() -> None:
+    """Texts in nested JSON are filled in, whatever characters the values have, and a callable returns JSON, text or bytes."""
     nasty = 'a "quoted" $alert\n{step}'
     body = {"blocks": [{"type": "section", "n": 3, "text": {"text": "$severity: $summary ($value$layer)"}}], "cost": "$$5"}
     assert sent(body, notification(summary=nasty, value=0.5))[0] == {
         "blocks": [{"type": "section", "n": 3, "text": {"text": f"warning: {nasty} (0.5)"}}], "cost": "$5",
     }  # fmt: skip
     assert sent("${alert} at $step", notification()) == ("LossSpike at 7", "text/plain; charset=utf-8")
-
-
-def test_a_callable_makes_json_text_or_bytes() -> None:
-    """A callable gets the notification and returns JSON, text or bytes."""
-    assert sent(lambda one: {"text": f"{one.alert} {one.value}"}, notification()) == ({"text": "LossSpike 3.0"}, "application/json")
-    assert sent(lambda one: one.status, notification()) == ("firing", "text/plain; charset=utf-8")
+    assert sent(lambda one: {"text": one.alert}, notification()) == ({"text": "LossSpike"}, "application/json")
     assert sent(lambda _: b"[1]", notification()) == ([1], "application/json")
 
 

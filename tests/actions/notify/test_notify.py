@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -89,12 +88,8 @@ def test_a_fault_reaches_log_and_webhook(caplog: pytest.LogCaptureFixture) -> No
             trained.train(nan=True)
             assert there.got(1)
             payload = there.asked[0].json
-            assert (payload["alert"], payload["severity"], payload["run"], payload["rank"]) == (
-                "TrainingNonFiniteLoss",
-                "critical",
-                "nan run",
-                3,
-            )
+            seen = [payload[name] for name in ("alert", "severity", "run", "rank")]
+            assert seen == ["TrainingNonFiniteLoss", "critical", "nan run", 3]
             assert payload["value"] in (1.0, 2.0, 3.0)
             assert "NaN" in payload["summary"]
             assert {one.alert for one in trained.exporter.problems()} == {"TrainingNonFiniteLoss"}
@@ -138,14 +133,14 @@ def test_without_alerts_there_is_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_training_is_the_same_bits() -> None:
-    """With receivers that fail the parameters after 100 steps have the bits of a run without notifiers."""
+    """With receivers that fail the parameters after 21 steps have the bits of a run without notifiers."""
 
     def parameters(*notifiers: Notifier) -> list[torch.Tensor]:
         trained = Trained(*notifiers)
         with trained.exporter:
-            trained.train(50)
+            trained.train(10)
             trained.train(1, nan=True)
-            trained.train(50)
+            trained.train(10)
         return [one.detach().clone() for one in trained.model.parameters()]
 
     with receiver(then=Answer(hangs=True)) as hanging:
@@ -170,7 +165,7 @@ def test_notifiers_run_in_their_own_thread() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", [Answer(hangs=True), Answer(drips=True), Answer(503)], ids=["hangs", "drips", "503"])
+@pytest.mark.parametrize("answer", [Answer(drips=True), Answer(503)], ids=["drips", "503"])
 def test_a_dead_receiver_does_not_delay_the_end(answer: Answer) -> None:
     """`close` returns long before the request's timeout, and drops and counts what a dead receiver does not take."""
     with receiver(then=answer) as bad, receiver() as good:
@@ -219,42 +214,22 @@ def test_no_secret_anywhere(caplog: pytest.LogCaptureFixture, capfd: pytest.Capt
     assert "webhook-2: HTTP 404" in everything
 
 
-FORK = """
-import os, sys, time, torch
-from torch_grad_exporter import start_exporter
-from torch_grad_exporter.actions import Alertmanager, Log, Webhook
-
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-exporter = start_exporter(model, None, every=1, alerts=[Log(), Webhook(sys.argv[1]), Alertmanager(sys.argv[2])])
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    exporter.observe(loss=float("nan"))
-child = os.fork()
-if child == 0:
-    exporter.observe(loss=float("nan"))
-    print(len(exporter.collect()) > 0, exporter.problems() is not None, flush=True)
-    exporter.close()
-    sys.exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-sys.stdin.readline()
-exporter.close()
-"""
-
-
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 def test_a_forked_child_sends_nothing() -> None:
-    """A forked child can scrape, close and end, and all notifications come from the parent."""
-    with receiver() as there, receiver() as dead:
-        command = [sys.executable, "-c", FORK, there.url, dead.root]
-        program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        with program:
-            assert program.stdout is not None
-            assert [program.stdout.readline() for _ in range(2)] == ["True True\n", "0\n"]
+    """A forked child can scrape and close, and all notifications come from the parent."""
+    with receiver() as there:
+        trained = Trained(Log(), Webhook(there.url))
+        with trained.exporter as exporter:
+            trained.train(nan=True)
+            child = os.fork()
+            if child == 0:
+                status = 1
+                with contextlib.suppress(BaseException):
+                    exporter.observe(loss=float("nan"))
+                    status = 0 if exporter.collect() and exporter.problems() is not None else 2
+                    exporter.close()
+                os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             assert there.got(1)
-            program.communicate("\n", timeout=PATIENCE)
         assert alerts(there) == [("TrainingNonFiniteLoss", "firing"), ("TrainingNonFiniteLoss", "resolved")]
-        assert len(dead.asked) == 2
