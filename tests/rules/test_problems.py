@@ -706,7 +706,7 @@ def told(found: Iterable[tuple[str, str, str | None]], alert: str, severity: str
     return {layer for name, bad, layer in found if name == alert and SEVERITIES.index(bad) <= SEVERITIES.index(severity)}
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_promtool_says_the_same(tmp_path: Path) -> None:
     """In each of the runs above, promtool finds each alert for the same layers as the process."""
     stories = {
