@@ -232,7 +232,7 @@ def test_no_step_reads_a_value(policy: Any, loop: Training) -> None:  # noqa: AN
     ran: list[int] = []
     handle = register_optimizer_step_pre_hook(begins)
     after = register_optimizer_step_post_hook(ends)  # before ours, which read a loss scale that is on the CPU
-    seen, tried = Loop(), [MaxNorm(0.2), AutoClip(), ZClip(), AGC(), MaxValue(0.01)]
+    seen, tried = Loop(), [MaxNorm(0.2), AutoClip(), ZClip(scope="layer"), AGC(), MaxValue(0.01)]
     exporter = start(seen.model, clip=policy, dry_run=tried, on_failure="raise")
     try:
         loop(seen)

@@ -87,21 +87,6 @@ def test_max_value_gives_the_bits_of_clip_grad_value() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients_of(model).values(), gradients_of(twin).values(), strict=True))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_nothing_looks_at_data(name: str) -> None:
-    """On `meta`, where reading a value raises, each policy measures, decides and clips."""
-    with torch.device("meta"):
-        model = Zoo()
-        clipper = Clipper(model, POLICIES[name][0])
-        for step in range(2):
-            for parameter in model.parameters():
-                parameter.grad = torch.empty_like(parameter)
-            clipper.observe(torch.zeros(()), epoch=step)
-            assert clipper().is_meta
-            assert clipper.threshold is not None
-            assert clipper.threshold.is_meta
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", POLICIES)
@@ -238,41 +223,6 @@ def test_a_state_of_another_kind_is_refused(policy: AutoClip | ZClip, model: tor
     state = Clipper(Perceptron(), AutoClip(history_size=8, scope="layer")).state_dict()
     with pytest.raises(ValueError, match=message):
         Clipper(model, policy).load_state_dict(state)
-
-
-# Candidates
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["MaxNorm by unit", "MaxValue", "AutoClip", "ZClip by layer"])
-def test_a_candidate_decides_as_if_alone(name: str) -> None:
-    """Beside another policy a candidate has the thresholds that it has alone, and counts the steps it would change."""
-    torch.manual_seed(0)
-    model, alone = Zoo(), Zoo()
-    alone.load_state_dict(model.state_dict())
-    with_candidate = Clipper(model, MaxNorm(1.0), dry_run=[POLICIES[name][0], AutoClip()])
-    plain, single = Clipper(alone, MaxNorm(1.0)), Clipper(alone, POLICIES[name][0])
-    random, clipped = torch.Generator().manual_seed(1), 0
-    for step in range(40):
-        gradients(model, step, random)
-        kept = [parameter.grad.clone() for parameter in model.parameters()]
-        for clipper in (with_candidate, single):
-            clipper.observe(2.0)
-        norm = with_candidate()
-        for place, clipper in enumerate((single, plain)):
-            for parameter, gradient in zip(alone.parameters(), kept, strict=True):
-                parameter.grad = gradient.clone()
-            assert torch.equal(clipper(), norm) or POLICIES[name][0].scope != "model"
-            if place == 0:
-                clipped += any(not torch.equal(p.grad, gradient) for p, gradient in zip(alone.parameters(), kept, strict=True))
-        candidate = with_candidate.candidates[0]
-        assert torch.equal(candidate.threshold, single.threshold)
-        if candidate.coefficients is not None:
-            assert torch.equal(candidate.coefficients, single.coefficients)
-        assert all(torch.equal(one.grad, other.grad) for one, other in zip(model.parameters(), alone.parameters(), strict=True))
-        assert int(candidate.clipped_steps) == clipped
-    assert clipped > 0
-    assert candidate.policy is POLICIES[name][0]
 
 
 # Plateau
