@@ -82,23 +82,17 @@ def test_a_sample_has_the_divisor_of_its_own_round(early: bool) -> None:
         assert not errors(exporter)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "bad",
-    [0, -1.0, math.nan, math.inf, "12", torch.zeros(()), torch.ones(3)],
-    ids=str,
-)
-@pytest.mark.parametrize("every", [1, 1000])
-def test_a_bad_divisor_is_an_error(bad: object, every: int) -> None:
+def test_a_bad_divisor_is_an_error() -> None:
     """A bad divisor is a counted error in any round, raises nothing, and norms are as without it."""
+    bad = [0, -1.0, math.nan, math.inf, "12", torch.zeros(()), torch.ones(3)]
     loop = Loop()
-    with start_exporter(loop.model, port=None, every=every) as exporter:
-        loop.step(1.0)
-        exporter.observe(grad_divisor=bad, tokens=5)  # type: ignore[arg-type]
-        loop.step(1.0, lambda: exporter.observe(grad_divisor=bad))  # type: ignore[arg-type]
-        assert errors(exporter) == {"observe": 2}
-        assert value(exporter, "torch_train_tokens_total") == 5
-        if every == 1:
+    with start_exporter(loop.model, port=None, every=1) as exporter:
+        for number, wrong in enumerate(bad, start=1):
+            loop.step(1.0)
+            exporter.observe(grad_divisor=wrong, tokens=5)  # type: ignore[arg-type]
+            loop.step(1.0, lambda wrong=wrong: exporter.observe(grad_divisor=wrong))
+            assert errors(exporter) == {"observe": 2 * number}
+            assert value(exporter, "torch_train_tokens_total") == 5 * number
             assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
 
 

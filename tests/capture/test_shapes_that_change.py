@@ -66,7 +66,7 @@ def freezes_and_widens(model: Layers, step: int) -> None:
 
 
 @functools.cache
-def trained(event: Event, every: int | None, skipped: int = -1) -> list[torch.Tensor]:
+def trained(event: Event, every: int | None) -> list[torch.Tensor]:
     """Return the parameters after training. `every`: with an exporter."""
     torch.manual_seed(0)
     model = Layers()
@@ -82,7 +82,7 @@ def trained(event: Event, every: int | None, skipped: int = -1) -> list[torch.Te
             backward()
             while model.gathering:
                 model.gathering.pop().remove()
-            if step != skipped:
+            if step != 9:
                 optimizer.step()
             optimizer.zero_grad()
 
@@ -96,12 +96,11 @@ def trained(event: Event, every: int | None, skipped: int = -1) -> list[torch.Te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2, 7])
-@pytest.mark.parametrize("skipped", [-1, 9])
+@pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("event", [grows, gathers, freezes_and_widens])
-def test_training_is_unchanged(event: Event, every: int, skipped: int) -> None:
-    """Training is the same in every bit, whichever rounds are sampled or skipped."""
-    assert all(map(torch.equal, trained(event, every, skipped), trained(event, None, skipped)))
+def test_training_is_unchanged(event: Event, every: int) -> None:
+    """Training, in which a step is skipped, is the same in every bit, whichever rounds are sampled."""
+    assert all(map(torch.equal, trained(event, every), trained(event, None)))
 
 
 def test_a_skipped_step_keeps_nothing_alive() -> None:

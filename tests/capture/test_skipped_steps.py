@@ -9,7 +9,6 @@ from tests.capture.scenes import (
     BACKWARDS,
     CAPTURES,
     COUNTED,
-    FEW,
     LAYER_CAPTURES,
     MISSING,
     NORM,
@@ -18,7 +17,6 @@ from tests.capture.scenes import (
     STEPS,
     Headed,
     Loop,
-    clearing,
     each_regime,
     loss_of,
     reads_after_backward,
@@ -31,14 +29,13 @@ from tests.support.scrape import lost, value
 
 
 @pytest.mark.slow
-@clearing
-@each_regime
+@pytest.mark.parametrize(("regime", "set_to_none"), [("sampled", True), ("mixed", False), ("counted", True), ("counted", False)])
 def test_skipped_steps_are_counted(regime: str, set_to_none: bool) -> None:
     """Backwards whose gradients are cleared without a step are skipped steps, also several in a row."""
     loop = Loop(set_to_none=set_to_none)
     with watching(loop.model, **REGIMES[regime]) as exporter:
+        loop.warm_up(exporter, regime)
         for skipped in (3, 4):
-            loop.warm_up(exporter, regime)
             for _ in range(skipped):
                 loop.backward()
             loop.go_on(regime)
@@ -48,8 +45,7 @@ def test_skipped_steps_are_counted(regime: str, set_to_none: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("around", [False, True], ids=["root", "submodules"])
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize(("every", "around"), [(1, False), (4, True)])
 def test_skips_among_accumulations(every: int, around: bool) -> None:
     """Of steps with three backwards each every fourth is skipped, whichever rounds are sampled and however the model is called."""
     model = Perceptron()
@@ -77,21 +73,16 @@ def test_skips_among_accumulations(every: int, around: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [FEW, COUNTED], ids=["few", "counted"])
-def test_a_skipped_step_is_followed_by_one_sample(options: dict[str, float]) -> None:
+def test_a_skipped_step_is_followed_by_one_sample() -> None:
     """After a step that was skipped one more round is sampled soon, which shows what is wrong, and only one."""
     loop = Loop()
-    with watching(loop.model, **options | {"every": 4096}) as exporter:
-        loop.warm_up(exporter, "counted" if options is COUNTED else "few")
+    with watching(loop.model, **COUNTED) as exporter:
+        loop.until_counted(exporter)
         assert value(exporter, CAPTURES) == 1
         loop.backward()
-        for _ in range(500):
-            loop.step()
-            if value(exporter, CAPTURES) == 2:
-                break
-        for _ in range(300):
-            loop.step()
-        assert value(exporter, CAPTURES) == 2
+        for _ in range(2):
+            loop.go_on("counted")
+            assert value(exporter, CAPTURES) == 2
         assert value(exporter, SKIPPED) == 1
 
 
@@ -142,21 +133,8 @@ def test_skipped_steps_are_counted_at_once_when_known() -> None:
             loop.optimizer.step()
 
 
-def test_clearings_before_the_first_step_wait() -> None:
-    """Clearings before any step may be passes of one step; the first step without a clearing shows that they were skips."""
-    loop = Loop()
-    with watching(loop.model) as exporter:
-        shown = []
-        for step in range(8):
-            loop.backward()
-            shown.append(value(exporter, SKIPPED) or 0)
-            if step >= 5:
-                loop.optimizer.step()
-        assert shown == [0] * 7 + [5]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("regime", ["sampled", "counted"])
+@each_regime
 @pytest.mark.parametrize("backwards", [(False, True), (False, False, True, False)], ids=["one backward", "two backwards"])
 def test_two_passes_to_each_step_skip_nothing(backwards: tuple[bool, ...], regime: str) -> None:
     """Where each step takes two passes (SAM), with a clearing in between, no step is skipped."""
@@ -176,14 +154,12 @@ def test_two_passes_to_each_step_skip_nothing(backwards: tuple[bool, ...], regim
         assert value(exporter, BACKWARDS) == steps * len(backwards)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tasks", [2, 9])
-def test_surgery_on_gradients_of_tasks_skips_nothing(tasks: int) -> None:
+def test_surgery_on_gradients_of_tasks_skips_nothing() -> None:
     """One backward for each task, whose gradients are taken away and written back together, is one step."""
-    model = Perceptron()
+    tasks, model = 3, Perceptron()
     optimizer = sgd(model)
     with watching(model) as exporter:
-        for step in range(12):
+        for step in range(8):
             taken = [torch.zeros_like(parameter) for parameter in model.parameters()]
             for _ in range(tasks):
                 optimizer.zero_grad()
@@ -197,7 +173,7 @@ def test_surgery_on_gradients_of_tasks_skips_nothing(tasks: int) -> None:
             assert value(exporter, SKIPPED) == 0
             assert value(exporter, STEPS, optimizer="SGD") == step + 1
             assert value(exporter, NORM) == pytest.approx(seen)  # the last pass, as the docs say
-        assert value(exporter, BACKWARDS) == 12 * tasks
+        assert value(exporter, BACKWARDS) == 8 * tasks
 
 
 def test_an_optimizer_that_reports_nothing() -> None:
@@ -240,8 +216,7 @@ def test_a_cleared_backward_that_reached_more() -> None:
             assert not value(exporter, LAYER_CAPTURES, layer="first")
 
 
-@clearing
-def test_a_cleared_backward_around_the_root(set_to_none: bool) -> None:
+def test_a_cleared_backward_around_the_root() -> None:
     """Where submodules are called, a layer that only a skipped backward reached has no gradient either."""
     model = Perceptron()
     optimizer = sgd(model)
@@ -252,14 +227,14 @@ def test_a_cleared_backward_around_the_root(set_to_none: bool) -> None:
 
     with watching(model) as exporter:
         for _ in range(4):
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad()
             backward()
             optimizer.step()
         assert value(exporter, MISSING, layer="first") == 0
         for skipped in range(1, 4):
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad(set_to_none=skipped == 2)
             backward()
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad(set_to_none=skipped == 2)
             backward(head_only=True)
             seen = norm(p.grad.double() for p in model.second.parameters())
             optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -44,14 +44,14 @@ from torch_grad_exporter.statistics.eager import EagerStatistics
 pytestmark = [no_timeout_in_a_soak, pytest.mark.slow]
 
 
-PATHS = {
+PATHS: dict[str, Callable[..., EagerStatistics]] = {
     "host": EagerStatistics,
     "device": ON_DEVICE,
     "chunks": functools.partial(ON_DEVICE, chunk_elements=1),
 }
 """Ways to measure a CPU tensor: its own, that of other devices, and that of other devices in as many chunks as possible."""
 
-ALL_PATHS = {**PATHS, "no float64": NARROW}
+ALL_PATHS: dict[str, Callable[..., EagerStatistics]] = {**PATHS, "no float64": NARROW}
 
 
 def examples(share: float) -> settings:
@@ -212,8 +212,8 @@ def test_dead_units_were_silent_in_the_last_samples(data: st.DataObject) -> None
     number = 0
     for _ in range(data.draw(st.integers(1, 12))):
         number += data.draw(st.booleans())
-        for states in history:
-            states.pop(number, None)
+        for past in history:
+            past.pop(number, None)
         gradients = []
         for position in data.draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, unique=True)):
             states = data.draw(st.tuples(*[st.sampled_from([*UNIT, "zero", "zero"])] * sizes[position]))
