@@ -58,9 +58,9 @@ class Loop:
     uses: list[int] = field(default_factory=list)
     """For each step, how many looks before there were until then."""
 
-    def backward(self, step: int, *, factor: float = 1.0) -> torch.Tensor:
+    def backward(self, step: int, inputs: torch.Tensor | None = None) -> torch.Tensor:
         """Run a backward."""
-        loss = self.model(batch()).square().mean() * large(step) * factor
+        loss: torch.Tensor = self.model(batch() if inputs is None else inputs).square().mean() * large(step)
         loss.backward()
         return loss
 
@@ -88,9 +88,8 @@ class Loop:
             assert after.keys() == wanted.keys()
             for name, gradient in after.items():
                 np.testing.assert_allclose(gradient, wanted[name], rtol=1e-5, atol=1e-9, err_msg=f"step {step}, {name}")
-        clipped = [any(not np.allclose(w, b, rtol=1e-4) for w, b in zip(one.values(), raw.values(), strict=True))
-                   for one, raw in zip(expected, self.before, strict=True)]  # fmt: skip
-        assert any(clipped)
+        pairs = zip(expected, self.before, strict=True)
+        assert any(not np.allclose(one[name], raw[name], rtol=1e-4) for one, raw in pairs for name in one)  # some are clipped
 
 
 Training = Callable[[Loop], None]
@@ -98,92 +97,62 @@ Training = Callable[[Loop], None]
 
 def train(
     loop: Loop,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
-    steps: range = range(12),
     parts: int = 1,
-    scaler: torch.amp.GradScaler | None = None,
+    scaled: bool = False,
     unscaled: bool = False,
     forward: Callable[..., torch.Tensor] | None = None,
-    step: Callable[[], object] | None = None,
+    compiled: bool = False,
 ) -> None:
     """Train in a loop with `parts` backwards to a step. `unscaled`: the loop divides by the scale itself."""
-    for number in steps:
+    optimizer = optimizer or torch.optim.SGD(loop.model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4, enabled=scaled)
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+    for number in range(12):
         optimizer.zero_grad()
         for _ in range(parts):
             loss = (loop.model if forward is None else forward)(batch()).square().mean() * (large(number) / parts)
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is None:
-            loop.look()
-            (step or optimizer.step)()
-        else:
-            if unscaled:
-                scaler.unscale_(optimizer)
-            loop.look(1.0 if unscaled else scaler.get_scale())
+            scaler.scale(loss).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        loop.look(1.0 if unscaled else scaler.get_scale())
+        if scaled:
             scaler.step(optimizer)
             scaler.update()
+        else:
+            step()
         loop.stepped()
 
 
-def a_scaler() -> torch.amp.GradScaler:
-    """Return a scaler whose scale grows within a test."""
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+def adamw(loop: Loop, *, fused: bool = False) -> torch.optim.Optimizer:
+    """Return an optimizer of the loop's model."""
+    return torch.optim.AdamW(loop.model.parameters(), lr=0.01, fused=fused)
 
 
 def plain(loop: Loop) -> None:
     """One backward, one step."""
-    train(loop, torch.optim.SGD(loop.model.parameters(), lr=0.05, momentum=0.9))
-
-
-def accumulating(loop: Loop) -> None:
-    """Three backwards to a step."""
-    train(loop, torch.optim.Adam(loop.model.parameters(), lr=0.01), parts=3)
-
-
-def scaled(loop: Loop) -> None:
-    """A gradient scaler, which divides before the step."""
-    train(loop, torch.optim.AdamW(loop.model.parameters(), lr=0.01), scaler=a_scaler())
+    train(loop)
 
 
 def scaled_and_fused(loop: Loop) -> None:
     """A gradient scaler, and an optimizer that divides in its own step, after the clipping."""
-    train(loop, torch.optim.AdamW(loop.model.parameters(), lr=0.01, fused=True), scaler=a_scaler())
+    train(loop, adamw(loop, fused=True), scaled=True)
 
 
-def unscaled_before_and_fused(loop: Loop) -> None:
-    """The same, where the loop has divided already."""
-    train(loop, torch.optim.SGD(loop.model.parameters(), lr=0.01, fused=True), scaler=a_scaler(), unscaled=True)
-
-
-def closure(loop: Loop) -> None:
-    """The backward runs within the step."""
-    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
+def closure(loop: Loop, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """The backward runs within the step, of some optimizers many times."""
+    optimizer = optimizer or torch.optim.SGD(loop.model.parameters(), lr=0.05)
     for step in range(12):
+        inputs = batch()
 
-        def evaluate(step: int = step) -> torch.Tensor:
+        def evaluate(step: int = step, inputs: torch.Tensor = inputs) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = loop.backward(step)
+            loss = loop.backward(step, inputs)
             loop.look()
             return loss
 
         optimizer.step(evaluate) if step % 2 else optimizer.step(closure=evaluate)
-        loop.stepped()
-
-
-def lbfgs(loop: Loop) -> None:
-    """The backward runs many times within the step."""
-    optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=0.01, max_iter=4, line_search_fn="strong_wolfe")
-    inputs = batch()
-    for _ in range(9):
-
-        def evaluate() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = loop.model(inputs).square().mean()
-            loss.backward()
-            loop.look()
-            return loss
-
-        optimizer.step(evaluate)
         loop.stepped()
 
 
@@ -208,15 +177,9 @@ def hooked(loop: Loop) -> None:
         loop.stepped()
 
 
-def compiled(loop: Loop) -> None:
-    """A compiled model, around an optimizer that is not."""
-    train(loop, torch.optim.SGD(loop.model.parameters(), lr=0.05), forward=torch.compile(loop.model, backend="aot_eager"))
-
-
-def compiled_step(loop: Loop) -> None:
-    """A compiled step."""
-    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
-    train(loop, optimizer, step=torch.compile(optimizer.step, backend="aot_eager"))
+def lbfgs(loop: Loop) -> None:
+    """The backward runs many times within the step."""
+    closure(loop, torch.optim.LBFGS(loop.model.parameters(), lr=0.01, max_iter=4, line_search_fn="strong_wolfe"))
 
 
 def groups(loop: Loop) -> None:
@@ -226,17 +189,21 @@ def groups(loop: Loop) -> None:
 
 
 LOOPS: dict[str, Training] = {
-    one.__name__: one
-    for one in (
-        plain, accumulating, scaled, scaled_and_fused, unscaled_before_and_fused, closure, lbfgs, hooked, compiled, compiled_step,
-        groups,
-    )
-}  # fmt: skip
-
-
+    "plain": plain,
+    "accumulating": lambda loop: train(loop, adamw(loop), parts=3),
+    "scaled": lambda loop: train(loop, adamw(loop), scaled=True),
+    "scaled and fused": scaled_and_fused,
+    "unscaled before, and fused": lambda loop: train(loop, adamw(loop, fused=True), scaled=True, unscaled=True),
+    "closure": closure,
+    "lbfgs": lbfgs,
+    "hooked": hooked,
+    "compiled": lambda loop: train(loop, forward=torch.compile(loop.model, backend="aot_eager")),
+    "compiled step": lambda loop: train(loop, compiled=True),
+    "groups": groups,
+}
 CASES = [
     *(("plain", policy) for policy in POLICIES),
-    *(("scaled_and_fused", policy) for policy in ("MaxNorm", "MaxNorm by unit", "MaxValue", "LayerScale", "ZClip by layer")),
+    *(("scaled and fused", policy) for policy in ("MaxNorm", "MaxNorm by unit", "MaxValue", "LayerScale", "ZClip by layer")),
     *((name, "AutoClip" if number % 2 else "AGC") for number, name in enumerate(LOOPS) if name != "plain"),
 ]
 """Each policy in a plain loop, each that divides by the loss scale itself, and each loop with a memory or with weights."""
@@ -380,25 +347,28 @@ def test_norms_before_and_after(loop: Training) -> None:
     torch.manual_seed(0)
     seen = Loop()
     with start(seen.model, clip=ZClip(0.9, 0.5, 3)) as exporter:
-        clipped = {"": 0, "first": 0, "second": 0}
-        check = seen.stepped
+        clipped, check = {"": 0, "first": 0, "second": 0}, seen.stepped
+
+        def shown(name: str, **labels: str) -> Any:  # noqa: ANN401 - for approx
+            return value(exporter, f"torch_grad_{name}", **labels)
 
         def checked(scale: float = 1.0) -> None:
             check(scale)
-            before, after = seen.before[-1], seen.after[-1]
             for layer in ("", "first", "second"):
-                of_layer = ({n: g for n, g in one.items() if n.startswith(layer)} for one in (before, after))
-                raw, used = map(references.whole, of_layer)
+                raw, used = (
+                    references.whole({n: g for n, g in gradients[-1].items() if n.startswith(layer)})
+                    for gradients in (seen.before, seen.after)
+                )
                 clipped[layer] += used < raw * (1 - 1e-6)
                 if layer:
-                    assert value(exporter, "torch_grad_layer_clip_coefficient", layer=layer) == pytest.approx(used / raw, rel=1e-5)
-                    assert value(exporter, "torch_grad_layer_clipped_steps_total", layer=layer) == clipped[layer]
-                elif loop is not hooked:  # where the loop doubles them, before is as the backward left them
-                    assert value(exporter, "torch_grad_global_norm") == pytest.approx(raw, rel=1e-5)
-                    assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(used / raw, rel=1e-5)
-                if not layer:
-                    assert value(exporter, "torch_grad_global_norm_after_clip") == pytest.approx(used, rel=1e-5)
-                    assert value(exporter, "torch_grad_clipped_steps_total") == clipped[layer]
+                    assert shown("layer_clip_coefficient", layer=layer) == pytest.approx(used / raw, rel=1e-5)
+                    assert shown("layer_clipped_steps_total", layer=layer) == clipped[layer]
+                    continue
+                assert shown("global_norm_after_clip") == pytest.approx(used, rel=1e-5)
+                assert shown("clipped_steps_total") == clipped[layer]
+                if loop is not hooked:  # where the loop doubles them, before is as the backward left them
+                    assert shown("global_norm") == pytest.approx(raw, rel=1e-5)
+                    assert shown("clip_coefficient") == pytest.approx(used / raw, rel=1e-5)
 
         seen.stepped = checked  # type: ignore[method-assign]
         loop(seen)
