@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 from typing import Any
 
 import pytest
@@ -87,22 +86,18 @@ def test_a_new_optimizer_keeps_the_memory() -> None:
     """A new optimizer each epoch goes on with the memory under the same name, though the old ones are alive."""
     torch.manual_seed(0)
     loop, kept = Loop(), []
-    gc.disable()
-    try:
-        with start(loop.model, clip=AutoClip(25, history_size=5)) as exporter:
-            for epoch in range(4):
-                optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
-                kept.append(optimizer)
-                for step in range(4):
-                    optimizer.zero_grad()
-                    loop.backward(4 * epoch + step)
-                    loop.look()
-                    optimizer.step()
-                    loop.stepped()
-            assert [*exporter.state_dict()["clip"]] == ["SGD"]
-            assert errors(exporter) == {}
-    finally:
-        gc.enable()
+    with start(loop.model, clip=AutoClip(25, history_size=5)) as exporter:
+        for epoch in range(4):
+            optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
+            kept.append(optimizer)
+            for step in range(4):
+                optimizer.zero_grad()
+                loop.backward(4 * epoch + step)
+                loop.look()
+                optimizer.step()
+                loop.stepped()
+        assert [*exporter.state_dict()["clip"]] == ["SGD"]
+        assert errors(exporter) == {}
     loop.agrees(references.AutoClip(25, 5))
 
 

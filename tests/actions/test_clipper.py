@@ -74,19 +74,6 @@ def test_other_types_have_the_bits_of_clip_grad_norm() -> None:
         torch.testing.assert_close(parameter.grad.resolve_conj(), torch.tensor([3 - 4j, 0, 0]) / 50**0.5)
 
 
-def test_max_value_gives_the_bits_of_clip_grad_value() -> None:
-    """MaxValue leaves the same bits as clip_grad_value_."""
-    torch.manual_seed(0)
-    model = Zoo()
-    gradients(model, 3, torch.Generator().manual_seed(1))
-    twin = copy.deepcopy(model)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        other.grad = one.grad.clone()
-    Clipper(model, MaxValue(0.2))()
-    torch.nn.utils.clip_grad_value_(twin.parameters(), 0.2)
-    assert all(torch.equal(a, b) for a, b in zip(gradients_of(model).values(), gradients_of(twin).values(), strict=True))
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", POLICIES)

@@ -198,30 +198,34 @@ def test_the_end_gives_back_what_it_froze() -> None:
 
 
 def test_replaced_parameters_are_forgotten() -> None:
-    """A new module in the place of a frozen one is trained, and the old one stays as it is."""
+    """A new module in the place of a frozen one is trained, the old one stays as it is, and a removed one leaves no series."""
     net = model()
     old = net[2].weight
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with start(net) as exporter:
         held(exporter, Freeze(layers="^2$", revive=None), "2")
         step(net, optimizer)
-        net[2] = torch.nn.Linear(8, 8)
-        net[2].weight.requires_grad_(False)
+        net[2] = new = torch.nn.Linear(8, 8)
+        new.weight.requires_grad_(False)
         for _ in range(3):
             step(net, optimizer)
         assert value(exporter, FROZEN, layer="2") == 0
+        del net[2:]
+        step(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        step(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        assert {dict(labels)["layer"] for name, labels in values(exporter) if name == FROZEN} == {"0"}
         assert "action" not in errors(exporter)
-    assert [net[2].weight.requires_grad, net[2].bias.requires_grad, old.requires_grad] == [False, True, False]
+    assert [new.weight.requires_grad, new.bias.requires_grad, old.requires_grad] == [False, True, False]
 
 
 class Tied(torch.nn.Module):
     """An embedding, a body, and a head with the weight of the embedding."""
 
-    def __init__(self, *, bias: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Linear(8, 4, bias=False)
         self.body = torch.nn.Linear(4, 8)
-        self.head = torch.nn.Linear(8, 4, bias=bias)
+        self.head = torch.nn.Linear(8, 4)
         self.head.weight = self.embed.weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -232,7 +236,7 @@ class Tied(torch.nn.Module):
 
 def test_tied_parameters_are_frozen_with_all_layers() -> None:
     """A tied weight is frozen only with both of its layers, until one of them is thawed."""
-    net = Tied(bias=True)
+    net = Tied()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with start(net) as exporter:
         first = held(exporter, Freeze(layers="head"), "head")
@@ -243,23 +247,6 @@ def test_tied_parameters_are_frozen_with_all_layers() -> None:
         step(net, optimizer)
         first.remove()
         assert [net.embed.weight.requires_grad, net.head.bias.requires_grad] == [True, True]
-    with start(net) as exporter:
-        held(exporter, action := Freeze(layers="embed"), "embed")
-        assert net.embed.weight.requires_grad
-        assert action.frozen == {}
-
-
-def test_a_layer_that_only_shares_follows_its_owner() -> None:
-    """A head without a bias is frozen with the embedding by a rule, and by a pattern only where that names both."""
-    net = Tied(bias=False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for action, expected in ((Freeze(), False), (Freeze(layers="embed"), True), (Freeze(layers="em|he"), False)):
-        with start(net) as exporter:
-            exporter.on(never if action.layers else "LayerDead", action)
-            action.load_state_dict(state("embed"))
-            step(net, optimizer)
-            assert net.embed.weight.requires_grad is expected, action
-        assert net.embed.weight.requires_grad
 
 
 # Beside others
@@ -304,27 +291,10 @@ def test_layers_the_script_froze_are_seen() -> None:
         assert errors(exporter)["action"] == 1
 
 
-def test_removed_modules_leave_no_series() -> None:
-    """A module that was frozen and removed leaves no series."""
-    net = model()
-    with start(net) as exporter:
-        for name in ("first", "second"):
-            net.add_module(name, torch.nn.Linear(2, 2))
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-            step(net, optimizer)
-            handle = held(exporter, Freeze(layers=name, revive=2), name)
-            assert value(exporter, FROZEN, layer=name) == 1
-            handle.remove()
-            delattr(net, name)
-            step(net, optimizer)
-            step(net, optimizer)
-            assert {dict(labels)["layer"] for family, labels in values(exporter) if family == FROZEN} == {*LAYERS}
-
-
 # By norms
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_layer_below_the_threshold_is_frozen() -> None:
     """A layer is frozen after a full window of ten samples, trained again `revive` steps later, and frozen again."""
     net = faint()
@@ -349,7 +319,7 @@ def test_a_layer_below_the_threshold_is_frozen() -> None:
     assert again - thawed >= 20
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_layers_without_finite_norms_are_never_frozen() -> None:
     """A layer with a NaN in each window and one without any gradient stay trained, where another one is frozen."""
     net = faint()
@@ -374,7 +344,7 @@ def test_layers_without_finite_norms_are_never_frozen() -> None:
         assert "action" not in errors(exporter)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_one_layer_always_stays() -> None:
     """Where all norms are small, the layer with the largest one of each optimizer stays."""
     net = model()
@@ -403,8 +373,8 @@ def test_a_window_has_the_norms_of_the_last_steps() -> None:
     def agrees(layer: str) -> bool:
         parts = action.state_dict()["norms"].get(layer, [])
         steps, total, samples, nonfinite = (sum(part[place] for part in parts) for place in range(4))
-        assert not parts or (steps == samples and nonfinite == 0 and steps - parts[0][0] < 12)
-        return steps >= 12 and total == pytest.approx(sum(norms[layer][-int(steps) :]), rel=1e-5)
+        assert not parts or (nonfinite == 0 and (steps - parts[0][0] < 12 or samples - parts[0][2] < 10))
+        return steps >= 12 and total == pytest.approx(sum(norms[layer][-int(samples) :]), rel=1e-5)
 
     with start(net) as exporter:
         exporter.on(action)
@@ -437,14 +407,11 @@ def test_it_is_refused_where_the_backward_would_fail() -> None:
     """Where the only other layer gets no gradient, nothing is frozen, and the action failed."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-
-    def once() -> None:
+    with start(net) as exporter:
+        due(exporter, Freeze(layers="0"))
         net[0](torch.randn(3, 4)).sum().backward()
         optimizer.step()
-
-    with start(net) as exporter:
-        exporter.on(lambda m: True, Freeze(layers="0"))
-        assert until(lambda: value(exporter, ACTIONS, action="Freeze", result="failed") == 1, once)
+        assert value(exporter, ACTIONS, action="Freeze", result="failed") == 1
         assert all(parameter.requires_grad for parameter in net.parameters())
         assert errors(exporter)["action"] == 1
 
@@ -452,7 +419,7 @@ def test_it_is_refused_where_the_backward_would_fail() -> None:
 # States
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_state_goes_on() -> None:
     """A state as JSON freezes the layer of a new run at once, which is thawed when that of the first run would be."""
     net = faint()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.actions.freeze.test_freeze import held, model, start, step
-from tests.support.acting import due
+from tests.actions.freeze.test_freeze import held, model, start
 from tests.support.ranks import run_ranks
-from tests.support.scrape import errors, value
+from tests.support.scrape import errors
 from tests.support.torch_hooks import global_step_hooks
 from torch_grad_exporter.actions import Freeze
 
@@ -102,49 +100,3 @@ def _shards(rank: int, folder: str) -> None:
 def test_a_layer_of_a_sharded_model_is_frozen(tmp_path: Path) -> None:
     """Under FSDP2 a layer is frozen and thawed with the bits of the user's own freezing."""
     run_ranks(_shards, str(tmp_path))
-
-
-def trained(net: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters that require a gradient."""
-    return [name for name, parameter in net.named_parameters() if parameter.requires_grad]
-
-
-class Asking(torch.nn.Linear):
-    """A layer that calls a function in its forward, when FSDP2 has gathered its parameters."""
-
-    then: Callable[[], object] = staticmethod(lambda: None)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute a linear layer."""
-        self.then()
-        return super().forward(inputs)
-
-
-def _gathered(rank: int, folder: str) -> None:
-    """Freeze and end while the parameters of a layer are gathered."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=1)
-    net = model()
-    net[2] = Asking(8, 8)
-    for layer in (net[0], net[2], net[4], net):
-        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with start(net) as exporter:
-        step(net, optimizer)
-        net[2].then = lambda: due(exporter, Freeze(layers="^2$"))
-        step(net, optimizer)
-        del net[2].then
-        assert trained(net) == ["0.weight", "0.bias", "4.weight", "4.bias"]
-        assert value(exporter, "torch_layer_frozen", layer="2") == 1
-        assert "action" not in errors(exporter)
-        net[2].then = exporter.close
-        net(torch.randn(3, 4)).sum().backward()
-        assert len(trained(net)) == 6
-    dist.destroy_process_group()
-    Path(folder, "done").touch()
-
-
-@pytest.mark.process
-def test_a_gathered_layer_is_known(tmp_path: Path) -> None:
-    """Under FSDP2 a layer is frozen and given back also within its forward, where its parameters are elsewhere."""
-    run_ranks(_gathered, str(tmp_path), ranks=1)
-    assert (tmp_path / "done").exists()

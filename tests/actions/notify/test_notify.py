@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import urllib.request
-from typing import Any
 
 import pytest
 import torch
@@ -100,22 +99,6 @@ def test_a_fault_reaches_log_and_webhook(caplog: pytest.LogCaptureFixture) -> No
     assert len(lines(caplog)) == 2
 
 
-def test_a_failed_run_notifies_at_its_end() -> None:
-    """An exception that leaves the `with` block is sent to the webhook, or counted as dropped where the end has no time."""
-    with receiver() as there:
-        trained = Trained(Webhook(there.url))
-
-        def failing() -> None:
-            with trained.exporter:
-                trained.train()
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            failing()
-        dropped = trained.value("torch_grad_exporter_notifications_total", "webhook", "dropped")
-        assert alerts(there) == [("TrainingFailed", "firing")] or dropped == 1
-
-
 def test_without_alerts_there_is_nothing() -> None:
     """Without alerts there are no threads and no metrics of them."""
     before = lasting_threads()
@@ -146,22 +129,6 @@ def test_the_training_is_the_same_bits() -> None:
     with receiver(then=Answer(hangs=True)) as hanging:
         some = parameters(Log(), Webhook(refused_url()), Webhook(hanging.url), Alertmanager(refused_url()))
     assert all(torch.equal(one, other) for one, other in zip(some, parameters(), strict=True))
-
-
-@pytest.mark.slow
-def test_notifiers_run_in_their_own_thread() -> None:
-    """A sender is called in the notifier's thread alone, so that no receiver can make a step longer."""
-    seen: set[str] = set()
-
-    class Heard(Log):
-        def sender(self) -> Any:  # noqa: ANN401 - as its base
-            return lambda notifications, left: seen.add(threading.current_thread().name)
-
-    trained = Trained(Heard())
-    with trained.exporter:
-        trained.train(nan=True)
-        assert eventually(lambda: bool(seen))
-    assert seen == {"torch-grad-exporter-notify-log"}
 
 
 @pytest.mark.slow

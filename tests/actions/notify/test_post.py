@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.certificates import authority
 from tests.support.notified import SECRET, Answer, notification, receiver, refused_url
-from torch_grad_exporter.actions import Alertmanager, Webhook
+from torch_grad_exporter.actions import Webhook
 from torch_grad_exporter.actions.notify.post import LEFT_BEHIND
 from torch_grad_exporter.actions.notify.sending import Send, SendError
 
@@ -132,24 +132,6 @@ def test_a_body_that_fails() -> None:
 
         assert str(failure(Webhook(there.url, body=told).sender())) == "body= has failed: OSError: no answer of <address>"
         assert there.asked == []
-
-
-def test_the_path_of_an_alertmanager() -> None:
-    """Alerts go to /api/v2/alerts below the address, with their ends."""
-    with receiver() as there:
-        send = Alertmanager(f"{there.root}/prefix").sender()
-        send([notification(), notification(status="resolved", layer="a", by_layer=True)], plenty)
-        (asked,) = there.asked
-    assert asked.path == "/prefix/api/v2/alerts"
-    lasts, over = asked.json
-    assert lasts == {
-        "labels": {"alertname": "LossSpike", "severity": "warning", "run": "r", "rank": "0"},
-        "annotations": {"summary": "The loss jumped 3 times.", "description": "The loss jumped 3 times. Look."},
-        "startsAt": "2023-11-14T22:13:20.000Z",
-        "endsAt": "2023-11-14T22:17:20.000Z",
-    }
-    assert over["labels"]["layer"] == "a"
-    assert over["endsAt"] == "2023-11-14T22:13:20.000Z"
 
 
 def test_a_request_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

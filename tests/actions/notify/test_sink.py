@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.support.notified import Clock, notification
-from tests.support.tools import FOREVER, eventually, lasting_threads
+from tests.support.tools import FOREVER
 from torch_grad_exporter.actions import Notification
 from torch_grad_exporter.actions.notify.notifiers import Notifier
 from torch_grad_exporter.actions.notify.sending import Send, SendError
@@ -141,19 +140,3 @@ def test_the_end_drops_for_a_dead_receiver() -> None:
     scene.sink.close()
     assert scene.counts() == (0, 0, 3)
     assert scene.notifier.tries <= 1
-
-
-def test_a_sender_that_hangs_is_left_behind() -> None:
-    """The end does not wait for a sender that hangs, and counts its notification as dropped."""
-    scene, hanging, go_on = Scene(), threading.Event(), threading.Event()
-
-    scene.notifier.before = lambda: (hanging.set(), go_on.wait(FOREVER))
-    scene.sink.start()
-    scene.offer("a")
-    assert hanging.wait(FOREVER)
-    scene.sink.end(scene.clock())
-    scene.sink.close()
-    assert scene.counts() == (0, 0, 1)
-    go_on.set()
-    assert eventually(lambda: "torch-grad-exporter-notify-fake" not in lasting_threads())
-    assert scene.counts() == (0, 0, 1)
