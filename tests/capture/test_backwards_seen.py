@@ -28,7 +28,7 @@ from tests.capture.scenes import (
 )
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import norm
-from tests.support.scrape import lost, value
+from tests.support.scrape import key, lost, value, values
 
 
 class Branched(nn.Module):
@@ -57,8 +57,7 @@ class Adversaries(nn.Module):
 # Around the root
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changed", [1, 70])
+@pytest.mark.parametrize("changed", [1, 12])
 def test_a_second_backward_around_the_root(changed: int) -> None:
     """A second backward that begins at submodules, from some step on, is counted and read from its first round on."""
     model = Perceptron()
@@ -79,13 +78,12 @@ def test_a_second_backward_around_the_root(changed: int) -> None:
         assert reads_after_backward(exporter)
 
 
-@pytest.mark.parametrize("every", [4, 4096])
-def test_single_steps_without_a_backward(every: int) -> None:
+def test_single_steps_without_a_backward() -> None:
     """Single steps on gradients that the user set, among backwards through submodules, do not end reading after the backward."""
     model = Perceptron()
     optimizer = sgd(model)
     norms = {0.0: 0.0}
-    with watching(model, every=every) as exporter:
+    with watching(model, every=4) as exporter:
         for step in range(1, 33):
             optimizer.zero_grad()
             if step in (6, 12, 20):
@@ -101,7 +99,7 @@ def test_single_steps_without_a_backward(every: int) -> None:
             optimizer.step()
         assert reads_after_backward(exporter)
         number = value(exporter, SAMPLED_AT) or 0.0
-        assert number > 32 - 2 * every
+        assert number > 24
         assert value(exporter, NORM) == pytest.approx(norms[number], rel=1e-5)
         assert value(exporter, STEPS, optimizer="SGD") == 32
 
@@ -169,15 +167,15 @@ def test_a_step_ends_an_evaluation_without_the_root() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("begins", "first"), [(1, False), (40, True)])
+@pytest.mark.parametrize(("begins", "first"), [(1, False), (20, True)])
 def test_an_auxiliary_head_that_joins_later(begins: int, first: bool) -> None:
-    """At defaults each scrape shows the norm of all backwards of the step that the sample is of."""
+    """Each scrape shows the norm of all backwards of the step that the sample is of."""
     model = Branched()
     optimizer = sgd(model, lr=0.001)
     truth: dict[float, float] = {}
     sampled = set[float]()
-    with watching(model, every="auto") as exporter:
-        for step in range(1, 120):
+    with watching(model, every="auto", overhead_budget=0.5) as exporter:
+        for step in range(1, 60):
             optimizer.zero_grad()
             joins = step > begins
             if joins and first:
@@ -188,11 +186,12 @@ def test_an_auxiliary_head_that_joins_later(begins: int, first: bool) -> None:
             truth[step] = whole(model)
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
-            number = value(exporter, SAMPLED_AT)
+            shown = values(exporter)
+            number = shown.get(key(SAMPLED_AT))
             if number is not None:
                 sampled.add(number)
-                assert value(exporter, NORM) == pytest.approx(truth[number], rel=1e-5)
-                assert value(exporter, MISSING, layer="auxiliary") == (2 if number <= begins else 0)
+                assert shown[key(NORM)] == pytest.approx(truth[number], rel=1e-5)
+                assert shown[key(MISSING, layer="auxiliary")] == (2 if number <= begins else 0)
         assert max(sampled) > begins + 10
         assert sum(lost(exporter).values()) <= 1
 
@@ -238,7 +237,7 @@ def test_networks_that_are_frozen_in_turn(every: int) -> None:
     truth: dict[tuple[str, float], float] = {}
     shown = dict.fromkeys(names, 0)
     with watching(model, every=every, optimizers=optimizers) as exporter:
-        for step in range(1, 40):
+        for step in range(1, 20):
             for turn, other in (("d", "g"), ("g", "d")):
                 getattr(model, names[other]).requires_grad_(False)
                 optimizers[turn].zero_grad()
@@ -247,17 +246,18 @@ def test_networks_that_are_frozen_in_turn(every: int) -> None:
                 nn.utils.clip_grad_norm_(getattr(model, names[turn]).parameters(), 0.01)
                 optimizers[turn].step()
                 getattr(model, names[other]).requires_grad_(True)
+                scrape = values(exporter)
                 for name, layer in names.items():
-                    number = value(exporter, SAMPLED_AT, optimizer=name)
-                    norm_shown = value(exporter, NORM, optimizer=name)
+                    number = scrape.get(key(SAMPLED_AT, optimizer=name))
+                    norm_shown = scrape.get(key(NORM, optimizer=name))
                     assert (norm_shown is None) == (number is None)
                     shown[name] += norm_shown is not None
-                    assert value(exporter, LAYER_CAPTURES, layer=layer) is not None
+                    assert key(LAYER_CAPTURES, layer=layer) in scrape
                     if norm_shown is not None:
                         assert norm_shown == pytest.approx(truth[name, number], rel=1e-5)
-                        assert value(exporter, "torch_grad_norm", layer=layer) == pytest.approx(norm_shown, rel=1e-6)
-        assert min(shown.values()) > 30
-        assert all((value(exporter, LAYER_CAPTURES, layer=layer) or 0) > 8 for layer in names.values())
+                        assert scrape[key("torch_grad_norm", layer=layer)] == pytest.approx(norm_shown, rel=1e-6)
+        assert min(shown.values()) > 12
+        assert all((value(exporter, LAYER_CAPTURES, layer=layer) or 0) >= 4 for layer in names.values())
         assert reads_after_backward(exporter)
 
 
@@ -277,27 +277,6 @@ def test_layers_that_are_frozen_in_turn_within_a_round() -> None:
             optimizer.step()
             assert value(exporter, NORM) == (pytest.approx(seen, rel=1e-5) if step else None)
         assert sum(lost(exporter).values()) == 1
-
-
-def test_a_head_that_is_thawed_for_the_second_backward() -> None:
-    """A head that is frozen again before the step is part of the norm from the third round on; one sample is lost."""
-    model = Branched()
-    optimizer = sgd(model)
-    shown = []
-    with watching(model) as exporter:
-        for _ in range(8):
-            optimizer.zero_grad()
-            for trains in (False, True):
-                model.head.requires_grad_(trains)
-                model.head(torch.relu(model.trunk(batch()))).square().mean().backward()
-            seen = whole(model)
-            model.head.requires_grad_(False)
-            optimizer.step()
-            shown.append(value(exporter, NORM) in (None, pytest.approx(seen, rel=1e-5)))
-        assert all(shown[2:])
-        assert value(exporter, NORM) is not None
-        assert sum(lost(exporter).values()) <= 1
-        assert reads_after_backward(exporter)
 
 
 def test_a_backward_into_layers_that_were_just_thawed() -> None:
@@ -353,46 +332,31 @@ def test_a_parameter_frozen_within_a_round(reached: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_root_that_is_checkpointed_at_times(reentrant: bool, every: int) -> None:
-    """Steps with and without a checkpoint around the root in turn are counted, and each step's backward once."""
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_root_that_is_checkpointed(twice: bool, reentrant: bool) -> None:
+    """Steps with two checkpoints of the root, or with and without one in turn: norms, steps and examples are those of the loop."""
     model = Perceptron()
     optimizer = sgd(model)
-    with watching(model, every=every) as exporter:
+    with watching(model) as exporter:
         for step in range(1, 9):
             optimizer.zero_grad()
-            inputs = batch().requires_grad_()
-            output = checkpoint(model, inputs, use_reentrant=reentrant) if step % 2 == 0 else model(inputs)
-            output.square().mean().backward()
-            optimizer.step()
-            assert value(exporter, STEPS, optimizer="SGD") == step
-            assert every > 1 or value(exporter, SAMPLES) == 5 * step
-        assert value(exporter, SKIPPED) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_root_that_is_checkpointed_twice(reentrant: bool, every: int) -> None:
-    """A root that two checkpoints run again within one backward: norms, steps and examples are those of the loop."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with watching(model, every=every) as exporter:
-        for step in range(1, 13):
-            optimizer.zero_grad()
-            inputs = [batch().requires_grad_() for _ in range(2)]
-            sum(checkpoint(model, x, use_reentrant=reentrant).square().mean() for x in inputs).backward()
-            before = value(exporter, CAPTURES)
+            if twice:
+                outputs = [checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant) for _ in range(2)]
+            elif step % 2:
+                outputs = [model(batch())]
+            else:
+                outputs = [checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant)]
+            sum(output.square().mean() for output in outputs).backward()
             seen = norm(p.grad.double() for p in model.first.parameters())
             optimizer.step()
             assert value(exporter, STEPS, optimizer="SGD") == step
-            assert every > 1 or value(exporter, SAMPLES) == 10 * step
-            if value(exporter, CAPTURES) > before or (every == 1 and step > 1):
+            assert value(exporter, SAMPLES) == 5 * len(outputs) * step
+            if step > 1:
                 assert value(exporter, "torch_grad_norm", layer="first") == pytest.approx(seen)
                 assert value(exporter, MISSING, layer="first") == 0
             if not reentrant:
                 assert value(exporter, BACKWARDS) == step
-        assert value(exporter, CAPTURES) >= 12 // every - 1
+        assert value(exporter, CAPTURES) >= 7
         assert value(exporter, SKIPPED) == 0
         assert lost(exporter) == {}
         assert reads_after_backward(exporter)

@@ -78,40 +78,28 @@ def frames_of_ours() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("scene")
-@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("compiled", [root, parent, forward_and_backward])
-def test_sampling_compiles_nothing_more(compiled: Callable[..., Callable[[torch.Tensor], torch.Tensor]], every: int) -> None:
-    """Hooks that come and go with sampled rounds cost no graph, no break and no recompilation, and are not compiled."""
+def test_sampling_compiles_nothing_more(compiled: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    """Hooks that come and go, and exporters, cost no graph, no break and no recompilation, and are not compiled."""
     model = Perceptron()
-    steps(compiled(model), sgd(model))
-    expected = compilations()
-    torch._dynamo.reset()
-    model = Perceptron()
-    with start_exporter(model, port=None, every=every, moments=True, weights=True) as exporter:
-        steps(compiled(model), sgd(model))
-        found = {name: count - expected[name] for name, count in compilations().items()}
-        assert found == expected
-        assert frames_of_ours() == []
-        assert errors(exporter) == {}
-        assert reads_after_backward(exporter)
-        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == STEPS
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("scene")
-@pytest.mark.parametrize("compiled", [root, parent, forward_and_backward])
-def test_exporters_come_and_go(compiled: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> None:
-    """Starting and closing an exporter in the middle of a run does not invalidate what was compiled."""
-    model = Perceptron()
-    backward, optimizer = compiled(model), sgd(model)
+    optimizer, backward = sgd(model), compiled(model)
     steps(backward, optimizer, 3)
     expected = compilations()
-    for _ in range(3):
+    for _ in range(2):
         with start_exporter(model, port=None, every=1) as exporter:
             steps(backward, optimizer, 4)
             assert errors(exporter) == {}
         steps(backward, optimizer, 2)
     assert compilations() == expected
+    torch._dynamo.reset()
+    model = Perceptron()
+    with start_exporter(model, port=None, every=4, moments=True, weights=True) as exporter:
+        steps(compiled(model), sgd(model))
+        assert {name: count - expected[name] for name, count in compilations().items()} == expected
+        assert frames_of_ours() == []
+        assert errors(exporter) == {}
+        assert reads_after_backward(exporter)
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == STEPS
 
 
 @pytest.mark.usefixtures("scene")
@@ -189,11 +177,8 @@ def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Ten
     ("backend", "whole", "every"),
     [
         (EAGER, True, 1),
-        pytest.param(EAGER, True, 4, marks=pytest.mark.full),
-        pytest.param(EAGER, False, 1, marks=pytest.mark.full),
-        (EAGER, False, 4),
+        pytest.param(EAGER, False, 4, marks=pytest.mark.full),
         pytest.param("inductor", True, 1, marks=pytest.mark.full),
-        pytest.param("inductor", False, 1, marks=pytest.mark.full),
     ],
 )
 def test_compiled_autograd(backend: str, whole: bool, every: int) -> None:
@@ -243,36 +228,14 @@ def test_compiled_autograd_that_compiles_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_backward_that_was_compiled_before() -> None:
-    """What compiled autograd did before the start does not matter: a later model's gradients are read after the backward."""
-    with dynamo():
-        around_backward(Perceptron(), EAGER)(batch())
-        assert compilations()["backwards"] > 0
-        model = Perceptron()
-        optimizer = sgd(model)
-        with start_exporter(model, port=None, every=1) as exporter:
-            for _ in range(6):
-                optimizer.zero_grad()
-                model.second(model.first(batch()).relu()).square().mean().backward()
-                optimizer.step()
-            assert reads_after_backward(exporter)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["whole", "inner"])
-def test_counted_rounds_compile_nothing_more(part: str) -> None:
-    """A compiled model, or one with a compiled part, is compiled once, though rounds are sampled and counted in turn."""
+def test_counted_rounds_compile_nothing_more() -> None:
+    """A model with a compiled part is compiled once, though rounds are sampled and counted in turn."""
     with dynamo():
         loop = Loop()
-        model = loop.model
-        if part == "inner":
-            model.first = torch.compile(model.first, backend=EAGER)
-        else:
-            loop.model = torch.compile(model, backend=EAGER)
-        with watching(model, every=64, overhead_budget=0.0001) as exporter:
-            for _ in range(2):
-                loop.until_counted(exporter)
-                for _ in range(128):
-                    loop.step()
+        loop.model.first = torch.compile(loop.model.first, backend=EAGER)
+        with watching(loop.model, every=64, overhead_budget=0.0001) as exporter:
+            loop.until_counted(exporter)
+            for _ in range(128):
+                loop.step()
             assert value(exporter, "torch_train_steps_total", optimizer="SGD") == loop.steps
         assert compilations()["graphs"] == 1

@@ -172,7 +172,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 7, 1000])
+@pytest.mark.parametrize("every", [1, 7])
 def test_phases_have_the_time_of_the_gpu(gpu: FakeGpu, every: int) -> None:
     """Phases are whole rounds of the GPU's own seconds, whether rounds are sampled, followed or only counted."""
     with training(gpu, every=every) as loop:
@@ -180,7 +180,7 @@ def test_phases_have_the_time_of_the_gpu(gpu: FakeGpu, every: int) -> None:
         assert loop.rounds() == 39 if every == 1 else 0 < loop.rounds() < 40  # the last round is not read yet
         assert loop.untimed() == 0
         assert gpu.made < 50
-        assert "timing" not in errors(loop.exporter)
+        assert errors(loop.exporter) == {}
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_no_event_while_a_graph_is_captured(gpu: FakeGpu) -> None:
         loop.steps(5)
         assert 1 <= loop.untimed() <= 2
         assert loop.rounds() + loop.untimed() == 8
-        assert "timing" not in errors(loop.exporter)
+        assert errors(loop.exporter) == {}
 
 
 def test_a_model_may_move_to_the_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_a_gpu_that_raises_times_nothing(gpu: FakeGpu, broken: str, monkeypatch:
     monkeypatch.setattr(FakeGpu if broken == "event" else Event, broken, fail)
     with training(gpu) as loop:
         loop.steps(40)
-        assert "timing" in errors(loop.exporter)
+        assert [*errors(loop.exporter)] == ["timing"]
         assert sum(seconds or 0.0 for seconds in loop.phases().values()) == 0
         assert value(loop.exporter, "torch_train_steps_total", optimizer="SGD") == 40
 
@@ -280,4 +280,4 @@ def test_gpu_time_of_samples_is_overhead(monkeypatch: pytest.MonkeyPatch, weight
         assert 2 <= samples <= 4
         assert value(loop.exporter, "torch_grad_exporter_sampling_interval_steps") == 4096
         assert samples - 1 < value(loop.exporter, "torch_grad_exporter_overhead_seconds_total") < 20
-        assert "timing" not in errors(loop.exporter)
+        assert errors(loop.exporter) == {}

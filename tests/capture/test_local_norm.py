@@ -148,9 +148,9 @@ def rounds(
             run.check(expected)
 
 
-def no_sync(run: Loop, *, synchronised: bool = False, set_to_none: bool = True, **options: object) -> None:
+def no_sync(run: Loop, *, hidden: int = 8, synchronised: bool = False, set_to_none: bool = True, **options: object) -> None:
     """Run three backwards per step of which the last is reduced; if each is, the norm is unknown."""
-    model = Perceptron()
+    model = Perceptron(hidden=hidden)
 
     def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
         losses = [squared(3 * step + part, 1 / 3) for part in range(3)]
@@ -363,6 +363,7 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "below float32 squares": lambda run: simple(run, Perceptron(), factor=1e-28),
     "no_sync": no_sync,
     "no_sync, set to zero": lambda run: no_sync(run, set_to_none=False, gradient_as_bucket_view=True),
+    "no_sync, a large layer": lambda run: no_sync(run, hidden=1 << 15),  # its sums are measured in pieces
     "each backward reduced": lambda run: no_sync(run, synchronised=True),
     "never cleared": never_cleared,
     "thrown away": lambda run: thrown_away(run, synchronised=False),

@@ -203,16 +203,15 @@ def test_an_observed_loss_wins(loop: Loop, exporter: Exporter) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_losses_shown_are_those_of_whole_rounds(loop: Loop, accumulated: int) -> None:
+def test_losses_shown_are_those_of_whole_rounds(loop: Loop) -> None:
     """Where few rounds are sampled and most are only counted, each loss shown is that of one whole round."""
-    with watching(loop, every=128, overhead_budget=0.0001) as exporter:
+    with watching(loop, every=32, overhead_budget=0.0001) as exporter:
         truths: set[float | None] = {None}
         shown = set()
 
         def steps() -> bool:
-            for _ in range(50):
-                losses = loop.round([2, 5, 3][:accumulated])
+            for _ in range(10):
+                losses = loop.round()
                 truths.add(round(sum(losses) / len(losses), 5))
                 loss = value(exporter, LOSS)
                 shown.add(None if loss is None else round(loss, 5))
@@ -291,9 +290,7 @@ class Own(torch.Tensor):
     """A tensor class of the user."""
 
 
-@pytest.mark.parametrize(
-    "loss", [torch.zeros(2), torch.zeros((), dtype=torch.complex64), torch.zeros((), device="meta"), None, 1.0]
-)
+@pytest.mark.parametrize("loss", [torch.zeros(2), torch.zeros((), dtype=torch.complex64), 1.0], ids=["two", "complex", "float"])
 def test_what_is_no_loss(loss: object) -> None:
     """An output whose `loss` is not one real number shows nothing and costs nothing."""
 

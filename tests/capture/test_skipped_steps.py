@@ -29,7 +29,7 @@ from tests.support.scrape import lost, value
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("regime", "set_to_none"), [("sampled", True), ("mixed", False), ("counted", True), ("counted", False)])
+@pytest.mark.parametrize(("regime", "set_to_none"), [("sampled", True), ("mixed", False), ("counted", True)])
 def test_skipped_steps_are_counted(regime: str, set_to_none: bool) -> None:
     """Backwards whose gradients are cleared without a step are skipped steps, also several in a row."""
     loop = Loop(set_to_none=set_to_none)
@@ -140,7 +140,7 @@ def test_two_passes_to_each_step_skip_nothing(backwards: tuple[bool, ...], regim
     """Where each step takes two passes (SAM), with a clearing in between, no step is skipped."""
     loop = Loop()
     with watching(loop.model, **REGIMES[regime]) as exporter:
-        steps = 30 if regime == "sampled" else 300
+        steps = 30 if regime == "sampled" else 150
         for step in range(1, steps + 1):
             for cleared in backwards:
                 if cleared:
