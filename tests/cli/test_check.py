@@ -23,9 +23,11 @@ __all__ = ["folder"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a healthy run."""
+    """A folder with a healthy run, and one with each of the faults that several tests read."""
     found = tmp_path_factory.mktemp("runs")
     trained(found / "healthy.json.gz")
+    for kind in ("explode", "vanish"):
+        trained(found / f"{kind}.json", kind)
     return found
 
 
@@ -53,34 +55,31 @@ def test_healthy_run_exits_with_zero(runs: Path, capsys: pytest.CaptureFixture[s
     assert "takes 30 minutes or 144 samples: LayerDead" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
+def test_planted_faults_fail_by_their_rules(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each planted fault fails with its alert, severity and steps, unless it is below `--fail-on` and is not named there."""
+    for kind, told in (
         ("explode", "GradientExploding: warning, steps 32 to 120: The global gradient norm spiked 5 times"),
         ("vanish", "GradientVanishing\n          warning, steps "),
-        ("dead", "GradientVanishing"),
-    ],
-)
-def test_planted_faults_fail_by_their_rules(kind: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each planted fault fails with its alert, severity and steps, although the rules wait for minutes."""
-    code, out = checked(capsys, trained(tmp_path / "run.json", kind))
-    assert code == 1, out
-    assert f"FAILED  {told}" in out
-    assert out.splitlines()[-1].startswith("NOT HEALTHY: ")
+    ):
+        code, out = checked(capsys, runs / f"{kind}.json")
+        assert code == 1, out
+        assert f"FAILED  {told}" in out
+        assert out.splitlines()[-1].startswith("NOT HEALTHY: ")
+    code, out = checked(capsys, runs / "explode.json", "--fail-on", "critical")
+    assert code == 0, out
+    assert "noted   GradientExploding" in out
+    assert checked(capsys, runs / "explode.json", "--fail-on", "critical,GradientExploding")[0] == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "limit"), [("nan", "torch_grad_nonfinite_steps_total=0"), ("stall", "torch_train_slowest_step_seconds=1.1")]
-)
-def test_limits_find_what_no_alert_covers(kind: str, limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_find_what_no_alert_covers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A skipped NaN step and a stall of a second pass without options, and fail against a limit."""
-    run = trained(tmp_path / "run.json", kind)
+    run = trained(tmp_path / "run.json", "nan", "stall", steps=60)
     assert checked(capsys, run)[0] == 0
-    code, out = checked(capsys, run, "--max", limit)
-    assert code == 1, out
-    assert f"FAILED  --max {limit}" in out
+    for limit in ("torch_grad_nonfinite_steps_total=0", "torch_train_slowest_step_seconds=1.1"):
+        code, out = checked(capsys, run, "--max", limit)
+        assert code == 1, out
+        assert f"FAILED  --max {limit}" in out
 
 
 def test_step_on_a_nan_is_critical(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,16 +98,6 @@ def test_step_on_a_nan_is_critical(tmp_path: Path, capsys: pytest.CaptureFixture
     assert checked(capsys, tmp_path / "run.json", "--fail-on", "warning,TrainingFailed")[0] == 0
     code, out = checked(capsys, tmp_path / "run.json", "--fail-on", "info", "--max", "torch_grad_norm=1e9")
     assert (code, 'torch_grad_norm{layer="first"} is nan' in out) == (1, True), out
-
-
-@pytest.mark.slow
-def test_ignored_alerts_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An alert below `--fail-on` is shown without failing the run, unless it is named."""
-    run = trained(tmp_path / "run.json", "explode", steps=60)
-    code, out = checked(capsys, run, "--fail-on", "critical")
-    assert code == 0, out
-    assert "noted   GradientExploding" in out
-    assert checked(capsys, run, "--fail-on", "critical,GradientExploding")[0] == 1
 
 
 # Where nothing can be said
@@ -167,7 +156,7 @@ def test_named_rules_must_be_judged(runs: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_worst_of_several_runs_counts(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run has its table and suite, and an unreadable one makes the result unusable."""
-    healthy, failed = runs / "healthy.json.gz", trained(tmp_path / "failed.json", raises=True)
+    healthy, failed = runs / "healthy.json.gz", trained(tmp_path / "failed.json", steps=30, raises=True)
     code, out = checked(capsys, healthy, failed, healthy, "--junit", tmp_path / "junit.xml")
     assert (code, out.count("\nHEALTHY: "), out.count("NOT HEALTHY: ")) == (1, 2, 1)
     suites = ET.parse(tmp_path / "junit.xml").findall("testsuite")  # noqa: S314 - what we wrote
@@ -201,7 +190,7 @@ def test_password_is_never_printed(tmp_path: Path, capsys: pytest.CaptureFixture
             assert "ET@" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_oversized_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file larger than any history, before or after decompression, is unusable."""
     size = 2**28 + 1
@@ -241,29 +230,23 @@ def test_wrong_options_suggest_names(runs: Path, capsys: pytest.CaptureFixture[s
 # Limits
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--max", f"torch_train_steps_total={STEPS}"], 0),
-        (["--max", f"torch_train_steps_total={STEPS - 1}"], 1),
-        (["--min", f"torch_train_steps_total={STEPS}"], 0),
-        (["--min", f"torch_train_steps_total={STEPS + 1}"], 1),
-        (["--max", 'torch_grad_norm{layer="head"}=1e-9'], 1),
-        (["--max", 'torch_grad_norm{layer="head"}=1e9'], 0),
-        (["--max", 'torch_grad_norm{layer=~"blocks\\..*"}=1e-9'], 1),
-        (["--max", 'torch_grad_norm{layer="nowhere"}=1e9'], 1),
-        (["--max", "torch_gpu_temperature_celsius=90"], 1),
-        (["--peak", "torch_train_loss=5"], 1),
-        (["--max", "torch_train_loss=5"], 0),
-        (["--peak", "torch_train_loss=50"], 0),
-        (["--peak", 'torch_grad_norm{layer="head"}=0.01'], 1),
-    ],
-    ids=str,
-)
-def test_values_are_held_against_limits(arguments: list[str], code: int, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_are_held_against_limits(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A value at the limit passes, every series is judged, and an absent one fails."""
-    found, out = checked(capsys, runs / "healthy.json.gz", *arguments)
-    assert found == code, out
+    for option, limit, code in (
+        ("--max", f"torch_train_steps_total={STEPS}", 0),
+        ("--max", f"torch_train_steps_total={STEPS - 1}", 1),
+        ("--min", f"torch_train_steps_total={STEPS}", 0),
+        ("--min", f"torch_train_steps_total={STEPS + 1}", 1),
+        ("--max", 'torch_grad_norm{layer="head"}=1e-9', 1),
+        ("--max", 'torch_grad_norm{layer="head"}=1e9', 0),
+        ("--max", 'torch_grad_norm{layer=~"blocks\\..*"}=1e-9', 1),
+        ("--max", 'torch_grad_norm{layer="nowhere"}=1e9', 1),
+        ("--peak", "torch_train_loss=5", 1),
+        ("--max", "torch_train_loss=5", 0),
+        ("--peak", 'torch_grad_norm{layer="head"}=0.01', 1),
+    ):
+        found, out = checked(capsys, runs / "healthy.json.gz", option, limit)
+        assert found == code, out
 
 
 # Against a baseline
@@ -288,7 +271,7 @@ def test_run_unlike_its_baseline_fails(runs: Path, tmp_path: Path, capsys: pytes
     assert code == 1, out
     assert "FAILED  layer_norm_median" in out
     assert "only in this run: blocks.2.self_attn" in " ".join(out.split())
-    worse = trained(tmp_path / "worse.json", "vanish")
+    worse = runs / "vanish.json"
     code, out = checked(capsys, worse, "--baseline", runs / "healthy.json.gz", "--fail-on", "none")
     assert code == 1, out
     assert "FAILED  layer_norm_median" in out
@@ -324,7 +307,7 @@ ALLOWED = {
 @pytest.mark.slow
 def test_junit_xml_has_a_case_for_each_row(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each rule, limit and comparison is a test case, whatever a layer is called."""
-    run = json.loads(_text(trained(tmp_path / "run.json", "vanish")))
+    run = json.loads(_text(runs / "vanish.json"))
     for one in run["judged"]["wrong"]:
         one["text"] = "a\x00b <&> \ud800 " + one["text"]
     (tmp_path / "run.json").write_text(json.dumps(run))
