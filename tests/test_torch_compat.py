@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import torch_grad_exporter
+from tests.support.programs import Starter
 from torch_grad_exporter.torch_compat import autograd, fsdp, lost, optimizers, replicas, tensors
-
-PACKAGE = Path(torch_grad_exporter.__file__).parent
 
 RUNG = {
     "torch._C._current_graph_task_id": "torch._C._current_graph_task_id",
@@ -58,30 +55,48 @@ EITHER = ["torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._C._dynam
 """One of them is in each version."""
 
 
-@functools.cache
-def trainings() -> dict[str, dict[str, Any]]:
-    """Return the report of a training without each of the names; under the empty name, of one with all of them."""
-    names = ["", *TOLD, "+".join(REPLACED), *EITHER]
-    command = [sys.executable, "-m", "tests.support.removed_names", *names]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
-    reports: dict[str, dict[str, Any]] = json.loads(done.stdout)
+TOGETHER = "+".join(name for name in TOLD if name not in RUNG)
+OFTEN = ("", "torch._C._current_graph_task_id", TOGETHER, "+".join(REPLACED))
+SELDOM = (*(name for name in RUNG if name not in OFTEN), *EITHER)
+
+TRAININGS = """
+import json, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "torch_grad_exporter"]:
+    del sys.modules[name]
+from tests.support.removed_names import in_a_fork
+print(json.dumps({name: in_a_fork(name) for name in sys.argv[1:]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def trainings(starter: Starter) -> Callable[[tuple[str, ...]], dict[str, dict[str, Any]]]:
+    """Return the reports of trainings without names; under the empty name, of one with all of them."""
+
+    @functools.cache
+    def reports(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        program = starter.start(TRAININGS, *names)
+        assert program.wait() == 0, program.err.read_text()
+        found: dict[str, dict[str, Any]] = json.loads(program.out.read_text())
+        return found
+
     return reports
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["", *TOLD, "+".join(REPLACED), *EITHER])
-def test_a_training_without_a_private_name(name: str) -> None:
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.full) for name in SELDOM)])
+def test_a_training_without_a_private_name(name: str, trainings: Callable[[tuple[str, ...]], dict[str, dict[str, Any]]]) -> None:
     """Without a private name training ends with the true norm and no failure; what is lost is logged once, by name."""
-    report = trainings()[name]
+    report = trainings(OFTEN if name in OFTEN else SELDOM)[name]
     assert "raised" not in report, report["raised"]
     assert report["norm"] == pytest.approx(report["true_norm"], rel=1e-6)
     assert report["clipped_norm"] == pytest.approx(report["true_norm"] / 2, rel=1e-5)
     assert (report["steps"], report["errors"]) == (12, 0)
     assert (report["mode"], report["backwards"]) == (("optimizer", 0) if name in RUNG else ("output", 12))
     if name not in EITHER:
-        lines = [line for line in report["said"] if "this version of PyTorch" in line]
-        assert len(lines) == (name in TOLD)
-        assert all(f" has no {TOLD[name]}: {lost.LOST[TOLD[name]]}" in line for line in lines)
+        missing = {TOLD[part] for part in name.split("+") if part in TOLD}
+        lines = [line.partition(" has no ")[2] for line in report["said"] if "this version of PyTorch" in line]
+        assert len(lines) == len(missing)
+        assert all(any(line.startswith(f"{one}: {lost.LOST[one]}") for line in lines) for one in missing)
 
 
 # Public substitutes, each where a private name is hidden
@@ -130,22 +145,14 @@ def test_a_step_among_the_callers() -> None:
     assert known == [False, True]
 
 
-class PublicScaler:
-    """A gradient scaler of which only the public interface is left."""
-
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-        self._device = "cpu"
-        self.is_enabled, self.get_scale = self._scaler.is_enabled, self._scaler.get_scale
-
-
 def test_the_scale_of_a_gradient_scaler() -> None:
-    """A scaler that hides its scale is asked for it; a disabled, an unused and a missing one have none."""
-    scale = optimizers.scale_of(PublicScaler())
+    """A scaler that hides its scale is asked for it; an unused and a missing one have none."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    public = types.SimpleNamespace(_device="cpu", is_enabled=scaler.is_enabled, get_scale=scaler.get_scale)
+    scale = optimizers.scale_of(public)
     assert scale is not None
     assert scale.item() == 8.0
-    for without in (PublicScaler(enabled=False), torch.amp.GradScaler("cpu"), None):
-        assert optimizers.scale_of(without) is None
+    assert (optimizers.scale_of(torch.amp.GradScaler("cpu")), optimizers.scale_of(None)) == (None, None)
 
 
 class Part(torch.Tensor):
