@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,14 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
 from tests.inspection.support import Clock, EachOperation
 from tests.support.scrape import errors, value, values
 from tests.support.torch_hooks import module_hooks
-from tests.support.torch_versions import fully_shard
 from torch_grad_exporter import Exporter, start_exporter
 
 SECONDS, STEPS = "torch_layer_seconds_total", "torch_layer_timed_steps_total"
@@ -158,26 +155,12 @@ def time_of_the_exporter(clock: Clock) -> tuple[Times, Times]:
 
 
 @scene
-def only_sampled_steps(clock: Clock) -> tuple[Times, Times]:
-    """Only sampled steps are timed, and no hook stays between steps."""
-    model = nn.Sequential(Layer(clock, 0.5))
-    with timed(model, every=4) as exporter:
-        for _ in range(16):
-            train(model)
-            assert module_hooks(model[0]) == []
-        assert value(exporter, "torch_grad_exporter_captures_total") == 4
-        seconds = shown(exporter)
-        assert shown(exporter, STEPS) == dict.fromkeys(seconds, 4.0)
-        return seconds, passes(**{"0": 4 * 0.5})
-
-
-@scene
-def evaluations(clock: Clock) -> tuple[Times, Times]:
-    """Evaluations are not timed, not even in the middle of a sampled step."""
+def only_sampled_training_steps(clock: Clock) -> tuple[Times, Times]:
+    """Only sampled steps are timed, without evaluations in them, and no hook stays between steps."""
     model = nn.Sequential(Layer(clock, 0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with timed(model) as exporter:
-        for _ in range(3):
+    with timed(model, every=4) as exporter:
+        for _ in range(16):
             optimizer.zero_grad()
             loss = model(torch.randn(3, 4)).square().mean()
             with torch.no_grad():
@@ -185,9 +168,11 @@ def evaluations(clock: Clock) -> tuple[Times, Times]:
                 model[0](torch.randn(3, 4))
             loss.backward()
             optimizer.step()
-            with torch.no_grad():
-                model(torch.randn(3, 4))
-        return shown(exporter), passes(**{"0": 3 * 0.5})
+            assert module_hooks(model[0]) == []
+        assert value(exporter, "torch_grad_exporter_captures_total") == 4
+        seconds = shown(exporter)
+        assert shown(exporter, STEPS) == dict.fromkeys(seconds, 4.0)
+        return seconds, passes(**{"0": 4 * 0.5})
 
 
 class Fails(nn.Module):
@@ -231,24 +216,26 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.part, self.first(x), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
 
-@scene
-def a_checkpoint(clock: Clock) -> tuple[Times, Times]:
-    """The second forward of a checkpoint is in no layer's time."""
-    model = Checkpointed(clock, reentrant=False)
+def checkpointed(clock: Clock, *, reentrant: bool) -> Times:
+    """Return what is shown of three steps with a checkpoint."""
+    model = Checkpointed(clock, reentrant=reentrant)
     with timed(model) as exporter, torch.utils.checkpoint.set_checkpoint_early_stop(False):
         for _ in range(3):
             train(model)
-        return shown(exporter), passes(**{"first": 1.5, "part.0": 12.0, "part.1": 24.0})
+        return shown(exporter)
+
+
+@scene
+def a_checkpoint(clock: Clock) -> tuple[Times, Times]:
+    """The second forward of a checkpoint is in no layer's time."""
+    return checkpointed(clock, reentrant=False), passes(**{"first": 1.5, "part.0": 12.0, "part.1": 24.0})
 
 
 @scene
 def a_reentrant_checkpoint(clock: Clock) -> tuple[Times, Times]:
     """Layers of a reentrant checkpoint have no backward."""
-    model = Checkpointed(clock, reentrant=True)
-    with timed(model) as exporter:
-        for _ in range(3):
-            train(model)
-        return shown(exporter), {"first forward": 1.5, "first backward": 3.0, "part.0 forward": 12.0, "part.1 forward": 24.0}
+    expected = {"first forward": 1.5, "first backward": 3.0, "part.0 forward": 12.0, "part.1 forward": 24.0}
+    return checkpointed(clock, reentrant=True), expected
 
 
 @scene
@@ -262,43 +249,6 @@ def frozen_layers(clock: Clock) -> tuple[Times, Times]:
         expected = passes(**{"0": 0.5, "1": 2.0, "2": 8.0})
         del expected["0 backward"]
         return shown(exporter), expected
-
-
-@scene
-def a_layer_of_too_many_nodes(clock: Clock) -> tuple[Times, Times]:
-    """A layer of too many nodes has no backward, and the others have theirs."""
-
-    class Long(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(2500):
-                x = x * self.scale + 0.0
-            return x
-
-    model = nn.Sequential(Layer(clock, 1.0), Long(), Layer(clock, 2.0))
-    with timed(model) as exporter:
-        train(model)
-        return shown(exporter), {**passes(**{"0": 1.0, "2": 2.0}), "1 forward": 0.0}
-
-
-@scene
-def fully_sharded(clock: Clock) -> tuple[Times, Times]:
-    """Layers under FSDP2 have the names without it."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            model = nn.Sequential(Layer(clock, 0.5), nn.ReLU(inplace=True), Layer(clock, 2.0))
-            for layer in (model[0], model[2], model):
-                fully_shard(layer)
-            with timed(model) as exporter:
-                for _ in range(3):
-                    train(model, micro_batches=2)
-                return shown(exporter), passes(**{"0": 3.0, "2": 12.0})
-        finally:
-            dist.destroy_process_group()
 
 
 def main() -> None:

@@ -43,41 +43,6 @@ def test_times_are_exact(name: str, results: dict[str, tuple[Times, Times, str]]
     assert seconds == pytest.approx(expected)
 
 
-class Whole(nn.Module):
-    """An in-place module, a recurrent layer, an attention, and a hook of the user at a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 8), nn.ReLU(inplace=True), nn.LSTM(8, 8)
-        self.d, self.e = nn.MultiheadAttention(8, 2), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.b(self.a(x))
-        y.register_hook(lambda g: g * 0.5)
-        h, _ = self.c(y)
-        return self.e(self.d(h, h, h)[0])
-
-
-def test_the_training_is_the_same() -> None:
-    """Training ends in the same bits with and without times of layers."""
-    after = []
-    for option in (False, True):
-        torch.manual_seed(0)
-        model = Whole()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with start_exporter(model, None, every=1, layer_times=option) as exporter:
-            for _ in range(4):
-                optimizer.zero_grad()
-                model(torch.randn(5, 3, 4)).square().mean().backward()
-                optimizer.step()
-            seconds = shown(exporter)
-            assert errors(exporter) == {}
-        after.append([parameter.detach().clone() for parameter in model.parameters()])
-        assert {name.split()[0] for name in seconds} == (set("acde") if option else set())
-        assert all(number > 0 for number in seconds.values())
-    assert all(map(torch.equal, *after))
-
-
 def test_transforms_leave_no_hook() -> None:
     """A forward within `torch.func.grad` is not timed and leaves no hook."""
     model = nn.Sequential(nn.Linear(4, 4))

@@ -93,18 +93,14 @@ BETWEEN: dict[str, tuple[Operation, str, str]] = {
     "detach": (lambda h: h.detach(), "detached_at", ".detach()"),
     "data": (lambda h: h.data, "detached_at", ".data"),
     "numpy_in_shared_memory": (lambda h: torch.from_numpy(h.detach().numpy()), "detached_at", ".detach()"),
-    "copied_into_a_tensor": (lambda h: torch.tensor(h.tolist()), "detached_at", ".tolist()"),
     "sampled_from_a_distribution": (lambda h: Normal(h, 1.0).sample(), "detached_at", "torch.no_grad()"),
     "comparison": (lambda h: (h > 0).float(), "non_differentiable", "gt"),
     "cast_to_integers": (lambda h: h.long().float(), "non_differentiable", "long"),
     "rounded": (torch.round, "non_differentiable", "round"),
     "looked_up_by_argmax": (lambda h: F.one_hot(h.argmax(1), 6).float(), "non_differentiable", "argmax"),
-    "signs": (lambda h: h.sign(), "non_differentiable", "sign"),
-    "drawn": (lambda h: torch.multinomial(h.softmax(1), 6).float(), "non_differentiable", "multinomial"),
     "written_into_a_buffer": (lambda h: torch.zeros(5, 6).index_add(0, torch.arange(5), h.detach()), "detached_at", ".detach()"),
     "function_without_a_gradient": (Silent.apply, "non_differentiable", "Silent"),
     "all_well": (torch.relu, "ok", ""),
-    "mask_from_a_comparison": (lambda h: h * (h > 0), "ok", ""),
 }
 
 
@@ -213,14 +209,6 @@ def two_optimizers_forget_the_head() -> Planted:
     return Planted(classified(model), model, {"2.": "optimizer_missing"}, None, "no optimizer", optimizers)
 
 
-@case
-def optimizer_made_before_a_layer_was_replaced() -> Planted:
-    model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model.head = nn.Linear(6, 3)
-    return Planted(classified(model), model, {"head": "optimizer_missing"}, optimizers=optimizer)
-
-
 class Checkpointed(nn.Module):
     """A model whose inner part is computed twice."""
 
@@ -238,21 +226,6 @@ class Checkpointed(nn.Module):
 def detached_in_a_checkpoint() -> Planted:
     model = Checkpointed(lambda h: h.detach(), reentrant=False)  # cut
     return Planted(classified(model), model, {"side": "detached_at"}, "Checkpointed", ".detach()")
-
-
-@case
-def detached_inside_of_a_nested_module() -> Planted:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.value = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weights = self.query(x).softmax(-1).detach()  # cut
-            return self.value(x) * weights
-
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Block()), nn.Linear(4, 3))
-    return Planted(classified(model), model, {"0.1.query": "detached_at"}, "0.1", ".detach()")
 
 
 HEALTHY: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.inspection.explain.planted import Two, X, Y, classified
-from tests.support.scrape import errors
 from tests.support.torch_versions import fully_shard
-from torch_grad_exporter import explain, start_exporter
+from torch_grad_exporter import explain
 
 
 def notes(found: object, begin: str) -> set[str]:
@@ -93,33 +92,6 @@ def done(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def test_an_exporter_on_the_model() -> None:
-    """With an exporter nothing fails, and training ends in the same bits as without `explain`."""
-
-    def run(*, asked: bool) -> dict[str, torch.Tensor]:
-        model = Two()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        step = classified(model)
-
-        def whole() -> None:
-            optimizer.zero_grad()
-            step().backward()
-            optimizer.step()
-
-        with start_exporter(model, port=None, every=1) as exporter:
-            for _ in range(5):
-                whole()
-                if asked:
-                    explain(step, model, optimizer)
-                    explain(whole, model)
-            failed = {key: value for key, value in errors(exporter).items() if value}
-        assert failed == {}
-        return model.state_dict()
-
-    plain, explained = run(asked=False), run(asked=True)
-    assert all(torch.equal(plain[name], explained[name]) for name in plain)
 
 
 class Hostile(list[torch.Tensor]):

@@ -99,33 +99,6 @@ def attention_row_fully_masked() -> nn.Module:
     return around(Attention())
 
 
-def masked() -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch with a mask of which one row is -inf."""
-    mask = torch.tensor([0.0, -INF, -INF, 0.0]).repeat(4, 1)
-    mask[1] = -INF
-    return torch.randn(4, 8), mask
-
-
-@cause(("3", "forward"), "nan", batch=masked)
-def mask_in_the_batch() -> nn.Module:
-    """A mask that the model is called with has a row of -inf."""
-
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, module in around(Function(lambda x: x)).named_children():
-                self.add_module(name, module)
-
-        def forward(self, data: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            for name, module in self.named_children():
-                if name == "3":
-                    module.function = lambda x: (x @ x.T + mask).softmax(-1) @ x
-                data = module(data)
-            return data
-
-    return Named()
-
-
 class Broken(torch.autograd.Function):
     """An autograd function whose backward makes a NaN."""
 

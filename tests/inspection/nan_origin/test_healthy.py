@@ -96,16 +96,16 @@ def healthy(seed: int, rounds: int, judge: Callable[[bool], None] = lambda _: No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_masks_of_minus_infinity_are_no_origin(seed: int) -> None:
-    """Twenty rounds of each model have no origin."""
-    assert healthy(seed, 20) == 0
+    """Twelve rounds of each model have no origin."""
+    assert healthy(seed, 12) == 0
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_healthy_rounds(part: int) -> None:
-    """A thousand rounds of forty models with finite losses have no origin."""
+@pytest.mark.parametrize("part", range(4))
+def test_healthy_rounds(part: int) -> None:
+    """Hundreds of rounds of twenty models with finite losses have no origin."""
     seen: list[bool] = []
-    assert sum(healthy(100 + 40 * part + seed, 25, seen.append) for seed in range(40)) == 0
-    assert seen == [True] * 1000
+    assert sum(healthy(100 + 20 * part + seed, 25, seen.append) for seed in range(20)) == 0
+    assert seen == [True] * 500
