@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -158,63 +158,80 @@ def test_freezing_equals_the_users_own(kind: str) -> None:
     assert json.dumps(states[0], default=torch.Tensor.tolist) == json.dumps(states[1], default=torch.Tensor.tolist)
 
 
-def test_a_frozen_layer_keeps_its_counters() -> None:
+class Run:
+    """A small training with an exporter."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.net = net
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        self.exporter = start(net)
+
+    def step(self) -> None:
+        """Train a step."""
+        step(self.net, self.optimizer)
+
+    def held(self, action: Freeze, *layers: str) -> Any:  # noqa: ANN401 - the handle
+        """Register an action that freezes these layers now, and train a step."""
+        handle = held(self.exporter, action, *layers)
+        self.step()
+        return handle
+
+    @property
+    def frozen(self) -> list[str]:
+        """The names of the parameters that are not trained."""
+        return [name for name, parameter in self.net.named_parameters() if not parameter.requires_grad]
+
+
+@pytest.fixture(name="run")
+def _run() -> Iterator[Run]:
+    run = Run(model())
+    with run.exporter:
+        yield run
+
+
+def test_a_frozen_layer_keeps_its_counters(run: Run) -> None:
     """The metric is 1 while a layer is frozen, its counters stay, and without a Freeze there is no such metric."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with start(net) as exporter:
-        step(net, optimizer)
-        assert not any(name == FROZEN for name, _ in values(exporter))
-        exporter.on(lambda m: True, Freeze(layers="^2$", revive=5))
-        assert until(lambda: not net[2].weight.requires_grad, lambda: step(net, optimizer))
-        captured = value(exporter, CAPTURES, layer="2") or 0.0
-        seen = []
-        for _ in range(7):
-            seen.append([value(exporter, FROZEN, layer=layer) for layer in LAYERS])
-            step(net, optimizer)
-        assert seen == [[0, 1, 0]] * 5 + [[0, 0, 0]] * 2
-        captures = [(value(exporter, CAPTURES, layer=layer) or 0.0) - captured for layer in LAYERS]
-        assert captures == [7, 2, 7]
-        assert value(exporter, "torch_grad_exporter_actions_total", action="Freeze", result="done") == 1
+    run.step()
+    assert not any(name == FROZEN for name, _ in values(run.exporter))
+    run.exporter.on(lambda m: True, Freeze(layers="^2$", revive=5))
+    assert until(lambda: bool(run.frozen), run.step)
+    captured = value(run.exporter, CAPTURES, layer="2") or 0.0
+    seen = []
+    for _ in range(7):
+        seen.append([value(run.exporter, FROZEN, layer=layer) for layer in LAYERS])
+        run.step()
+    assert seen == [[0, 1, 0]] * 5 + [[0, 0, 0]] * 2
+    assert [(value(run.exporter, CAPTURES, layer=layer) or 0.0) - captured for layer in LAYERS] == [7, 2, 7]
+    assert value(run.exporter, ACTIONS, action="Freeze", result="done") == 1
 
 
-def test_the_end_gives_back_what_it_froze() -> None:
+@pytest.mark.parametrize("end", ["close", "remove"])
+def test_the_end_gives_back_what_it_froze(run: Run, end: str) -> None:
     """`close` and `remove()` thaw the layers, and leave frozen what the user froze before and meanwhile."""
-    for end in ("close", "remove"):
-        net = model()
-        net[2].bias.requires_grad_(False)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        with start(net) as exporter:
-            handle = held(exporter, Freeze(layers="^2$|^4$"), "2", "4")
-            step(net, optimizer)
-            net[0].weight.requires_grad_(False)
-            step(net, optimizer)
-            frozen = [name for name, parameter in net.named_parameters() if not parameter.requires_grad]
-            assert frozen == ["0.weight", "2.weight", "2.bias", "4.weight", "4.bias"]
-            if end == "remove":
-                handle.remove()
-                assert net[2].weight.requires_grad
-        assert [name for name, parameter in net.named_parameters() if not parameter.requires_grad] == ["0.weight", "2.bias"]
+    run.net[2].bias.requires_grad_(False)
+    handle = run.held(Freeze(layers="^2$|^4$"), "2", "4")
+    run.net[0].weight.requires_grad_(False)
+    run.step()
+    assert run.frozen == ["0.weight", "2.weight", "2.bias", "4.weight", "4.bias"]
+    getattr(handle if end == "remove" else run.exporter, end)()
+    assert run.frozen == ["0.weight", "2.bias"]
 
 
-def test_replaced_parameters_are_forgotten() -> None:
+def test_replaced_parameters_are_forgotten(run: Run) -> None:
     """A new module in the place of a frozen one is trained, the old one stays as it is, and a removed one leaves no series."""
-    net = model()
-    old = net[2].weight
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with start(net) as exporter:
-        held(exporter, Freeze(layers="^2$", revive=None), "2")
-        step(net, optimizer)
-        net[2] = new = torch.nn.Linear(8, 8)
-        new.weight.requires_grad_(False)
-        for _ in range(3):
-            step(net, optimizer)
-        assert value(exporter, FROZEN, layer="2") == 0
-        del net[2:]
-        step(net, torch.optim.SGD(net.parameters(), lr=0.01))
-        step(net, torch.optim.SGD(net.parameters(), lr=0.01))
-        assert {dict(labels)["layer"] for name, labels in values(exporter) if name == FROZEN} == {"0"}
-        assert "action" not in errors(exporter)
+    old = run.net[2].weight
+    run.held(Freeze(layers="^2$", revive=None), "2")
+    run.net[2] = new = torch.nn.Linear(8, 8)
+    new.weight.requires_grad_(False)
+    for _ in range(3):
+        run.step()
+    assert value(run.exporter, FROZEN, layer="2") == 0
+    del run.net[2:]
+    for _ in range(2):
+        step(run.net, torch.optim.SGD(run.net.parameters(), lr=0.01))
+    assert {dict(labels)["layer"] for name, labels in values(run.exporter) if name == FROZEN} == {"0"}
+    assert "action" not in errors(run.exporter)
+    run.exporter.close()
     assert [new.weight.requires_grad, new.bias.requires_grad, old.requires_grad] == [False, True, False]
 
 
@@ -236,59 +253,52 @@ class Tied(torch.nn.Module):
 
 def test_tied_parameters_are_frozen_with_all_layers() -> None:
     """A tied weight is frozen only with both of its layers, until one of them is thawed."""
-    net = Tied()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with start(net) as exporter:
-        first = held(exporter, Freeze(layers="head"), "head")
-        assert [net.embed.weight.requires_grad, net.head.bias.requires_grad] == [True, False]
-        step(net, optimizer)
-        held(exporter, Freeze(layers="embed"), "embed")
-        assert [net.embed.weight.requires_grad, net.head.bias.requires_grad] == [False, False]
-        step(net, optimizer)
+    run = Run(Tied())
+    with run.exporter:
+        first = run.held(Freeze(layers="head"), "head")
+        assert run.frozen == ["head.bias"]
+        run.held(Freeze(layers="embed"), "embed")
+        assert run.frozen == ["embed.weight", "head.bias"]
         first.remove()
-        assert [net.embed.weight.requires_grad, net.head.bias.requires_grad] == [True, True]
+        assert run.frozen == []
 
 
 # Beside others
 
 
-def test_a_layer_the_script_thaws_is_given_up() -> None:
+def test_a_layer_the_script_thaws_is_given_up(run: Run) -> None:
     """The Freeze that froze a layer does not thaw it after the script did and another Freeze froze it."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     first, second = Freeze(layers="^2$", revive=6), Freeze(layers="^[02]$", revive=None)
-    with start(net) as exporter:
-        held(exporter, first, "2")
-        step(net, optimizer)
-        held(exporter, second, "0", "2")
-        step(net, optimizer)
-        assert (set(first.frozen), set(second.frozen)) == ({"2"}, {"0"})
-        net[2].requires_grad_(True)
-        for _ in range(2):
-            step(net, optimizer)
-        assert first.frozen == {}
-        second.load_state_dict(state("0", "2"))
-        for _ in range(10):
-            step(net, optimizer)
-        assert set(second.frozen) == {"0", "2"}
-        assert not net[2].weight.requires_grad
+    run.held(first, "2")
+    run.held(second, "0", "2")
+    assert (set(first.frozen), set(second.frozen)) == ({"2"}, {"0"})
+    run.net[2].requires_grad_(True)
+    for _ in range(2):
+        run.step()
+    assert first.frozen == {}
+    second.load_state_dict(state("0", "2"))
+    for _ in range(10):
+        run.step()
+    assert set(second.frozen) == {"0", "2"}
+    assert not run.net[2].weight.requires_grad
 
 
-def test_layers_the_script_froze_are_seen() -> None:
-    """Where the script froze the other layers before the step is over, nothing is frozen, and it counts as failed."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with start(net) as exporter:
-        step(net, optimizer)
-        due(exporter, Freeze(layers="^2$"))
-        net[0].requires_grad_(False)
-        net[4].requires_grad_(False)
-        for _ in range(2):
-            optimizer.zero_grad(set_to_none=False)  # so what the script has frozen has a gradient still
-            net(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
-        assert all(parameter.requires_grad for parameter in net[2].parameters())
-        assert errors(exporter)["action"] == 1
+@pytest.mark.parametrize("others", ["frozen", "without a gradient"])
+def test_nothing_is_frozen_where_nothing_is_left(run: Run, others: str) -> None:
+    """Where the script froze the other layers, or they get no gradient, nothing is frozen, and the action failed."""
+    optimizer = torch.optim.SGD(run.net.parameters(), lr=0.01)
+    used = run.net if others == "frozen" else run.net[:1]
+    used(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    due(run.exporter, Freeze(layers="^0$"))
+    if others == "frozen":
+        run.net[2:].requires_grad_(False)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)  # so what the script has frozen has a gradient still
+        used(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert all(parameter.requires_grad for parameter in run.net[0].parameters())
+    assert value(run.exporter, ACTIONS, action="Freeze", result="failed") == errors(run.exporter)["action"] == 1
 
 
 # By norms
@@ -403,19 +413,6 @@ def test_a_rule_freezes_named_layers() -> None:
             action.chosen(training, ("0", "4"))
 
 
-def test_it_is_refused_where_the_backward_would_fail() -> None:
-    """Where the only other layer gets no gradient, nothing is frozen, and the action failed."""
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with start(net) as exporter:
-        due(exporter, Freeze(layers="0"))
-        net[0](torch.randn(3, 4)).sum().backward()
-        optimizer.step()
-        assert value(exporter, ACTIONS, action="Freeze", result="failed") == 1
-        assert all(parameter.requires_grad for parameter in net.parameters())
-        assert errors(exporter)["action"] == 1
-
-
 # States
 
 
@@ -469,14 +466,13 @@ def test_a_wrong_state_is_refused(wrong: dict[str, Any], message: str) -> None:
         (LAYERS, RuntimeError, "no layer of the model would be trained"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(layers: list[str], error: type[Exception], message: str) -> None:
+def test_a_state_that_does_not_fit_is_refused(run: Run, layers: list[str], error: type[Exception], message: str) -> None:
     """`on` refuses a state of another model and one that leaves nothing to train, and freezes nothing."""
-    net, action = model(), Freeze()
+    action = Freeze()
     action.load_state_dict(state(*layers, since=5))
-    with start(net) as exporter:
-        with pytest.raises(error, match=message):
-            exporter.on(action)
-        assert all(parameter.requires_grad for parameter in net.parameters())
+    with pytest.raises(error, match=message):
+        run.exporter.on(action)
+    assert run.frozen == []
 
 
 # Wrong calls
@@ -507,13 +503,11 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "options", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_wrong_calls_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_wrong_calls_are_refused(run: Run, arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     """A wrong call registers nothing and starts no thread."""
-    net = model()
-    with start(net) as exporter:
-        with pytest.raises((TypeError, ValueError), match=message):
-            exporter.on(*arguments, **options)
-        assert "torch-grad-exporter-act" not in lasting_threads()
+    with pytest.raises((TypeError, ValueError), match=message):
+        run.exporter.on(*arguments, **options)
+    assert "torch-grad-exporter-act" not in lasting_threads()
 
 
 def test_lbfgs_and_a_freeze_in_use_are_refused() -> None:
