@@ -9,44 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dashboards.generate.__main__ import ROOT, RUNBOOK, SERVED_RUNBOOK, differing, rendered
 from dashboards.generate.queries import in_order
-from tests.support.catalogue import CATALOGUE
+from tests.dashboards.lint import KNOWN
 from tests.support.grafana import ALL, PanelQuery, dashboards, each_panel, interpolated, panels
-from tests.support.tools import PATIENCE, REPOSITORY, find
-from torch_grad_exporter.metrics.families import Kind
+from tests.support.tools import PATIENCE, find
 
 BOARDS = dashboards()
 QUERIES = [query for board in BOARDS.values() for query in panels(board)]
 NAMES = sorted(BOARDS)
-
-EVERYWHERE = {"job", "instance", "run", "rank"}
-MADE_BY_PROMETHEUS = {
-    "up": {"job", "instance"},
-    "scrape_duration_seconds": {"job", "instance"},
-    "scrape_samples_scraped": {"job", "instance"},
-    "ALERTS": {"alertname", "alertstate", "severity", "run", "rank", "layer", "device"},
-    "ALERTS_FOR_STATE": {"alertname", "severity", "run", "rank", "layer", "device"},
-}
-
-
-def known() -> dict[str, set[str]]:
-    """Return the labels of every possible series by name."""
-    found = dict(MADE_BY_PROMETHEUS)
-    for spec in CATALOGUE.values():
-        ends = ("_bucket", "_sum", "_count") if spec.kind is Kind.HISTOGRAM else ("",)
-        found |= {spec.name + end: {*spec.labels, *EVERYWHERE, *({"le"} if end == "_bucket" else ())} for end in ends}
-    for path in (REPOSITORY / "dashboards" / "prometheus").glob("*.rules.yml"):
-        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]:
-            for rule in group["rules"]:
-                kept = re.findall(r"by \(([\w, ]+)\)", rule["expr"])
-                found[rule["record"]] = {label for by in kept for label in by.split(", ")} | {"run", "rank"}
-    return found
-
-
-KNOWN = known()
 
 
 def asked(query: PanelQuery) -> set[str]:
@@ -140,31 +112,25 @@ def test_variables_stand_for_what_grafana_writes() -> None:
     )
 
 
-@pytest.mark.process
-def test_prometheus_reads_an_escaped_name_as_it_is(tmp_path: Path) -> None:
-    """Prometheus selects only the layer whose name was escaped."""
-    expression = interpolated('x{layer=~"$layer"}', {"layer": ["a.b(1)"]}, "1m")
-    series = [{"series": f'x{{layer="{layer}"}}', "values": "1"} for layer in ("a.b(1)", "aXb(1)")]
-    expected = {"expr": expression, "eval_time": "0s", "exp_samples": [{"labels": 'x{layer="a.b(1)"}', "value": 1}]}
-    test = {"rule_files": [], "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]}
-    path = tmp_path / "test.yml"
-    path.write_text(json.dumps(test), encoding="utf-8")
-    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.process
-def test_layers_are_in_natural_order(tmp_path: Path) -> None:
-    """Block 2 comes before block 10, also in a run with numbers in its name."""
+@pytest.mark.server
+def test_prometheus_reads_names_of_layers(tmp_path: Path) -> None:
+    """Prometheus selects only the layer whose name was escaped, and orders block 2 before block 10."""
     layers = {"blocks.2.fc.1": "blocks.002.fc.001", "blocks.10.fc.1": "blocks.010.fc.001", "blocks.113.fc": "blocks.113.fc"}
     run = "sweep_1_seed_3_of.7.8"
     series = [{"series": f'x{{run="{run}", layer="{layer}"}}', "values": "1"} for layer in layers]
-    samples = [
-        {"labels": f'x{{as="{run} {padded}", run="{run}", layer="{layer}"}}', "value": 1} for layer, padded in layers.items()
+    series += [{"series": f'y{{layer="{layer}"}}', "values": "1"} for layer in ("a.b(1)", "aXb(1)")]
+    expected = {
+        interpolated('y{layer=~"$layer"}', {"layer": ["a.b(1)"]}, "1m"): ['y{layer="a.b(1)"}'],
+        in_order("x", "run", "layer"): [
+            f'x{{as="{run} {padded}", run="{run}", layer="{layer}"}}' for layer, padded in layers.items()
+        ],
+    }
+    checks = [
+        {"expr": expression, "eval_time": "0s", "exp_samples": [{"labels": labels, "value": 1} for labels in found]}
+        for expression, found in expected.items()
     ]
-    expected = {"expr": in_order("x", "run", "layer"), "eval_time": "0s", "exp_samples": samples}
-    test = {"rule_files": [], "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]}
-    path = tmp_path / "test.yml"
-    path.write_text(json.dumps(test), encoding="utf-8")
-    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    test = {"rule_files": [], "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": checks}]}
+    (tmp_path / "test.yml").write_text(json.dumps(test), encoding="utf-8")
+    command = [find("promtool"), "test", "rules", tmp_path / "test.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
