@@ -9,7 +9,6 @@ import select
 import socket
 import ssl
 import struct
-import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import bcrypt
 import numpy as np
 
 from tests.support.certificates import Authority, Issued, authority, client_context
-from tests.support.tools import PATIENCE, find
+from tests.support.tools import PATIENCE
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer
@@ -101,6 +100,16 @@ def serving(
         **({} if clock is None else {"clock": clock}),  # type: ignore[arg-type]
     )
     with contextlib.closing(server):
+        yield server
+
+
+@contextlib.contextmanager
+def changing(training: Training, site: Site, text: str) -> Iterator[MetricsServer]:
+    """Run a server that has looked at its files just now, by the clock of the training, and has finished doing so."""
+    with serving(training, config=site.config(text), clock=training.clock) as server:
+        with connect(server) as first:
+            first.sendall(b"x\r\n\r\n")
+            first.recv(1)
         yield server
 
 
@@ -238,20 +247,6 @@ def can_bind(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def running_prometheus(directory: Path, *options: str) -> Iterator[int]:
-    """Run a Prometheus with the configuration in this directory, and yield its port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    files = [f"--config.file={directory / 'prometheus.yml'}", f"--storage.tsdb.path={directory}", "--log.level=error"]
-    command = [find("prometheus"), *files, f"--web.listen-address=127.0.0.1:{port}", *options]
-    with subprocess.Popen(command) as process:
-        try:
-            yield port
-        finally:
-            process.terminate()
 
 
 def hashed(password: str | bytes, kind: bytes = b"2b") -> str:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ssl
-from collections.abc import Iterator
 
 import pytest
 
-from tests.outputs.http.support import ALICE, MUTUAL, RIGHT, TLS, Site, Training, basic, connect, fetch, hashed, serving, tls_client
+from tests.outputs.http.support import ALICE, MUTUAL, RIGHT, TLS, Site, Training, basic, changing, fetch, hashed, tls_client
 from tests.support.certificates import authority, client_context
 from torch_grad_exporter.outputs.http.server import MetricsServer
-
-
-@contextlib.contextmanager
-def changing(training: Training, site: Site, text: str) -> Iterator[MetricsServer]:
-    """Run a server that has looked at its files just now, by the clock of the training."""
-    with serving(training, config=site.config(text), clock=training.clock) as server:
-        with connect(server) as first:
-            first.sendall(b"x\r\n\r\n")
-            first.recv(1)
-        yield server
 
 
 def shown(server: MetricsServer) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ssl
 import tempfile
@@ -27,8 +28,9 @@ from tests.outputs.http.support import (
     tls_client,
 )
 from tests.support.certificates import authority, client_context
-from tests.support.real_prometheus import Prometheus, running
+from tests.support.real_prometheus import running
 from tests.support.tools import FOREVER, PATIENCE, eventually
+from torch_grad_exporter.outputs.http.basic_auth import BasicAuth
 
 
 def speaking(minimum: ssl.TLSVersion, maximum: ssl.TLSVersion | None = None) -> ssl.SSLContext:
@@ -161,6 +163,51 @@ def test_nothing_is_said_without_a_password(training: Training, site: Site) -> N
         assert fetch(server).status == 401
 
 
+CREDENTIALS = {
+    basic("alice", "secret"): True,
+    basic("alice", "wrong"): False,
+    basic("nobody", "secret"): False,
+    basic("long", b"x" * 100): True,  # bcrypt looks at 72 bytes
+    basic("long", b"x" * 71): False,
+    basic("nul", b"a\0b"): True,
+    basic("nul", b"a"): False,
+    basic("empty", ""): True,
+    basic("jörg", "größe"): True,
+    basic("colon", "a:b"): True,
+    basic("alice", "secret").replace("Basic", "bASIC"): True,
+    basic("alice", "secret").replace("Basic", "Bearer"): False,
+    basic("alice", "secret")[:-1]: False,
+    "Basic " + base64.b64encode(b"alice").decode(): False,
+    "": False,
+}
+USERS = {
+    "alice": hashed("secret", b"2y"), "long": hashed(b"x" * 72), "nul": hashed(b"a\0b"), "empty": hashed("", b"2a"),
+    "jörg": hashed("größe"), "colon": hashed("a:b"),
+}  # fmt: skip
+
+
+def test_the_password_of_the_hash_passes() -> None:
+    """The right password passes up to its 72nd byte, and no other password, user or header does."""
+    assert {header: BasicAuth().judge(header, USERS).passes for header in CREDENTIALS} == CREDENTIALS
+
+
+def test_a_password_is_checked_once(training: Training, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with the same right password cost one check of bcrypt, and an unknown user costs one as a known one does."""
+    checks, check = list[bytes](), bcrypt.checkpw
+
+    def counted(password: bytes, known: bytes) -> bool:
+        checks.append(known)
+        return check(password, known)
+
+    monkeypatch.setattr(bcrypt, "checkpw", counted)
+    with serving(training, config=site.config(ALICE)) as server:
+        assert [fetch(server, Authorization=RIGHT).status for _ in range(10)] == [200] * 10
+        assert len(checks) == 1
+        assert fetch(server, Authorization=basic("nobody", "secret")).status == 401
+        assert len(checks) == 2
+        assert checks[0][:7] == checks[1][:7]  # of the same cost
+
+
 def test_a_failure_of_a_check_admits_no_client(training: Training, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """If checking a password raises, the answer is a 500 without a scrape, and it is counted."""
 
@@ -257,17 +304,9 @@ def test_a_real_prometheus_scrapes_over_mutual_tls(training: Training, site: Sit
         serving(training, config=site.config(MUTUAL + "  client_allowed_sans: [prometheus]\n" + ALICE)) as server,
         running(site.directory, SCRAPING.format(port=server.port)) as real,
     ):
-        assert eventually(lambda: known(real, "count by (job) (up)") == 3)
-        assert eventually(lambda: known(real, 'up{job="training"}') == 1)
+        assert eventually(lambda: real.value("count(up)") == 3)
+        assert eventually(lambda: real.value('up{job="training"}') == 1)
         assert real.value('count(norm{job="training"})') == len(training.rows)
         assert real.value('up{job="unknown"}') == 0
         assert real.value('up{job="guesser"}') == 0
     assert training.errors == []
-
-
-def known(real: Prometheus, expression: str) -> float | None:
-    """Return the number of series of an expression, or the value of a single one; None if there is none."""
-    with contextlib.suppress(OSError):
-        series = real.query(expression)
-        return len(series) if len(series) != 1 else float(series[0][1])
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import prometheus_client
@@ -134,42 +133,6 @@ def test_the_last_values_are_shown_once() -> None:
         assert lasting(last) == lasting(live)
         assert (state(live), state(last), last["torch_train_tokens_total", OURS]) == ("training", "finished", 42)
     assert [collected(reader) for reader in every] == [{}, {}]
-    provider.shutdown()
-
-
-class Kept(InMemoryMetricReader):
-    """Collects when its provider ends, as a reader with a long interval does."""
-
-    exports: tuple[Values, ...] = ()
-
-    def shutdown(self, timeout_millis: float = 30_000, **_: object) -> None:
-        self.exports += (collected(self),)
-        super().shutdown(timeout_millis)
-
-
-def test_a_run_shorter_than_the_readers_interval() -> None:
-    """A reader that collects every minute exports the final values when its provider ends after the run."""
-    kept = Kept()
-    provider = MeterProvider([kept])
-    with contextlib.suppress(ZeroDivisionError), trained(provider):
-        raise ZeroDivisionError
-    provider.shutdown()
-    (result,) = kept.exports
-    assert state(result) == "failed"
-    assert result["torch_train_steps_total", OURS | {("optimizer", "SGD")}] == 6
-
-
-def test_the_last_values_give_way_to_the_same_rank() -> None:
-    """A later exporter of the same run and rank replaces the last values; of another run both are shown."""
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    trained(provider, "other").close()
-    trained(provider, "r").close()
-    with trained(provider, "r", steps=2):
-        result = collected(reader)
-        assert (state(result), state(result, "other")) == ("training", "finished")
-        assert result["torch_train_tokens_total", OURS] == 14
-    assert (state(collected(reader)), collected(reader)) == ("finished", {})
     provider.shutdown()
 
 

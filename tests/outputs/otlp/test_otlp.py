@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-import struct
 import time
 from collections import Counter
 from typing import Any
@@ -67,36 +64,6 @@ def test_every_declared_metric_arrives(preference: str) -> None:
     assert len(received) > 1000
     scopes = {scope.scope.name for request in requests for item in request.resource_metrics for scope in item.scope_metrics}
     assert scopes == {"torch_grad_exporter"}
-
-
-def test_receivers_keep_the_names_of_the_scrape() -> None:
-    """Under every translation of Prometheus' receiver names and labels stay: units and kinds are in them, and none is reserved."""
-    metrics = sent_metrics(*catalogue_families(1))
-    assert {metric.name for metric in metrics} == set(CATALOGUE)
-    for metric in metrics:
-        spec = CATALOGUE[metric.name]
-        assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", metric.name)
-        assert metric.unit == UCUM.get(spec.unit, "")  # else a receiver adds its word
-        assert not metric.unit or spec.unit in metric.name.split("_")
-        assert metric.name.endswith("_total") is (metric.WhichOneof("data") == "sum")
-        names = [pair.key for point in points(metric) for pair in point.attributes]
-        assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in names)
-        assert not {"le", "quantile", "job", "instance"} & set(names)
-
-
-def test_values_are_exact() -> None:
-    """Not-a-number, infinities, both zeros, the smallest and the largest float and counts up to 2 ** 53 arrive bit for bit."""
-    values = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 5e-324, 1.7976931348623157e308, 0.1 + 0.2]
-    layers = rows(*map(str, range(len(values))))
-    counts = np.zeros((len(values), 4))
-    counts[:, 1] = [0, 1, 127, 128, 2**14, 2**32, 2**40, 2**52, 2**53 - 1]
-    metrics = sent_metrics(Family(NORM, np.array(values), layers), Family(SECONDS, counts, layers, sums=np.array(values)))
-    norms, times = map(points, metrics)
-    wanted = [struct.pack("<d", value) for value in values]
-    assert [struct.pack("<d", point.as_double) for point in norms] == wanted
-    assert [struct.pack("<d", point.sum) for point in times] == wanted
-    assert [list(point.bucket_counts) for point in times] == counts.astype(np.int64).tolist()
-    assert [point.count for point in times] == counts[:, 1].astype(np.int64).tolist()
 
 
 def test_labels_are_those_of_the_scrape() -> None:

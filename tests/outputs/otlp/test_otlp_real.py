@@ -13,12 +13,11 @@ import pytest
 from tests.cli.test_demo import demos
 from tests.metrics.test_golden import MACHINE
 from tests.outputs.otlp.support import exported
-from tests.support.catalogue import CATALOGUE
 from tests.support.real_prometheus import Prometheus, prometheus
 from tests.support.real_victoria import Series, Victoria, victoria
 from tests.support.tools import eventually
 from torch_grad_exporter.collectors.gradients import GRAD_NORM
-from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
+from torch_grad_exporter.metrics.families import Family, LabelRows
 
 pytestmark = pytest.mark.server
 
@@ -50,6 +49,8 @@ class Run:
     """What VictoriaMetrics has made of the resource: labels of its own on each series."""
     errors: str
     """What the run said on standard error."""
+    store: Victoria
+    """Still running."""
 
 
 def key(labels: dict[str, str]) -> Key:
@@ -72,13 +73,8 @@ def in_prometheus(real: Prometheus) -> Stored:
     for series in data["result"]:
         labels = {name: value for name, value in series["metric"].items() if name not in ("job", "instance")}
         if labels["__name__"] != "up" and not labels["__name__"].startswith("scrape_"):
-            scraped.append((key(labels), numbers(series["values"])))
+            scraped.append((key(labels), [(at, float(value)) for at, value in series["values"]]))
     return dict(last(scraped, lambda item: item[1]))
-
-
-def numbers(samples: list[tuple[float, str]]) -> list[tuple[float, float]]:
-    """Return samples with their values, which come as texts, as numbers."""
-    return [(at, float(value)) for at, value in samples]
 
 
 def without_resource(series: Series) -> Key:
@@ -115,6 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 pushed={without_resource(item): item.samples for item in stored},
                 resources=[{name: value for name, value in item.labels.items() if "." in name} for item in stored],
                 errors=demo.errors,
+                store=store,
             )
 
 
@@ -155,41 +152,13 @@ def test_every_value_is_the_same_at_the_end(run: Run) -> None:
     assert states[1.0] == "finished"
 
 
-def test_values_of_the_machine_agree(run: Run) -> None:
-    """Counters of process and host are never behind what the other path saw earlier, and gauges are of one size."""
-    machine = [item for item in run.scraped if item[0].startswith(MACHINE) and item[0] not in EACH_READING]
-    for item in machine:
-        scraped, pushed = run.scraped[item], run.pushed[item]
-        assert max(scraped[0][0], pushed[0][0]) < min(scraped[-1][0], pushed[-1][0])
-        if CATALOGUE[item[0]].kind is Kind.COUNTER:
-            assert scraped[0][1] <= pushed[-1][1]
-            assert pushed[0][1] <= scraped[-1][1]
-        else:
-            assert scraped[-1][1] / 2 <= pushed[-1][1] <= scraped[-1][1] * 2
-    assert len(machine) > 8
-
-
-# What becomes of single points
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victoria]:
-    """A VictoriaMetrics for all tests below, each of which has a run of its own."""
-    with victoria(tmp_path_factory.mktemp("victoria")) as running:
-        yield running
-
-
-def push(store: Victoria, run: str, *exports: list[Family]) -> None:
-    """Push these exports, one after the other."""
-    failures, _ = exported(store.endpoint, exports, labels={"run": run, "rank": "0"})
-    assert failures == []
-
-
-def test_infinities_and_awkward_labels_are_stored(store: Victoria) -> None:
+def test_infinities_and_awkward_labels_are_stored(run: Run) -> None:
     """Infinities and zeros are stored, a NaN leaves no sample, and a label with quotes and line breaks stays as it is."""
     awkward = 'a\\b"c\nd ä😀{},='
     layers = LabelRows((("nan",), ("infinite",), ("negative",), (awkward,)))
     values = (np.ones(4), np.array([np.nan, np.inf, -np.inf, 0.0]))
-    push(store, "finite", *([Family(GRAD_NORM, some, layers)] for some in values))
-    stored = {item.labels["layer"]: item.values for item in store.stored('torch_grad_norm{run="finite"}')}
+    exports = [[Family(GRAD_NORM, some, layers)] for some in values]
+    failures, _ = exported(run.store.endpoint, exports, labels={"run": "finite", "rank": "0"})
+    assert failures == []
+    stored = {item.labels["layer"]: item.values for item in run.store.stored('torch_grad_norm{run="finite"}')}
     assert stored == {"nan": [1.0], "infinite": [1.0, np.inf], "negative": [1.0, -np.inf], awkward: [1.0, 0.0]}

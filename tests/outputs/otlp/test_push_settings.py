@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.otlp_receiver import HttpReceiver
 from tests.support.tools import eventually
-from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.otlp.otlp import Temporality
@@ -54,13 +53,6 @@ def test_nothing_is_pushed_without_an_endpoint(lines: pytest.LogCaptureFixture) 
     others = {"OTEL_EXPORTER_OTLP_PROTOCOL": "carrier pigeon", "OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_ENDPOINT": " "}
     assert resolve(protocol="http/protobuf", headers={"a": "b"}, interval=5, environment=others) is None
     assert lines.records == []
-
-
-def test_the_defaults_are_those_of_opentelemetry() -> None:
-    """HTTP every 60 s, 10 s for an export, no compression, totals, explicit buckets, and no headers."""
-    settings = resolved(environment=WHERE)
-    assert (settings.protocol, settings.interval, settings.timeout, settings.headers) == (Protocol.HTTP, 60.0, 10.0, {})
-    assert (settings.compression, settings.temporality, settings.exponential) == (Compression.NONE, CUMULATIVE, False)
 
 
 def test_endpoints() -> None:
@@ -120,62 +112,53 @@ def test_right_variables(lines: pytest.LogCaptureFixture) -> None:
 # Wrong
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "setting"),
-    [
+def test_a_wrong_number_or_choice_costs_itself(lines: pytest.LogCaptureFixture) -> None:
+    """Push goes on with the default, and one warning names the variable and its text."""
+    for name, text, setting in (
         ("EXPORTER_OTLP_TIMEOUT", "nan", "timeout"),
         ("METRIC_EXPORT_INTERVAL", "0", "interval"),
         ("EXPORTER_OTLP_METRICS_COMPRESSION", "snappy", "compression"),
         ("EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "differences", "temporality"),
-        ("EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "exponential", "exponential"),
-    ],
-)
-def test_a_wrong_number_or_choice_costs_itself(name: str, text: str, setting: str, lines: pytest.LogCaptureFixture) -> None:
-    """Push goes on with the default, and one warning names the variable and its text."""
-    settings = resolved(environment={**WHERE, f"OTEL_{name}": text})
-    assert getattr(settings, setting) == getattr(resolved(environment=WHERE), setting)
-    (warning,) = warnings(lines)
-    assert f"OTEL_{name}={text!r} is ignored" in warning
+    ):
+        lines.clear()
+        settings = resolved(environment={**WHERE, f"OTEL_{name}": text})
+        assert getattr(settings, setting) == getattr(resolved(environment=WHERE), setting)
+        (warning,) = warnings(lines)
+        assert f"OTEL_{name}={text!r} is ignored" in warning
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_a_wrong_variable_costs_the_push(lines: pytest.LogCaptureFixture) -> None:
+    """Nothing raises, nothing is pushed, and one warning names the variable, but shows no value of a header."""
+    for name, text in (
         ("ENDPOINT", "collector:4318"),
-        ("ENDPOINT", "http://h:70000"),
         ("PROTOCOL", "http/json"),
         ("METRICS_CLIENT_KEY", "/no/such/file.pem"),
-        ("HEADERS", SECRET),
         ("METRICS_HEADERS", f"a={SECRET}%0D%0Ax-b:c"),
-    ],
-)
-def test_a_wrong_variable_costs_the_push(name: str, text: str, lines: pytest.LogCaptureFixture) -> None:
-    """Nothing raises, nothing is pushed, and one warning names the variable, but shows no value of a header."""
-    assert resolve(environment={**WHERE, f"OTEL_EXPORTER_OTLP_{name}": text}) is None
-    (warning,) = warnings(lines)
-    assert "no metrics are pushed" in warning
-    assert f"OTEL_EXPORTER_OTLP_{name}" in warning
-    assert (repr(text) in warning) is ("HEADERS" not in name)
-    assert "hunter2" not in lines.text
+    ):
+        lines.clear()
+        assert resolve(environment={**WHERE, f"OTEL_EXPORTER_OTLP_{name}": text}) is None
+        (warning,) = warnings(lines)
+        assert "no metrics are pushed" in warning
+        assert f"OTEL_EXPORTER_OTLP_{name}" in warning
+        assert (repr(text) in warning) is ("HEADERS" not in name)
+        assert "hunter2" not in lines.text
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kind"),
-    [
-        ("endpoint", b"http://h", TypeError),
-        ("endpoint", "ftp://h", ValueError),
-        ("protocol", True, TypeError),
-        ("protocol", "http/json", ValueError),
-        ("interval", "60", TypeError),
-        *[("interval", value, ValueError) for value in (0, math.nan, 10**400)],
-        ("headers", {"a": SECRET.encode()}, TypeError),
-        *[("headers", value, ValueError) for value in ({"a b": SECRET}, {"ok": "x", "a": f"{SECRET}\r\nx-b: c"})],
-    ],
-    ids=lambda value: ascii(value)[:40],
-)
-def test_wrong_arguments_are_named(name: str, value: object, kind: type[Exception]) -> None:
+WRONG: list[tuple[str, object, type[Exception]]] = [
+    ("endpoint", b"http://h", TypeError),
+    ("endpoint", "ftp://h", ValueError),
+    ("protocol", "http/json", ValueError),
+    ("interval", "60", TypeError),
+    ("interval", 0, ValueError),
+    ("interval", math.nan, ValueError),
+    ("headers", {"a": SECRET.encode()}, TypeError),
+    ("headers", {"ok": "x", "a": f"{SECRET}\r\nx-b: c"}, ValueError),
+]
+
+
+def test_wrong_arguments_are_named() -> None:
     """A wrong argument raises with its name, also where variables forbid all push; values of headers are not shown."""
-    for environment in ({}, {"OTEL_SDK_DISABLED": "true"}):
+    for (name, value, kind), environment in itertools.product(WRONG, ({}, {"OTEL_SDK_DISABLED": "true"})):
         with pytest.raises((TypeError, ValueError)) as caught:
             resolve(**{"endpoint": "http://h", name: value}, environment=environment)  # type: ignore[arg-type]
         assert caught.type is kind
@@ -183,34 +166,23 @@ def test_wrong_arguments_are_named(name: str, value: object, kind: type[Exceptio
         assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    ["https://h/x?token=hunter2", "http://user:a@hunter2@h:1/p@q", "user:hunter2@h:4318", "http://user:a\nhunter2@h:4318"],
-    ids=ascii,
-)
-def test_a_password_in_an_endpoint_is_not_shown(endpoint: str, lines: pytest.LogCaptureFixture) -> None:
-    """No message about an endpoint, right or wrong, an argument or a variable, shows a password or a key."""
+def test_a_password_in_an_endpoint_is_not_shown(lines: pytest.LogCaptureFixture) -> None:
+    """No message about an endpoint, right or wrong, an argument or a variable, shows a password or a key; gRPC takes none."""
     refusals = []
-    for value in (endpoint, endpoint.encode()):
-        for protocol in (None, "grpc"):
+    for endpoint, protocol in itertools.product(
+        ("https://h/x?token=hunter2", "http://user:a@hunter2@h:1/p@q", "user:hunter2@h:4318", "http://user:a\nhunter2@h:4318"),
+        ("http/protobuf", "grpc"),
+    ):
+        for value in (endpoint, endpoint.encode()):
             try:
                 resolve(value, protocol, environment={})
             except (TypeError, ValueError) as error:
                 refusals.append(str(error))
-    assert len(refusals) >= 2
-    for protocol in ("http/protobuf", "grpc"):
         resolve(environment={"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol})
-    assert "hunter2" not in "".join(refusals) + lines.text
-
-
-def test_grpc_takes_no_password(lines: pytest.LogCaptureFixture) -> None:
-    """Over gRPC a password in the endpoint, which its libraries would log and not send, raises or costs the push."""
-    endpoint = "http://me:hunter2@h:4317"
-    with pytest.raises(ValueError, match="password") as caught:
-        resolve(endpoint, "grpc", environment={"OTEL_SDK_DISABLED": "true"})
-    assert resolve(environment={"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}) is None
-    assert len(warnings(lines)) == 1
-    assert "hunter2" not in str(caught.value) + lines.text
+    assert len(refusals) >= 8
+    with pytest.raises(ValueError, match="password") as caught:  # which gRPC's libraries would log and not send
+        resolve("http://me:hunter2@h:4317", "grpc", environment={"OTEL_SDK_DISABLED": "true"})
+    assert "hunter2" not in "".join(refusals) + str(caught.value) + lines.text
 
 
 def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture) -> None:
@@ -234,17 +206,6 @@ def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch, li
 def ours() -> set[str]:
     """Return the names of our threads."""
     return {thread.name for thread in threading.enumerate() if "torch-grad-exporter" in thread.name}
-
-
-def test_a_wrong_argument_leaves_nothing_behind() -> None:
-    """`start_exporter` names the argument, and leaves no hook and no thread behind."""
-    model, before = torch.nn.Linear(2, 1), ours()
-    hooks = all_hooks(model)
-    wrong: dict[str, Any] = {"otlp_endpoint": "collector", "otlp_protocol": "udp", "otlp_headers": {"a b": "c"}, "otlp_interval": 0}
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match=name):
-            start_exporter(model, port=0, addr="127.0.0.1", **{name: value})
-        assert (all_hooks(model), ours()) == (hooks, before)
 
 
 def test_training_goes_on_with_a_wrong_variable(clean: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture) -> None:
@@ -271,12 +232,7 @@ def test_the_environment_starts_a_push(clean: pytest.MonkeyPatch, lines: pytest.
     assert eventually(lambda: not any("push" in name for name in ours()))
 
 
-# The facts of the process
-
-
-def infos(points: Iterable[tuple[str, frozenset[tuple[str, str]]]]) -> list[str]:
-    """Return the devices of each series of `torch_train_info`."""
-    return [dict(labels)["devices"] for name, labels in points if name == "torch_train_info"]
+# The resource
 
 
 def step(model: torch.nn.Module) -> None:
@@ -284,29 +240,6 @@ def step(model: torch.nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
-
-
-def test_the_facts_of_a_run_are_one_series() -> None:
-    """The facts pushed before the first step have the labels of those after it, since no store marks the end of a series."""
-    model = torch.nn.Linear(2, 1)
-    with HttpReceiver() as receiver:
-        with start_exporter(model, port=None, every=1, otlp_endpoint=receiver.endpoint, otlp_interval=0.1):
-            assert eventually(lambda: infos(receiver.points()) == ["cpu"])
-            assert receiver.latest("torch_train_steps_total") is None
-            step(model)
-        assert receiver.latest("torch_train_steps_total") == 1
-        assert infos(receiver.points()) == ["cpu"]
-
-
-def test_unknown_facts_are_not_shown() -> None:
-    """While a parameter is not made, the facts of the run are not shown."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(1))
-    with start_exporter(model, port=None, every=1) as exporter:
-        assert [len(family.labels) for family in exporter.collect() if family.spec.name == "torch_train_info"] == [0]
-        model(torch.ones(3, 2))
-        step(model)
-        (facts,) = (family for family in exporter.collect() if family.spec.name == "torch_train_info")
-        assert [dict(zip(facts.spec.labels, row, strict=True))["devices"] for row in facts.labels.rows] == ["cpu"]
 
 
 def test_the_resource(clean: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.real_prometheus import prometheus
+from tests.support.real_prometheus import running
 from tests.support.tools import eventually
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.http.server import MetricsServer
@@ -45,11 +45,21 @@ def expected() -> dict[tuple[str, str, str], str]:
     }
 
 
-@pytest.mark.parametrize(
-    ("protocol", "units"),
-    [("PrometheusText0.0.4", {""}), ("OpenMetricsText1.0.0", {"", "seconds"})],
-)
-def test_prometheus_stores_what_was_served(tmp_path: Path, protocol: str, units: set[str]) -> None:
+CONFIGURATION = """
+global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
+scrape_configs:
+  - job_name: text
+    honor_labels: true
+    scrape_protocols: [PrometheusText0.0.4]
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+  - job_name: open
+    honor_labels: true
+    scrape_protocols: [OpenMetricsText1.0.0]
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+"""
+
+
+def test_prometheus_stores_what_was_served(tmp_path: Path) -> None:
     """Every sample arrives with its exact value and labels, none is renamed to exported_*, and the metadata is right."""
     errors: list[BaseException] = []
     server = MetricsServer(
@@ -60,17 +70,18 @@ def test_prometheus_stores_what_was_served(tmp_path: Path, protocol: str, units:
         on_error=lambda _source, error: errors.append(error),
         health=dict,
     )
-    with contextlib.closing(server), prometheus(tmp_path, server.port, protocol) as real:
-        assert eventually(real.is_scraping)
-        stored = real.query('{__name__=~"norm|busy_.*|time_.*"}')
+    with contextlib.closing(server), running(tmp_path, CONFIGURATION.format(port=server.port)) as real:
+        assert eventually(lambda: real.value("sum(up)") == 2)
         metadata = real.get("/api/v1/metadata")
-    result = {(labels["__name__"], labels.get("layer", ""), labels.get("le", "")): value for labels, value in stored}
-    assert result == expected()
-    assert len(result) == len(stored)
-    names = {name for labels, _ in stored for name in labels}
-    assert names == {"__name__", "instance", "job", "run", "rank", "layer", "le"}
+        for job in ("text", "open"):
+            stored = real.query(f'{{job="{job}",__name__=~"norm|busy_.*|time_.*"}}')
+            result = {(labels["__name__"], labels.get("layer", ""), labels.get("le", "")): value for labels, value in stored}
+            assert result == expected()
+            assert len(result) == len(stored)
+            names = {name for labels, _ in stored for name in labels}
+            assert names == {"__name__", "instance", "job", "run", "rank", "layer", "le"}
     assert isinstance(metadata, dict)
-    assert {entry["type"] for (entry,) in metadata.values()} == {"gauge", "counter", "histogram"}
-    assert 'A "norm".' in {entry["help"] for (entry,) in metadata.values()}
-    assert {entry["unit"] for (entry,) in metadata.values()} == units
+    assert {entry["type"] for entries in metadata.values() for entry in entries} == {"gauge", "counter", "histogram"}
+    assert 'A "norm".' in {entry["help"] for entries in metadata.values() for entry in entries}
+    assert {entry["unit"] for entries in metadata.values() for entry in entries} == {"", "seconds"}
     assert errors == []

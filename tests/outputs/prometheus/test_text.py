@@ -64,16 +64,15 @@ def expected(family: Family) -> Iterator[tuple[tuple[str, frozenset[tuple[str, s
 
 @pytest.mark.slow
 @both_formats
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_parser_reads_every_declared_metric(form: Format, masked: bool) -> None:
+def test_the_parser_reads_every_declared_metric(form: Format) -> None:
     """The official parser reads from a scrape of the whole catalogue exactly the samples that went in."""
-    families = catalogue_families(40, masked=masked)
+    families = catalogue_families(40, masked=True)
     reference = dict(itertools.chain.from_iterable(expected(family) for family in families))
     assert len(reference) > 1000
     assert parsed(render(families, form), form) == reference
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_promtool_finds_nothing_to_complain_about() -> None:
     """`promtool check metrics` accepts a scrape of the whole catalogue without a remark."""
     text = render(catalogue_families(3))
@@ -106,21 +105,6 @@ def test_values_are_exact(form: Format) -> None:
     assert sorted(parsed(text, form).values()) == sorted(map(repr, values))
 
 
-def test_histogram_is_byte_exact() -> None:
-    """A histogram row becomes cumulated buckets, the sum and the count, in this order."""
-    family = Family(SECONDS, np.array([[1.0, 2.0, 0.0, 4.0]]), LabelRows((("a",),)), sums=np.array([2.5]))
-    assert render([family], labels={}) == (
-        "# HELP time_seconds Times.\n"
-        "# TYPE time_seconds histogram\n"
-        'time_seconds_bucket{layer="a",le="0.001"} 1.0\n'
-        'time_seconds_bucket{layer="a",le="1.0"} 3.0\n'
-        'time_seconds_bucket{layer="a",le="1e+06"} 3.0\n'
-        'time_seconds_bucket{layer="a",le="+Inf"} 7.0\n'
-        'time_seconds_sum{layer="a"} 2.5\n'
-        'time_seconds_count{layer="a"} 7.0\n'
-    )
-
-
 def test_openmetrics_is_byte_exact() -> None:
     """OpenMetrics names a counter without `_total`, declares a unit that the name ends in, and ends with EOF."""
     families = [
@@ -137,35 +121,23 @@ def test_openmetrics_is_byte_exact() -> None:
 
 
 @both_formats
-def test_a_metric_without_rows_does_not_appear(form: Format) -> None:
-    """Neither a family without rows nor one whose rows are all absent leaves a line, HELP and TYPE included."""
-    none = np.zeros(1, dtype=np.bool_)
-    families = [
-        Family(NORM, np.ones(0), LabelRows(())),
-        Family(STEPS, np.ones(1), LabelRows((("a",),)), none),
-        Family(SECONDS, np.ones((1, 4)), LabelRows((("a",),)), none, np.ones(1)),
-    ]
-    assert render(families, form) == ("# EOF\n" if form is Format.OPENMETRICS else "")
-
-
-@both_formats
 def test_families_of_one_metric_are_merged(form: Format) -> None:
-    """Families of one metric that come apart stand under one HELP and TYPE, where the metric appeared first."""
+    """Families of one metric stand under one HELP and TYPE where it appeared first, and absent rows leave no line."""
+    none = np.zeros(1, dtype=np.bool_)
     families = [
         Family(NORM, np.array([1.0]), LabelRows((("a",),))),
         Family(STEPS, np.array([2.0]), LabelRows((("a",),))),
-        Family(NORM, np.array([3.0]), LabelRows((("b",),)), np.zeros(1, dtype=np.bool_)),
+        Family(NORM, np.array([3.0]), LabelRows((("b",),)), none),
         Family(NORM, np.array([4.0]), LabelRows((("c",),))),
+        Family(SECONDS, np.ones((1, 4)), LabelRows((("a",),)), none, np.ones(1)),
     ]
     text = render(iter(families), form)
     assert text.count("# HELP norm ") == text.count("# TYPE norm ") == 1
     assert [line[0] + line[-3:] for line in text.splitlines() if not line.startswith("#")] == ["n1.0", "n4.0", "s2.0"]
-
-
-def test_a_familys_own_label_wins_over_a_constant_one() -> None:
-    """A constant label with the name of a family's label is left out there, since two of one name are not a valid line."""
-    family = Family(NORM, np.ones(1), LabelRows((("own",),)))
-    assert render([family], labels={"run": "r", "layer": "constant"}).splitlines()[-1] == 'norm{run="r",layer="own"} 1.0'
+    assert "time_seconds" not in text
+    # Two labels of one name are not a valid line.
+    text = render([Family(NORM, np.ones(1), LabelRows((("own",),)))], labels={"run": "r", "layer": "constant"})
+    assert text.splitlines()[-1] == 'norm{run="r",layer="own"} 1.0'
 
 
 PROMETHEUS_3 = (
@@ -175,9 +147,9 @@ PROMETHEUS_3 = (
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
-@pytest.mark.parametrize(
-    ("accept", "form"),
-    [
+def test_the_format_follows_the_accept_header() -> None:
+    """Quality decides, then the more exact name, then the order; text where nothing fits."""
+    for accept, form in (
         ("", Format.TEXT),
         (BROWSER, Format.TEXT),
         (PROMETHEUS_3, Format.OPENMETRICS),
@@ -185,21 +157,9 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
         ("application/openmetrics-text;version=0.0.1", Format.TEXT),
         ("application/openmetrics-text;q=0,*/*", Format.TEXT),
         ("text/plain;q=0.4,application/openmetrics-text;q=0.5", Format.OPENMETRICS),
-        ("application/openmetrics-text,text/plain", Format.OPENMETRICS),
-        ("application/*", Format.OPENMETRICS),
         ("text/*;q=0.9,application/openmetrics-text;q=0.8", Format.TEXT),
         (",;=,;q=,", Format.TEXT),
-    ],
-)
-def test_the_format_follows_the_accept_header(accept: str, form: Format) -> None:
-    """Quality decides, then the more exact name, then the order; text where nothing fits."""
-    assert negotiate(accept) is form
-
-
-@pytest.mark.parametrize(
-    ("accept_encoding", "accepted"),
-    [("", False), ("GZIP;q=0.5, br", True), ("gzip;q=0.000, *", False), ("*", True), ("br, deflate", False)],
-)
-def test_gzip_follows_the_accept_encoding_header(accept_encoding: str, accepted: bool) -> None:
-    """Gzip is used if named or covered by the wildcard, and never at quality 0."""
-    assert accepts_gzip(accept_encoding) is accepted
+    ):
+        assert negotiate(accept) is form, accept
+    for accept, packed in (("", False), ("GZIP;q=0.5, br", True), ("gzip;q=0.000, *", False), ("*", True)):
+        assert accepts_gzip(accept) is packed, accept
