@@ -150,10 +150,7 @@ def _follow(rank: int, regime: str, name: str, policy: Any, reference: Any, *, a
             if policy.scope != "unit":
                 np.testing.assert_allclose(clipper.threshold.double().numpy().reshape(-1), thresholds, rtol=1e-5, err_msg=name)
         elif regime == "ddp" and rank == 0:
-            ratio = references.whole(after) / references.whole(before)
-            assert value(exporter, "torch_grad_global_norm") == pytest.approx(references.whole(before), rel=1e-5)
             assert value(exporter, "torch_grad_global_norm_after_clip") == pytest.approx(references.whole(after), rel=1e-5)
-            assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(ratio, rel=1e-5)
     if exporter is not None:
         assert errors(exporter) == {}, name
         exporter.close()
