@@ -1,6 +1,6 @@
-"""The norm of each rank's own gradient, in every way that `DistributedDataParallel` reduces, against float64 on that rank.
+"""Two ranks: the norm of each one's own gradient, against float64 on that rank, and how long it waits for the other.
 
-Two processes run all loops with an exporter and without, and record what they showed and what a float64 copy gave.
+Two processes run all loops and record what they showed and what a float64 copy, or a shared clock, gave.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import contextlib
 import copy
 import datetime as dt
 import gc
+import itertools
 import math
 import pickle
+import statistics
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,14 +27,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.capture.scenes import OFF
 from tests.matrix.distributed import Branches, Checkpointed, data, warning_of_torch
 from tests.support.models import Perceptron
 from tests.support.ranks import PATIENCE, run_ranks
-from tests.support.scrape import errors, values
+from tests.support.scrape import errors, value, values
 from torch_grad_exporter import Exporter, start_exporter
 
 STEPS = 4
-OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 UNKNOWN = None
 """Expected where a local norm cannot be known."""
 
@@ -101,25 +104,22 @@ def simple(
     run: Loop,
     model: torch.nn.Module,
     *,
-    watch_inner: bool = False,
-    set_to_none: bool = True,
     hook: Callable[[], tuple[Any, Any]] | None = None,
-    compiled: str = "",
+    compiled: bool = False,
     factor: float = 1.0,
     **options: object,
 ) -> None:
     """Run a plain loop around a wrapped model."""
     if compiled:
         torch.compiler.reset()
-    inner = torch.compile(model, backend="aot_eager") if compiled == "inner" else model
-    wrapped: Any = DistributedDataParallel(inner, **options)
+    wrapped: Any = DistributedDataParallel(model, **options)
     if hook is not None:
         wrapped.register_comm_hook(*hook())
-    wrapped = torch.compile(wrapped, backend="aot_eager") if compiled == "wrapper" else wrapped
+    wrapped = torch.compile(wrapped, backend="aot_eager") if compiled else wrapped
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 / factor)
-    with run.watching(model if watch_inner else wrapped):
+    with run.watching(wrapped):
         for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad()
             expected = alone(model, squared(step, factor))
             squared(step, factor)(wrapped).backward()
             optimizer.step()
@@ -148,7 +148,7 @@ def rounds(
             run.check(expected)
 
 
-def no_sync(run: Loop, *, hidden: int = 8, synchronised: bool = False, set_to_none: bool = True, **options: object) -> None:
+def no_sync(run: Loop, *, hidden: int = 8, synchronised: bool = False) -> None:
     """Run three backwards per step of which the last is reduced; if each is, the norm is unknown."""
     model = Perceptron(hidden=hidden)
 
@@ -160,7 +160,7 @@ def no_sync(run: Loop, *, hidden: int = 8, synchronised: bool = False, set_to_no
                 loss(wrapped).backward()
         return UNKNOWN if synchronised else expected
 
-    rounds(run, model, body, set_to_none=set_to_none, **options)
+    rounds(run, model, body)
 
 
 def never_cleared(run: Loop) -> None:
@@ -175,12 +175,12 @@ def never_cleared(run: Loop) -> None:
     rounds(run, model, body, clear=False)
 
 
-def thrown_away(run: Loop, *, synchronised: bool) -> None:
+def thrown_away(run: Loop) -> None:
     """Set gradients to zero in place before the last backward: its norm is shown."""
     model = Perceptron()
 
     def body(step: int, wrapped: Any, optimizer: torch.optim.Optimizer) -> float | None:  # noqa: ANN401 - a wrapper
-        with contextlib.nullcontext() if synchronised else wrapped.no_sync():
+        with wrapped.no_sync():
             squared(2 * step)(wrapped).backward()
         optimizer.zero_grad(set_to_none=False)
         expected = alone(model, squared(2 * step + 1))
@@ -280,20 +280,6 @@ def gan(run: Loop) -> None:
         run.check(expected, "SGD")
 
 
-def uneven(run: Loop) -> None:
-    """Let ranks end at different times under `join`."""
-    model = Perceptron()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(wrapped), wrapped.join():
-        for step in range(3 + 2 * dist.get_rank()):
-            optimizer.zero_grad()
-            expected = alone(model, squared(step))
-            squared(step)(wrapped).backward()
-            optimizer.step()
-            run.check(expected)
-
-
 def closure(run: Loop) -> None:
     """Use a closure: the gradient of the last evaluation counts."""
     model = Perceptron()
@@ -349,36 +335,29 @@ def powersgd() -> tuple[Any, Any]:
 
 LOOPS: dict[str, Callable[[Loop], None]] = {
     "plain": lambda run: simple(run, Perceptron()),
-    "views": lambda run: simple(run, Perceptron(), gradient_as_bucket_view=True),
-    "views that are set to zero": lambda run: simple(run, Perceptron(), gradient_as_bucket_view=True, set_to_none=False),
-    "static graph": lambda run: simple(run, Perceptron(), static_graph=True),
     "buckets as views": lambda run: simple(run, Perceptron(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True),
-    "inner module watched": lambda run: simple(run, Perceptron(), watch_inner=True),
+    "static graph": lambda run: simple(run, Perceptron(), static_graph=True),
     "powersgd hook": lambda run: simple(run, Perceptron(), hook=powersgd),
     "reentrant checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=True)),
     "checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=False)),
-    "compiled module": lambda run: simple(run, Perceptron(), compiled="inner"),
-    "compiled wrapper": lambda run: simple(run, Perceptron(), compiled="wrapper"),
+    "compiled wrapper": lambda run: simple(run, Perceptron(), compiled=True),
     "beyond float32 squares": lambda run: simple(run, Perceptron(), factor=1e25),
-    "below float32 squares": lambda run: simple(run, Perceptron(), factor=1e-28),
     "no_sync": no_sync,
-    "no_sync, set to zero": lambda run: no_sync(run, set_to_none=False, gradient_as_bucket_view=True),
     "no_sync, a large layer": lambda run: no_sync(run, hidden=1 << 15),  # its sums are measured in pieces
     "each backward reduced": lambda run: no_sync(run, synchronised=True),
     "never cleared": never_cleared,
-    "thrown away": lambda run: thrown_away(run, synchronised=False),
-    "thrown away once reduced": lambda run: thrown_away(run, synchronised=True),
+    "thrown away": thrown_away,
     "averaged by the user": averaged_by_the_user,
     "used on one rank": branches,
     "an old gradient": lambda run: branches(run, old_gradient=True),
     "loss scale": scaled,
     "sparse": sparse,
     "gan": gan,
-    "uneven": uneven,
     "closure": closure,
     "hook of the user's": of_hook,
     "past the wrapper": past_the_wrapper,
 }
+SELDOM = ("static graph", "compiled wrapper")
 
 
 def observed(loop: Callable[[Loop], None], *, on: bool) -> Finding:
@@ -393,43 +372,156 @@ def observed(loop: Callable[[Loop], None], *, on: bool) -> Finding:
     return run.found
 
 
+# Waits
+
+SLOW = 0.15
+"""Seconds that rank 1 sleeps in each step."""
+WARM = 3
+"""Steps before what is measured: in the first ones the wrapper gathers the sizes of its buckets in the forward."""
+
+WAITING: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "plain": (Perceptron, 1),
+    "no_sync": (Perceptron, 1),
+    "each backward reduces": (Perceptron, 1),
+    "seldom sampled": (Perceptron, 1000),
+    "reentrant checkpoint": (lambda: Checkpointed(use_reentrant=True), 1),
+    "alone": (Perceptron, 1),
+}
+"""Models, and of how many rounds one is sampled."""
+
+
+@dataclass
+class Step:
+    """The begin, last gradient and end of the reducing backwards of a step, and the wait and its count after it."""
+
+    began: list[float] = field(default_factory=list)
+    done: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+    wait: float = 0.0
+    rounds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the backwards took."""
+        return sum(self.ended) - sum(self.began)
+
+    def waits_for(self, other: Step) -> float:
+        """Return how long this rank was idle, at least, before the other one began."""
+        return sum(max(0.0, theirs - mine) for mine, theirs in zip(self.done, other.began, strict=True))
+
+
+@dataclass
+class Waited:
+    """The record of one rank. `shown`: the wait and its count at the end."""
+
+    steps: list[Step]
+    phases: dict[str, float]
+    elapsed: float
+    errors: dict[str, float]
+    shown: tuple[float | None, float | None]
+
+
+def waiting(kind: str, rank: int) -> Waited:
+    """Train for some steps."""
+    make, every = WAITING[kind]
+    model = make()
+    wrapped = model if kind == "alone" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    done = 0.0
+
+    def note(_: torch.Tensor) -> None:
+        nonlocal done
+        done = time.monotonic()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    steps = []
+    start = time.monotonic()
+    with start_exporter(wrapped, port=None, every=every, collectors=OFF) as exporter:
+        for _ in range(WARM + STEPS):
+            steps.append(step := Step())
+            optimizer.zero_grad()
+            for part in range(2):
+                later = kind == "no_sync" and part == 0
+                with wrapped.no_sync() if later else contextlib.nullcontext():
+                    loss = wrapped(torch.ones(5, 6)).square().mean()
+                    time.sleep(SLOW * rank * (part == 1))
+                    if later:
+                        loss.backward()
+                    elif part == 1 or kind == "each backward reduces":
+                        step.began.append(time.monotonic())
+                        loss.backward()
+                        step.ended.append(time.monotonic())
+                        step.done.append(done)
+            optimizer.step()
+            names = ("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total")
+            shown = (value(exporter, names[0]), value(exporter, names[1]))
+            step.wait, step.rounds = shown[0] or 0.0, shown[1] or 0.0
+        phases = {
+            phase: value(exporter, "torch_train_phase_seconds_total", phase=phase) or 0.0 for phase in ("backward", "outside")
+        }
+        return Waited(steps, phases, time.monotonic() - start, errors(exporter), shown)
+
+
+# Both ranks
+
+Findings = list[dict[tuple[str, bool], Finding]]
+
+
 def rank_main(rank: int, folder: str, names: list[str]) -> None:
-    """Run all loops on one of the ranks, with an exporter and without."""
+    """Run all loops on one of the ranks, with an exporter and without, and those that wait."""
     gc.disable()  # as in `test_distributed.py`
     kept, found = [], {}
+
+    @contextlib.contextmanager
+    def group(name: str) -> Iterator[None]:
+        store, patience = f"file://{folder}/store-{name}", dt.timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", init_method=store, timeout=patience, rank=rank, world_size=2)
+        yield
+        gc.collect()
+        gc.freeze()
+        dist.destroy_process_group()
+
     for number, name in enumerate(names):
         for on in (False, True):
-            store = f"file://{folder}/store-{number}-{on}"
-            dist.init_process_group("gloo", init_method=store, timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=2)
-            found[name, on] = observed(LOOPS[name], on=on)
-            gc.collect()
-            gc.freeze()
-            if "powersgd" in name:
-                kept.append(dist.group.WORLD)
-            dist.destroy_process_group()
-    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+            with group(f"{number}-{on}"):
+                found[name, on] = observed(LOOPS[name], on=on)
+                if "powersgd" in name:
+                    kept.append(dist.group.WORLD)
+    with group("waits"):
+        waits = {kind: waiting(kind, rank) for kind in WAITING}
+    Path(folder, str(rank)).write_bytes(pickle.dumps((found, waits)))
 
 
 @pytest.fixture(scope="module")
-def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], Finding]]:
-    """Return what both ranks found in the selected loops."""
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, list[dict[str, Waited]]]:
+    """Return what both ranks found in the selected loops, and how they waited."""
     callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     names = list(dict.fromkeys(spec.params["name"] for spec in callspecs if spec is not None and "name" in spec.params))
     folder = tmp_path_factory.mktemp("local")
     run_ranks(rank_main, str(folder), names)
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written by the processes above
+    ranks = [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written by the processes above
+    return [found for found, _ in ranks], [waits for _, waits in ranks]
 
 
-SELDOM = (
-    "buckets as views", "views that are set to zero", "static graph", "inner module watched", "compiled module", "compiled wrapper",
-    "below float32 squares", "no_sync, set to zero", "thrown away once reduced", "uneven",
-)  # fmt: skip
+@pytest.fixture(scope="module")
+def findings(both: tuple[Findings, object]) -> Findings:
+    """Return what both ranks found in the selected loops."""
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def waits(both: tuple[object, list[dict[str, Waited]]]) -> list[dict[str, Waited]]:
+    """Return how both ranks waited."""
+    return both[1]
+
+
 loops = pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SELDOM)) for name in LOOPS])
 
 
 @pytest.mark.process
 @loops
-def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
+def test_local_norm(name: str, findings: Findings) -> None:
     """The norm of each rank is that of its own gradient in float64, or absent where that is unknown."""
     for rank, mine in enumerate(findings):
         found = mine[name, True]
@@ -441,11 +533,50 @@ def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) 
     assert first != second or name in ("each backward reduced", "averaged by the user")
 
 
+@pytest.mark.process
 @loops
-def test_training_is_unchanged(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
+def test_training_is_unchanged(name: str, findings: Findings) -> None:
     """The trained parameters are those of a run without an exporter, to the last bit."""
     for mine in findings:
         assert not mine[name, False].failed, mine[name, False].failed
         pairs = zip(mine[name, True].end, mine[name, False].end, strict=True)
         assert mine[name, True].end
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["plain", "no_sync", "each backward reduces"])
+def test_the_fast_rank_waits(kind: str, waits: list[dict[str, Waited]]) -> None:
+    """The fast rank waits while the slow one sleeps, the slow one waits at most its own backward, and each round counts once."""
+    fast, slow = (mine[kind] for mine in waits)
+    for rank in (fast, slow):
+        assert rank.errors == {}
+        for before, step in itertools.pairwise(rank.steps[WARM - 1 :]):
+            assert step.rounds - before.rounds == 1
+            assert 0 <= step.wait - before.wait <= step.seconds
+    pairs = zip(itertools.pairwise(fast.steps[WARM - 1 :]), slow.steps[WARM:], strict=True)
+    missed = [step.waits_for(other) - (step.wait - before.wait) for (before, step), other in pairs]
+    assert statistics.median(missed) < 0.5 * SLOW  # between the last gradient and the clock of the wait it may be held up
+    assert statistics.median(step.waits_for(other) for step, other in zip(fast.steps, slow.steps, strict=True)) > 0.5 * SLOW
+
+
+@pytest.mark.process
+def test_a_wait_that_cannot_be_known(waits: list[dict[str, Waited]]) -> None:
+    """With a reentrant checkpoint no round is counted, and without other ranks the metric is absent."""
+    for mine in waits:
+        assert mine["reentrant checkpoint"].shown == (0.0, 0.0)
+        assert mine["alone"].shown == (None, None)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["plain", "seldom sampled"])
+def test_the_wait_is_part_of_the_backward(kind: str, waits: list[dict[str, Waited]]) -> None:
+    """The fast rank spends the wait in the phase `backward`, and the slow one sleeps outside of the phases."""
+    fast, slow = (mine[kind] for mine in waits)
+    idle = sum(step.waits_for(other) for step, other in zip(fast.steps, slow.steps, strict=True))
+    slept = SLOW * (STEPS + WARM)
+    assert idle > 0.5 * slept
+    assert fast.phases["backward"] >= idle
+    assert fast.phases["outside"] <= fast.elapsed - idle
+    assert slow.phases["outside"] >= 0.9 * slept
+    assert slow.phases["backward"] <= sum(step.seconds for step in slow.steps)
