@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.properties import no_timeout_in_a_soak
-from torch_grad_exporter.aggregation.baseline import ENOUGH, NEW_LEVEL, WINDOW, Baseline, Baselines, LossBaseline
+from torch_grad_exporter.aggregation.baseline import Baseline, Baselines, LossBaseline
 
 pytestmark = no_timeout_in_a_soak
 
@@ -76,13 +76,6 @@ def noisy(length: int, seed: int, sigma: float = 0.4) -> list[float]:
 # Norms
 
 
-@pytest.mark.parametrize("length", [20, 128, 400])
-def test_zscores_are_those_of_the_definition(length: int) -> None:
-    """Over series shorter and longer than the window, z-scores are those of a loop over medians."""
-    series = noisy(length + 1, seed=length)
-    assert_same(judged(series), by_definition(series))
-
-
 def test_a_series_of_everything() -> None:
     """Spikes, drops, zeros, NaN, Inf and a change of level: every verdict is that of the loop."""
     series = noisy(700, seed=1)
@@ -118,30 +111,10 @@ def test_a_spike_is_six_sigmas(sigmas: float, spike: bool) -> None:
     assert found[-1] == (pytest.approx(sigmas, rel=1e-9), spike)
 
 
-def test_a_new_level_is_accepted() -> None:
-    """After 32 spikes in a row the baseline begins again, and 20 samples later the new level is the usual one."""
-    found = judged([*noisy(60, seed=4), *(1e6 * value for value in noisy(NEW_LEVEL + ENOUGH + 40, seed=5))])[60:]
-    assert [spike for _, spike in found] == [True] * NEW_LEVEL + [False] * (ENOUGH + 40)
-    assert all(math.isnan(z) for z, _ in found[NEW_LEVEL : NEW_LEVEL + ENOUGH])
-    assert all(abs(z) < 6 for z, _ in found[NEW_LEVEL + ENOUGH :])
-
-
-def test_only_spikes_in_a_row_make_a_new_level() -> None:
-    """An ordinary sample between spikes restarts their count, and spikes do not feed the baseline."""
-    series = noisy(60, seed=6)
-    quiet = judged([*series, 1.0])[-1]
-    for _ in range(3):
-        series += [1e6] * (NEW_LEVEL - 1) + [1.0]
-    found = judged(series)
-    assert sum(spike for _, spike in found) == 3 * (NEW_LEVEL - 1)
-    assert found[60 + NEW_LEVEL - 1] == quiet
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_a_healthy_series_has_no_false_alarm(seed: int) -> None:
+def test_a_healthy_series_has_no_false_alarm() -> None:
     """Norms of 1,500 healthy steps, log-normal around a level that falls by a factor of ten, have no spike."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     level = np.linspace(0.0, -np.log(10), 1500)
     series = np.exp(level + generator.normal(0.0, 0.8, 1500)).tolist()
     assert sum(spike for _, spike in judged(series)) == 0
@@ -165,12 +138,6 @@ def test_rows_do_not_touch_each_other() -> None:
     for row in range(6):
         assert_same(found[row], by_definition(alone[row]))
     assert sum(spike for row in found for _, spike in row) > 5
-
-
-def test_the_window_forgets() -> None:
-    """Values older than the window have no say."""
-    late = noisy(WINDOW, seed=9)
-    assert judged([*noisy(50, seed=10), *late, 2.0])[-1] == judged([*late, 2.0])[-1]
 
 
 # Any values
@@ -221,11 +188,9 @@ def test_a_constant_series_has_a_smallest_sigma() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", ["lognormal", "gamma"])
-def test_losses_of_small_batches_are_not_spikes(draw: str) -> None:
+def test_losses_of_small_batches_are_not_spikes() -> None:
     """Losses that vary by factors leave a healthy run silent, though as they are many of them lie beyond 6 sigmas."""
-    generator = np.random.default_rng(3)
-    losses = {"lognormal": generator.lognormal(0.0, 2.0, 5000), "gamma": generator.gamma(0.3, 1.0, 5000)}[draw].tolist()
+    losses = np.random.default_rng(3).gamma(0.3, 1.0, 5000).tolist()
     assert sum(verdicts(Baseline(log=False), losses)) > 20
     assert spikes(losses) == []
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.aggregation.support import Training, by_layer, two_layers
+from tests.aggregation.support import Training, by_layer
 from tests.support.scrape import errors
 from tests.support.tools import eventually
 
@@ -65,7 +65,7 @@ def test_a_limit_is_known_when_it_repeats(size: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divisors", ["varying", "constant", "constant with equal gradients"])
+@pytest.mark.parametrize("divisors", ["varying", "constant with equal gradients"])
 def test_a_division_is_not_clipping(divisors: str) -> None:
     """Gradients divided by a number of tokens have no coefficient; the norm that the optimizer sees is shown all the same."""
     generator = random.Random(1)
@@ -76,30 +76,10 @@ def test_a_division_is_not_clipping(divisors: str) -> None:
             assert edited(training, whole, 1 / divisor) == (pytest.approx(whole), None, pytest.approx(whole / divisor), 0)
 
 
-@pytest.mark.slow
-def test_a_limit_shows_through_rounding() -> None:
-    """Clipping of bfloat16 gradients is known after eight that came out alike; a division of them never looks like one."""
-    for divide, expected in ((False, [0] * 8 + [1, 2, 3, 4]), (True, [0] * 12)):
-        generator = torch.Generator().manual_seed(0)
-        clipped = []
-        with Training(two_layers().to(torch.bfloat16)) as training:
-            for norm in norms(12):
-                training.backward(
-                    a=norm * torch.randn((4, 3), generator=generator), b=norm * torch.randn((2, 4), generator=generator)
-                )
-                if divide:
-                    training.multiply(1 / 113)
-                else:
-                    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
-                training.step()
-                clipped.append(shown(training).clipped)
-        assert clipped == expected
-
-
 # Different factors
 
 
-@pytest.mark.parametrize("factors", [(1.0, 0.2), (0.3, 0.9), (1.0, 0.9999), (1.0, 0.0), (1.0, 1.5), (0.5, 1.1)])
+@pytest.mark.parametrize("factors", [(1.0, 0.2), (0.3, 0.9), (0.5, 1.1)])
 def test_gradients_that_changed_differently(factors: tuple[float, float]) -> None:
     """The coefficient is the ratio of the whole norms, at once; the step was clipped if no gradient has grown."""
     ratio = math.hypot(0.6 * factors[0], 0.8 * factors[1])
@@ -133,23 +113,6 @@ def test_a_step_that_is_skipped_has_no_coefficient() -> None:
 
 
 # Several optimizers
-
-
-def test_optimizers_that_are_clipped_together() -> None:
-    """One clipping over the gradients of two optimizers is known, though the norm of neither repeats."""
-    generator = random.Random(0)
-    with Training(optimizers=by_layer) as training:
-        training.round(a=1.0, b=1.0)
-        for number in range(8):
-            first, second = (math.exp(generator.gauss(0, 0.5)) for _ in range(2))
-            factor = 0.1 / math.hypot(first, second)
-            training.backward(a=first, b=second)
-            training.multiply(factor)
-            training.step()
-            for name in ("SGD", "Adam"):
-                found = shown(training, name)
-                assert found.coefficient == (pytest.approx(factor) if number > 1 else None)
-                assert found.clipped == max(0, number - 1)
 
 
 def test_of_two_optimizers_one_is_clipped() -> None:
@@ -206,18 +169,6 @@ def test_a_given_norm_shows_the_division_before_it() -> None:
             assert shown(training) == pytest.approx((5, 1, 5, 0))
 
 
-def test_a_given_norm_of_another_kind_divides_nothing() -> None:
-    """From the largest norm of a layer, which a loop may clip by, no divisor follows."""
-    with Training() as training:
-        for first, second in zip(norms(12), norms(12, seed=1), strict=True):
-            training.backward(a=first, b=second)
-            training.exporter.observe(grad_norm=max(first, second))
-            training.multiply(0.01 / max(first, second))
-            training.step()
-            assert training.layer("norm", "a") in (None, pytest.approx(first))
-        assert training.layer("norm", "a") is not None
-
-
 # Loss scales that nobody gives
 
 
@@ -231,16 +182,3 @@ def test_a_steady_power_of_two_is_a_loss_scale() -> None:
             assert sizes == ((None, None, None) if number < 5 else pytest.approx((0.6 * norm, norm, 1.0)))
         found = edited(training, 5.0 * 2.0**13, 2.0**-13 / 3)  # clipping hides whether the scale has grown
         assert (training.layer("norm", "a"), found.norm, found.coefficient, found.clipped) == (None, None, None, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("divisors", [(32, 128, 512), (1, 1, 1, 1, 1, 128)])
-def test_powers_of_two_that_jump_are_not_a_scale(divisors: tuple[int, ...]) -> None:
-    """Divisions by powers of two in no order, or one among untouched gradients, are not the unscaling of a loss."""
-    generator = random.Random(0)
-    with Training() as training:
-        for _ in range(20):
-            divisor = generator.choice(divisors)
-            found = edited(training, 5.0, 1 / divisor)
-            assert found.norm in ((None, 5.0) if min(divisors) > 1 else (5.0,))
-            assert (found.clipped, found.coefficient) in ((0, None), (0, 1.0))

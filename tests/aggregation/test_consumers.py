@@ -12,7 +12,6 @@ import pytest
 from tests.aggregation.support import QUIET, Training
 from tests.support.otlp_receiver import HttpReceiver
 from tests.support.scrape import errors, value, values
-from torch_grad_exporter.actions import Freeze
 
 FULL = 600
 """Samples of which each has a record in the history by itself."""
@@ -63,19 +62,6 @@ def test_a_full_history_keeps_the_largest_norm(tmp_path: Path) -> None:
     assert set(lines["nonfinite"]["norm"]) <= set(late)
     assert lines["nonfinite"]["norm"]
     assert len(late) < 30
-
-
-def test_a_late_reader_takes_nothing_from_others(tmp_path: Path) -> None:
-    """An action that begins amid a run reads norms from there on; the history has those before and after, also when it ends."""
-    with Training() as training:
-        for number in range(1, 10):
-            if number == 4:
-                handle = training.exporter.on(Freeze(layers="b"))
-            if number == 7:
-                handle.remove()
-            training.round(a=float(number), b=1.0)
-        lines = training.saved(tmp_path)["run"]["recent"]
-    assert lines["norm"] == pytest.approx([math.hypot(number, 1.0) for number in range(1, 10)], rel=1e-5)
 
 
 def test_a_norm_beyond_32_bits_stays_a_number(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping.logarithm
 
 from tests.support.torch_versions import get_total_norm
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.aggregation.exponential import ExponentialCounts, buckets
+from torch_grad_exporter.aggregation.exponential import buckets
 from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.metrics.families import SCALE, Family
 
@@ -27,24 +27,6 @@ def test_buckets_are_those_of_opentelemetry(value: float) -> None:
     if found != MAPPING.map_to_index(value):
         border = 2 ** ((max(found, MAPPING.map_to_index(value))) / 2**SCALE)
         assert value == pytest.approx(border, rel=1e-13)
-
-
-def test_powers_of_two_and_their_neighbours() -> None:
-    """A power of two is the upper bound of its bucket, and the next larger number is in the next one."""
-    powers = 2.0 ** np.arange(-300, 300)
-    assert (buckets(powers) == np.arange(-300, 300) * 2**SCALE - 1).all()
-    assert (buckets(np.nextafter(powers, np.inf)) == np.arange(-300, 300) * 2**SCALE).all()
-    assert (buckets(np.nextafter(powers, 0)) == np.arange(-300, 300) * 2**SCALE - 1).all()
-
-
-def test_counts_are_by_row_and_leave_zeros_out() -> None:
-    """A row that was never seen and one that saw a zero have no counts; a copy does not change later."""
-    counts = ExponentialCounts()
-    counts.observe([0, 2, 0], np.array([1.0, 0.0, 1.05]))
-    before = counts.of([2, 0, 1])
-    counts.observe([0], np.array([1.0]))
-    assert before == ({}, {-1: 1, 0: 1}, {})
-    assert counts.of([0]) == ({-1: 2, 0: 1},)
 
 
 def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, observe: bool = False) -> None:
@@ -92,11 +74,3 @@ def classic(family: Family, row: int) -> list[float]:
 
 WIDE = (1e-8, 1e4)
 """Bounds far from every norm here, and in both kinds of classic buckets."""
-
-
-def test_nothing_is_counted_where_it_is_off() -> None:
-    """Without the variable the families have classic buckets alone."""
-    model = torch.nn.Linear(3, 2)
-    with start_exporter(model, port=None, every=1) as exporter:
-        trained(exporter, model, torch.optim.SGD(model.parameters(), 0.0))
-        assert all(family.exponential is None for family in exporter.collect())

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.aggregation.noise import ENOUGH, Batches, NoiseScale
+from torch_grad_exporter.aggregation.noise import ENOUGH, NoiseScale
 
 RANKS = 2
 BATCHES = (12, 16, 20)
@@ -34,12 +34,11 @@ def gaussian(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.1, 10.0])
-def test_a_known_noise_is_estimated(noise: float) -> None:
+def test_a_known_noise_is_estimated() -> None:
     """Over gradients of known mean and covariance the estimate comes to tr(Sigma) / |G|^2, within its own spread."""
     generator = np.random.default_rng(7)
     mean = generator.standard_normal(200)
-    deviations = noise * generator.uniform(0.5, 1.5, 200)
+    deviations = 10.0 * generator.uniform(0.5, 1.5, 200)
     exact = np.square(deviations).sum() / np.square(mean).sum()
     estimates = []
     for _ in range(10):
@@ -53,19 +52,6 @@ def test_a_known_noise_is_estimated(noise: float) -> None:
     spread = np.std(estimates) / np.sqrt(len(estimates))
     assert np.mean(estimates) == pytest.approx(exact, abs=4 * spread)
     assert np.std(estimates) / exact < 0.3
-
-
-def test_both_terms_are_exponential_means() -> None:
-    """Both terms are exponential means whose weights add up to 1, divided only then."""
-    generator = np.random.default_rng(3)
-    own, whole = generator.uniform(2, 3, 60), generator.uniform(1, 2, 60)
-    scale, signals, noises = NoiseScale(), [], []
-    for a, b in zip(own, whole, strict=True):
-        scale.add(a, b, batch=2, whole=6)
-        signals.append((6 * b - 2 * a) / 4)
-        noises.append((a - b) / (1 / 2 - 1 / 6))
-    weights = 0.98 ** np.arange(60)[::-1]
-    assert scale.value == pytest.approx(np.dot(weights, noises) / np.dot(weights, signals), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -97,24 +83,6 @@ def test_batches_of_no_use_add_nothing() -> None:
         scale.add(100.0, 1.0, batch=batch, whole=whole)
     scale.add(np.inf, 1.0, batch=4, whole=8)
     assert scale.value == before
-
-
-def test_batches_from_observed_samples() -> None:
-    """The batch is the observed samples over the rounds since the first observation, older ones weighing less and less."""
-    batches = Batches()
-    for _ in range(7):
-        batches.observed(32.0)
-        batches.stepped(1)
-    assert batches.known
-    assert batches.size is None
-    for _ in range(2000):
-        batches.observed(32.0)
-        batches.stepped(1)
-    assert batches.size == pytest.approx(32.0, rel=0.01)
-    for _ in range(2000):
-        batches.observed(8.0)
-        batches.stepped(1)
-    assert batches.size == pytest.approx(8.0, rel=0.02)
 
 
 class Task:

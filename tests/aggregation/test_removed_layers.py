@@ -78,10 +78,10 @@ def totals(families: Iterable[Family]) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("most", [2_100, 12_000])
-def test_thousands_of_adapters(most: int, tmp_path: Path) -> None:
+def test_thousands_of_adapters(tmp_path: Path) -> None:
     """Of thousands of adapters, a hundred at a time, series and memory stay bounded, and no sum ever falls."""
-    tasks, together = Tasks(100), 100
+    most, together = 6_000, 100
+    tasks = Tasks(together)
     before: dict[str, tuple[float, float]] = {}
     series, memory = [], []
     with start_exporter(tasks.model, None, every=1) as exporter:
@@ -92,7 +92,7 @@ def test_thousands_of_adapters(most: int, tmp_path: Path) -> None:
             return tracemalloc.get_traced_memory()[0]
 
         tracemalloc.start()
-        for adapters in range(most // 3, most + 1, most // 3):
+        for adapters in range(most // 3, most + 1, most // 3):  # the first of them fill what is kept of removed ones
             tasks.train(adapters)
             families = exporter.collect()
             found = totals(families)
@@ -100,13 +100,13 @@ def test_thousands_of_adapters(most: int, tmp_path: Path) -> None:
             for name, (whole, _) in before.items():
                 assert found[name][0] >= whole * (1 - 1e-12), name  # sums of the same parts may differ in their last digits
             before = found
-            series.append(sum(family.series for family in families))
+            series.append(sum(family.series for family in families if "layer" in family.spec.labels))
             memory.append(traced())
-        # Labels kept would be 2 kB each; the history takes some of it, and more is on its way to it for a moment.
-        assert eventually(lambda: traced() - min(memory[:2]) < 1_000 * most)
+        # Labels kept would be 2 kB each; what is on its way to the history is there for a moment.
+        assert eventually(lambda: traced() - memory[0] < 1_000 * most * 2 // 3)
         tracemalloc.stop()
         assert errors(exporter) == {}
-    assert max(series[1:]) - min(series[1:]) <= 20  # gauges that come with time
+    assert series[1] == series[2]
     exporter.save(tmp_path / "run.json")
     layers = json.loads((tmp_path / "run.json").read_text())["layers"]["norm"]["whole"]["layers"]
     assert len(layers) <= 1_000 + together + 1
@@ -194,18 +194,6 @@ def test_a_new_layer_has_none_of_a_removed_ones_past() -> None:
         assert "torch_grad_norm_zscore" in of_layer(found, "b")[0]
         gauges, counters = of_layer(found, REMOVED)
         assert (gauges, [counters[f"torch_grad_{name}"] for name in names]) == (set(), [30, 30, pytest.approx(33), 0])
-
-
-def test_a_name_that_comes_back_begins_again() -> None:
-    """A layer that is removed and added under its old name counts from 0; the sum over layers goes on."""
-    with Changing("a", "b") as training:
-        for number in range(1, 5):
-            training.round(a=1.0, b=2.0)
-            training.remove("a")
-            training.round(b=2.0)
-            training.add("a")
-            training.round(a=1.0, b=2.0)
-            assert training.captures() == {"b": 3.0 * number, "a": 1.0, REMOVED: 2.0 * number - 1}
 
 
 @pytest.mark.full
