@@ -44,15 +44,6 @@ def decoded(answer: Json) -> np.ndarray:
     return np.where(codes == 0, np.nan, np.where(codes == 65535, np.inf, values))
 
 
-def flagged(answer: Json) -> np.ndarray:
-    """Return where layers were not finite, shape (records, layers)."""
-    count, wide = len(answer["times"]), len(answer["layers"])
-    raw = base64.b64decode(answer["nonfinite"])
-    assert len(raw) in (0, -(-wide * count // 8))
-    bits = np.unpackbits(np.frombuffer(raw or bytes(wide * count), dtype=np.uint8))
-    return bits[: wide * count].astype(bool).reshape(count, wide)
-
-
 def number(value: object) -> float:
     """Return a number of the JSON, NaN for null."""
     return math.nan if value is None else NUMBERS[value] if isinstance(value, str) else float(value)  # type: ignore[arg-type]

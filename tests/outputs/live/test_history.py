@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torch_grad_exporter.outputs.live.history import (
     Window,
 )
 from torch_grad_exporter.outputs.live.rows import SCALARS
-from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Part, Together, Track
+from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Together, Track
 
 NAN, INF = math.nan, math.inf
 NUMBERS = st.one_of(st.sampled_from([NAN, INF, -INF, 0.0, 1.0, -1.0]), st.floats(-1e6, 1e6, width=32))
@@ -143,21 +142,8 @@ def run_records(history: History) -> list[float]:
     return history.run(Window(whole=False)).steps.tolist()
 
 
-def test_one_record_per_second() -> None:
-    """100 looks in 10 seconds make 10 records and ask for the values 10 times."""
-    made = Made()
-    history = made.history()
-    for _ in range(100):
-        made.step(seconds=0.1)
-        history.record_if_due()
-    assert made.asked == len(run_records(history)) == len(layer_records(history))
-    assert 10 <= made.asked <= 11
-    times = history.run(Window(whole=False)).times
-    assert np.diff(times).min() >= 1.0
-
-
-def test_a_record_needs_a_step_or_a_sample() -> None:
-    """Nothing is recorded before the first step or without a new one; a step without a sample adds no column."""
+def test_a_record_needs_a_step_and_a_second() -> None:
+    """Nothing is recorded without a new step or within a second; a step without a sample adds no column."""
     made = Made()
     history = made.history()
     for _ in range(3):
@@ -171,6 +157,10 @@ def test_a_record_needs_a_step_or_a_sample() -> None:
     made.step(sampled=False)
     history.record_if_due()
     assert (run_records(history), layer_records(history)) == ([1, 2], [1])
+    for _ in range(100):
+        made.step(seconds=0.1)
+        history.record_if_due()
+    assert 12 <= len(run_records(history)) <= 13
 
 
 @pytest.mark.slow
@@ -196,43 +186,6 @@ def test_removed_layers_are_forgotten_in_the_end() -> None:
         assert history.grid("norm", Window(whole=False, since=turn))[1].first == (0 if forgotten else turn)
         seen = first
     assert seen > 3000
-
-
-def test_a_clock_set_back_moves_all_records() -> None:
-    """After a clock was set back, records go on each second, and a reader gets all of them again with moved times."""
-    made = Made(now=10_000.0)
-    history = made.history()
-    for _ in range(3):
-        made.step()
-        history.record_if_due()
-    made.now -= 3600
-    made.step()
-    history.record_if_due()
-    for whole in (True, False):
-        answer = history.run(Window(whole=whole, since=2 if whole else 3, stride=1))
-        assert (answer.first, answer.times.tolist()) == (0, [made.now - age for age in (3, 2, 1, 0)])
-    for _ in range(2):
-        made.step()
-        history.record_if_due()
-    assert [history.run(Window(whole=whole, since=4, stride=1)).steps.tolist() for whole in (True, False)] == [[5, 6]] * 2
-    assert run_records(history) == layer_records(history) == [1, 2, 3, 4, 5, 6]
-    for part in (history.run(Window(whole=True)), history.grid("norm", Window(whole=True))[1]):
-        assert part.times.tolist() == [made.now - age for age in (5, 4, 3, 2, 1, 0)]
-
-
-def test_layers_that_come_and_go() -> None:
-    """A new layer has its own empty past, a removed one an empty present, and one that is back goes on."""
-    made = Made(names=["a", "b"])
-    history = made.history()
-    for names in (["a", "b"], ["new", "a"], ["b", "new"]):
-        made.names = names
-        made.step()
-        history.record_if_due()
-    assert history.layers == ["a", "b", "new"]
-    expected = [[1000, 1004, NAN], [2004, NAN, 2000], [NAN, 3000, 3004]]
-    for whole in (True, False):
-        np.testing.assert_array_equal(history.grid("norm", Window(whole=whole))[1].values, expected)
-    np.testing.assert_array_equal(history.layer("new", Window(whole=True)).values[:, 3], [NAN, 2003, 3007])
 
 
 def allocated(layers: int, records: int) -> tuple[int, History]:
@@ -262,43 +215,3 @@ def test_the_memory_has_a_limit() -> None:
     _, history = allocated(20_000, 3)
     assert history.nbytes <= LAYER_BYTES + 200_000
     assert [history.grid("norm", Window(whole=whole))[1].steps[-1] for whole in (True, False)] == [3, 3]
-
-
-def uniform(made: Made) -> Moment:
-    """Return a moment all of whose values are its step."""
-    values = np.full((len(made.names), len(QUANTITIES)), made.steps, dtype=np.float32)
-    return Moment(made.samples, made.steps, made.names, values, np.full(len(SCALARS), made.steps, dtype=np.float32))
-
-
-def whole_records(part: Part) -> bool:
-    """Return whether the first value of each record is its step."""
-    first = part.values[:, 0] if part.values.size else np.zeros(len(part.steps))
-    return np.array_equal(first, part.steps)
-
-
-def test_readers_see_whole_records() -> None:
-    """Three reading threads never see half of a record while layers are added."""
-    made = Made(names=["a"])
-    history = History(lambda: uniform(made), now=lambda: made.now)
-    over, wrong, reads = threading.Event(), list[Part](), [0, 0, 0]
-
-    def read(number: int) -> None:
-        while not over.is_set():
-            # A bin's largest is its last one, which is the one at its step.
-            parts = [history.grid("norm", Window(whole=view))[1] for view in (True, False)] + [history.run(Window(whole=False))]
-            wrong.extend(part for part in parts if not whole_records(part))
-            reads[number] += 1
-
-    readers = [threading.Thread(target=read, args=(number,)) for number in range(3)]
-    for reader in readers:
-        reader.start()
-    while min(reads) < 10 or made.steps < 500:
-        if made.steps % 100 == 99:
-            made.names = [*made.names, f"layer.{made.steps}"]
-        made.step()
-        history.record_if_due()
-    over.set()
-    for reader in readers:
-        reader.join()
-    assert wrong == []
-    assert len(history.layers) >= 4
