@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard
+from torch_grad_exporter.errors import LIMIT, ErrorLog
 
 
 @pytest.fixture
@@ -18,14 +18,6 @@ def errors() -> ErrorLog:
 def fail() -> None:
     """Raise an error."""
     raise ValueError("broken")
-
-
-def test_a_guard_returns_whether_it_succeeded(errors: ErrorLog) -> None:
-    """A call passes its arguments on, returns whether the action succeeded, and counts a failure."""
-    guard, seen = errors.boundary("capture"), list[object]()
-    assert guard(seen.append, 3)
-    assert not guard(fail)
-    assert (seen, errors.counts()) == ([3], {"capture": 1})
 
 
 def test_boundaries_of_one_source_are_separate(errors: ErrorLog) -> None:
@@ -59,13 +51,6 @@ def test_a_success_ends_the_row_of_failures(errors: ErrorLog) -> None:
     assert errors.counts() == {"capture": 2 * LIMIT - 1}
 
 
-def test_a_success_does_not_switch_on(errors: ErrorLog) -> None:
-    """An action that began before its guard was switched off does not switch it on again."""
-    guard = errors.boundary("capture")
-    assert guard(lambda: [guard(fail) for _ in range(LIMIT)])
-    assert guard.off
-
-
 def test_what_is_logged(errors: ErrorLog, caplog: pytest.LogCaptureFixture) -> None:
     """The first failure of a source is logged, and each boundary that is switched off, by its name."""
     errors = ErrorLog((), logging.getLogger("torch_grad_exporter"))
@@ -80,7 +65,7 @@ def test_what_is_logged(errors: ErrorLog, caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_ends_of_the_program_pass(errors: ErrorLog, error: type[BaseException]) -> None:
     """An interrupt or an exit passes a guard and is not counted."""
 
@@ -91,18 +76,3 @@ def test_ends_of_the_program_pass(errors: ErrorLog, error: type[BaseException]) 
     with pytest.raises(error):
         guard(end)
     assert errors.counts() == {"capture": 0}
-
-
-def test_switching_off_is_reported_once() -> None:
-    """Further failures of a boundary that is off are only counted; after a success it can be switched off again."""
-    failures: list[Exception] = []
-    told: list[int] = []
-    guard = Guard(failures.append, limit=3, gave_up=lambda: told.append(len(failures)))
-    for _ in range(6):
-        guard.failed(ValueError("again"))
-    assert (guard.off, told) == (True, [3])
-    guard.succeeded()
-    assert not guard.off
-    for _ in range(4):
-        guard.failed(ValueError("again"))
-    assert (len(failures), told) == (10, [3, 9])

@@ -105,12 +105,6 @@ def test_adopted_handles_are_removed() -> None:
     assert late.removed == 1
 
 
-def test_what_has_no_remove_is_not_adopted() -> None:
-    """An object without `remove()` is refused."""
-    with start_exporter(two_layers(), port=None) as exporter, pytest.raises(TypeError, match=r"no remove\(\)"):
-        exporter.adopt(print)  # type: ignore[type-var]
-
-
 # A training that goes on
 
 
@@ -135,7 +129,7 @@ def test_steps_go_on() -> None:
         assert eventually(lambda: shown(exporter)["step"] == 5003)  # it shares a scrape for a second
 
 
-@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)])
+@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.5, TypeError)])
 def test_only_whole_numbers_resume(step: object, error: type[Exception]) -> None:
     """The error names the argument and the fix."""
     with start_exporter(two_layers(), port=None) as exporter, pytest.raises(error, match=r"resume\(step=.*optimizer steps"):

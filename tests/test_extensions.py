@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,9 +21,7 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Collector
-from torch_grad_exporter.collectors.training import TRAIN_STATE
-from torch_grad_exporter.metrics.families import Family, LabelRows, scalar
-from torch_grad_exporter.rules import RULES, Values, Watch
+from torch_grad_exporter.rules import RULES
 
 DOC = Path(__file__).resolve().parent.parent / "scripts" / "metrics_doc.py"
 
@@ -111,23 +108,6 @@ def test_a_rule_of_ones_own_is_judged() -> None:
     (found,) = (problem for problem in problems if problem["alert"] == "ToyAskedOften")
     assert found["severity"] == "warning"
     assert found["text"].endswith("times about 2 layers.")
-
-
-@pytest.mark.parametrize("others", ["none", "before", "after"])
-def test_a_rule_may_ask_for_the_past_of_its_metric(others: str) -> None:
-    """A counter is remembered for the rule's window, also where another rule remembers the same counter for a minute."""
-    other = [replace(toy_rule.RULE, name="ToyAskedLately", remembers={toy_collector.TOY_QUESTIONS: 60.0})]
-    watch = Watch({"none": [toy_rule.RULE], "before": [*other, toy_rule.RULE], "after": [toy_rule.RULE, *other]}[others])
-    found = []
-    for minute, questions in ((0, 1000.0), (1, 1001.0), (20, 1001.0), (22, 1001.0), (23, 1003.0)):
-        asked = Family(toy_collector.TOY_QUESTIONS, np.array([questions]), LabelRows((("red",),)))
-        state = Family(TRAIN_STATE, np.ones(1), LabelRows((("training",),)))
-        values = Values([scalar(toy_collector.TOY_LAYERS, 2), asked, state])
-        watch.remember(values, NOW + 60 * minute)
-        problems = watch.problems(values, NOW + 60 * minute)
-        found.append([problem.text for problem in problems if problem.alert == "ToyAskedOften"])
-    said = [f"Asked {times} times about 2 layers." for times in (1000, 1001, 2)]
-    assert found == [said[:1], said[1:2], [], [], said[2:]]
 
 
 def test_a_collector_is_closed_once() -> None:

@@ -187,41 +187,6 @@ def by_hand() -> Scene:
     return Scene(model, step)
 
 
-def by_closure() -> Scene:
-    """The backwards run within the step."""
-    model = Perceptron()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def step(_exporter: Exporter | None, number: int) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(inputs()[number % 12]).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    return Scene(model, step)
-
-
-def in_backward() -> Scene:
-    """An optimizer per parameter, which steps in the backward."""
-    model = Perceptron()
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.05) for parameter in model.parameters()}
-
-    def update(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()  # type: ignore[index]
-        optimizers[parameter].zero_grad()  # type: ignore[index]
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(update)
-
-    def step(_exporter: Exporter | None, number: int) -> None:
-        model(inputs()[number % 12]).square().mean().backward()
-
-    return Scene(model, step, {"weights": True})
-
-
 class Assorted(torch.nn.Module):
     """Layers of many kinds."""
 
@@ -297,7 +262,7 @@ def replicated() -> Scene:
 
 
 SCENES: dict[str, Callable[[], Scene]] = {
-    scene.__name__: scene for scene in (observed, plain, by_hand, by_closure, in_backward, assorted, scaled, clipping, replicated)
+    scene.__name__: scene for scene in (observed, plain, by_hand, assorted, scaled, clipping, replicated)
 }
 QUIET = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
 

@@ -74,23 +74,6 @@ def test_samples_are_skipped_where_none_is_taken() -> None:
         assert sum(lost(exporter).values()) == skipped
 
 
-def test_values_that_do_not_fit_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a background thread observed values beyond a limit are counted as failures, and logged once."""
-    loop = Loop()
-    with caplog.at_level(logging.WARNING, "torch_grad_exporter"), no_threads(), watching(loop.model) as exporter:
-        before = errors(exporter)["worker"]
-        for _ in range(20_000):
-            exporter.observe(tokens=1)
-        taken = value(exporter, "torch_train_tokens_total") or 0.0
-        assert 1000 < taken < 20_000
-        assert errors(exporter)["worker"] - before == 20_000 - taken
-        loop.train(5)
-        exporter.observe(tokens=1)
-        assert value(exporter, "torch_train_tokens_total") == taken + 1
-        assert value(exporter, STEPS, optimizer="SGD") == 5
-    assert len([message for message in caplog.messages if "did not fit" in message]) <= 1
-
-
 def test_no_threads_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     """Where the process may have no more threads training is watched; nothing is served, which is logged."""
     loop = Loop()
@@ -141,12 +124,9 @@ def deep(blocks: int, layers: int) -> torch.nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("blocks", "layers", "shown"), [(299, 7, 300), pytest.param(2000, 1, 201, marks=pytest.mark.full)], ids=["blocks", "row"]
-)
-def test_a_model_of_2000_layers(blocks: int, layers: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Layers beyond the cap are folded by blocks or in ranges; a warning and a gauge say how many."""
-    loop = Loop(deep(blocks, layers), 2)
+def test_a_model_of_2000_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """Layers beyond the cap are folded by blocks; a warning and a gauge say how many."""
+    loop = Loop(deep(299, 7), 2)
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), watching(loop.model) as exporter:
         loop.train(2)
         loop.model.append(torch.nn.Linear(2, 2))
@@ -161,7 +141,7 @@ def test_a_model_of_2000_layers(blocks: int, layers: int, shown: int, caplog: py
             return scrape.get(key("torch_grad_exporter_series")) == len(scrape)
 
         assert eventually(shows_its_own_size)
-        assert scrape[key("torch_grad_exporter_layers")] == shown
+        assert scrape[key("torch_grad_exporter_layers")] == 300
         assert scrape[key("torch_grad_exporter_layers_folded")] >= 2000
         assert len(scrape) < 10_000
         assert errors(exporter) == {}
@@ -202,30 +182,20 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
 
 
 def every_line() -> dict[str, float]:
-    """Train so that every kind of line is logged; return what was counted."""
+    """Train so that many kinds of line are logged; return what was counted."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with watching(deep(10, 10), taken.getsockname()[1], max_layers=10):  # layers folded, port taken, metrics served
             pass
-    watching(Perceptron().requires_grad_(False)).close()  # nothing is trained yet
-    model = Perceptron()
-    optimizer = sgd(model)
-    watching(model)
-    with watching(model) as exporter:  # another exporter replaced
-        for _ in range(6):
-            optimizer.zero_grad()
-            model.second(model.first(batch()).relu()).square().mean().backward()  # another capture mode
-            optimizer.step()
+    loop = Loop()
+    watching(loop.model)
+    with watching(loop.model) as exporter:  # another exporter replaced
+        loop.train(6)
         for _ in range(LIMIT + 2):
             exporter.observe(loss="abc")  # type: ignore[arg-type] # a failure
             exporter.step("abc")  # type: ignore[arg-type] # and one that is switched off
-        counted = errors(exporter) | {"captures": value(exporter, CAPTURES) or 0.0}
-    unseen = Perceptron()
-    with watching(unseen):
-        for _ in range(101):  # no step is ever seen
-            unseen(batch()).square().mean().backward()
-    return counted
+        return errors(exporter) | {"captures": value(exporter, CAPTURES) or 0.0}
 
 
 @pytest.mark.slow
@@ -238,7 +208,7 @@ def test_a_log_that_raises() -> None:
         counted = every_line()
     assert counted == expected
     assert counted["captures"] >= 4
-    assert len(full.lines) == len(kept.lines) >= 9
+    assert len(full.lines) == len(kept.lines) >= 6
 
 
 def test_an_interrupt_within_a_log_passes() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.otlp_receiver import GrpcReceiver, HttpReceiver
 from tests.support.tools import PATIENCE, eventually
-from torch_grad_exporter.errors import LIMIT, Guard
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 
 LONG = 3600.0
@@ -88,67 +88,6 @@ def loop(failures: list[Exception]) -> Iterator[Callable[..., BackgroundLoop]]:
 def named(name: str) -> list[threading.Thread]:
     """Return the running threads of that name."""
     return [thread for thread in threading.enumerate() if thread.name == name]
-
-
-def test_wakes_during_an_iteration_are_one_more(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
-    """Wakes during an iteration cause one further iteration, and one iteration runs at a time."""
-    first, second = Work(gate), Work()
-    one = loop(first, second, pause=LONG)
-    one.start()
-    one.wake()
-    assert gate.inside.wait(PATIENCE)
-    for _ in range(100):
-        one.wake()
-    assert (first.count, second.count) == (1, 0)
-    gate.opened.set()
-    second.wait(2)
-    one.wake()
-    second.wait()
-    assert (first.count, second.count) == (3, 3)
-
-
-def test_stopping_during_an_iteration(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
-    """A stop lets the iteration end, begins no other, and makes the last call once."""
-    work, last = Work(gate), Work()
-    one = loop(work, pause=0.0, last=last)
-    one.start()
-    assert gate.inside.wait(PATIENCE)
-    one.wake()
-    assert not one.stopping
-    one.stop()
-    one.stop()
-    assert one.stopping
-    assert (one.running, last.count) == (True, 0)
-    gate.opened.set()
-    assert one.join(PATIENCE)
-    assert one.close(0)
-    assert (work.count, last.count) == (1, 1)
-
-
-def test_one_that_hangs_is_left_behind(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
-    """`close` waits no longer than its timeout and returns that the thread runs; the thread ends when its call returns."""
-    one = loop(gate, pause=0.0)
-    one.start()
-    assert gate.inside.wait(PATIENCE)
-    assert not one.close(0.01)
-    assert not one.close(-1.0)
-    gate.opened.set()
-    assert one.join(PATIENCE)
-
-
-def test_a_failure_costs_one_call(loop: Callable[..., BackgroundLoop], failures: list[Exception]) -> None:
-    """A call that raises costs neither the calls beside it nor later iterations."""
-
-    def fail() -> None:
-        raise OSError("no luck")
-
-    beside = Work()
-    one = loop(fail, beside, pause=0.0, last=fail)
-    one.start()
-    beside.wait(2 * LIMIT)
-    assert one.close(PATIENCE)
-    assert beside.count >= 2 * LIMIT
-    assert [type(failure) for failure in failures] == [OSError] * (beside.count + 1)
 
 
 def test_closing_from_a_signal_handler(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:

@@ -417,8 +417,7 @@ def test_grad_scaler_skips_a_step(fused: bool) -> None:
         assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 5
 
 
-@pytest.mark.parametrize("rung", ["output", "optimizer"])
-def test_closures_run_the_backward_within_the_step(rung: str) -> None:
+def test_closures_run_the_backward_within_the_step() -> None:
     """LBFGS runs many backwards in one step and has no gradients before it; that is one sample, of the last backward."""
     model = Perceptron()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6)
@@ -428,11 +427,7 @@ def test_closures_run_the_backward_within_the_step(rung: str) -> None:
         next(calls)
         optimizer.zero_grad()
         loss = model(inputs).square().mean()
-        if rung == "output":
-            loss.backward()
-        else:
-            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
-                parameter.grad = gradient
+        loss.backward()
         last.update(gradients_of(model))
         return loss
 
@@ -443,10 +438,8 @@ def test_closures_run_the_backward_within_the_step(rung: str) -> None:
             optimizer.step(closure)
         assert before == [0] * 6
         assert next(calls) > 12
-        assert mode(exporter) == rung
         assert value(exporter, "torch_grad_global_norm") == pytest.approx(norm(last.values()), rel=1e-5)
-        # Two rounds are lost where no rung can see a backward.
-        assert value(exporter, "torch_grad_captures_total", layer="first") == (6 if rung == "output" else 4)
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 6
         assert value(exporter, "torch_train_steps_total", optimizer="LBFGS") == 6
         assert value(exporter, "torch_train_skipped_steps_total") == 0
         assert errors(exporter) == {}
@@ -479,10 +472,9 @@ def test_nan_and_then_no_step(ending: str) -> None:
     assert sum(value(exporter, NONFINITE, outcome=o) or 0 for o in ("stepped", "skipped", "unknown")) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [2, 4, 8])
-def test_step_counter_misses_alternating_optimizers(every: int) -> None:
+def test_step_counter_misses_alternating_optimizers() -> None:
     """Every n-th of all steps always hits the same of two alternating optimizers; scattered rounds sample both."""
+    every = 4
     assert {("one", "two")[step % 2] for step in range(0, 64, every)} == {"one"}
 
     models = {"one": Perceptron(), "two": Perceptron()}
@@ -590,20 +582,6 @@ def test_three_gradients_hide_a_clip_by_value() -> None:
             assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_cut_of_a_small_gradient_alone() -> None:
-    """A cut of a small tensor alone hardly moves the norm of all; it is seen, since all are measured again."""
-    model = Heads()
-    optimizer = sgd(model, lr=1e-6)
-    with watching(model) as exporter:
-        for step in range(6):
-            optimizer.zero_grad()
-            model(batch(inputs=3)).backward()
-            if step >= 3:
-                model.heads[0].weight.grad.zero_()
-            optimizer.step()
-            assert value(exporter, "torch_grad_clipped_steps_total") == max(0, step - 2)
-
-
 def test_float32_norm_of_tiny_and_huge_rows() -> None:
     """The float32 norm of 1e-24 is 0 and of 2e19 infinite; the one is no zero row and the other no overflow."""
     rows = torch.tensor([[1e-24] * 4, [2e19] * 4, [0.0] * 4, [1.0] * 4])
@@ -635,12 +613,6 @@ def test_six_sigma_on_raw_norms_is_a_false_alarm() -> None:
         assert value(exporter, "torch_grad_norm_spikes_total", layer="inner") == 0
         give(model, torch.full((1, 1), 1e4))
         assert value(exporter, "torch_grad_norm_spikes_total", layer="inner") == 1
-    # A run that hardly moves must not alarm at a little more either: the sigma has a floor, and a spike is a multiple.
-    with watching(model := Given(1, 1)) as exporter:
-        for step in range(40):
-            give(model, torch.full((1, 1), 2.5 if step == 39 else 1.0))
-        assert value(exporter, "torch_grad_norm_zscore", layer="inner") == pytest.approx(math.log(2.5) / 0.1, rel=1e-6)
-        assert value(exporter, "torch_grad_norm_spikes_total", layer="inner") == 0
 
 
 @pytest.mark.slow
@@ -693,9 +665,7 @@ def test_hook_on_a_frozen_parameter_raises() -> None:
             assert (value(exporter, "torch_grad_norm", layer="first") is None) == (step < 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 4])
-def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
+def test_autograd_grad_fires_tensor_hooks() -> None:
     """`torch.autograd.grad` fires tensor hooks like a backward, and no post-accumulate ones; it does not count as a backward."""
     model = Perceptron()
     fired: list[str] = []
@@ -708,7 +678,7 @@ def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
     for hook in hooks:
         hook.remove()
     optimizer = sgd(model)
-    with watching(model, every=every) as exporter:
+    with watching(model) as exporter:
         for _ in range(16):
             inputs = batch().requires_grad_()
             out = model(inputs)
@@ -718,7 +688,7 @@ def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
             optimizer.step()
         assert value(exporter, "torch_train_backward_passes_total") == 16
         assert value(exporter, "torch_train_skipped_steps_total") == 0
-        assert value(exporter, "torch_grad_captures_total", layer="first") == 16 / every
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 16
         assert errors(exporter) == {}
 
 
