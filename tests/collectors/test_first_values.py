@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support.real_prometheus import prometheus
-from tests.support.scrape import key, value, values
+from tests.support.scrape import key, values
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 
@@ -58,25 +57,6 @@ def test_every_counter_is_there_from_the_start() -> None:
     assert {name for name, _ in after.keys() - before.keys()} == set(UNKNOWN_AT_FIRST)
     assert after[key("torch_train_steps_total", optimizer="first")] == 28
     assert after[key("torch_train_skipped_steps_total")] >= 1
-
-
-def test_counters_of_a_device_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start reads the devices in use, so that the first failed allocation is an increase."""
-    sizes = ("allocated", "reserved", "active", "inactive_split", "requested")
-    numbers = {f"{name}_bytes": {"all": {"current": 8, "peak": 8}} for name in sizes}
-    cuda = {
-        "is_initialized": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
-        "get_allocator_backend": lambda: "native",
-        "memory_stats_as_nested_dict": lambda _: {**numbers, "num_alloc_retries": 0, "num_ooms": 0},
-        "get_device_properties": lambda _: SimpleNamespace(total_memory=9, uuid=None),
-    }
-    for name, replacement in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, replacement)
-    with start_exporter(Scene().model, None) as exporter:
-        assert value(exporter, "torch_cuda_ooms_total", device="cuda:0") == 0
-        assert value(exporter, "torch_cuda_alloc_retries_total", device="cuda:0") == 0
 
 
 @pytest.mark.server

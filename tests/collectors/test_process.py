@@ -5,14 +5,13 @@ import errno
 import functools
 import gc
 import os
-import random
 import resource
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import prometheus_client
 import psutil
@@ -22,19 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import eventually
-from torch_grad_exporter.collectors.process import (
-    CHILDREN_SHARE,
-    PROCESS_CHILDREN,
-    PROCESS_CHILDREN_CPU_SECONDS,
-    PROCESS_CHILDREN_MEMORY,
-    PROCESS_IO_READ,
-    PROCESS_IO_WRITE,
-    PROCESS_THREADS,
-    PROCESS_UNIQUE_MEMORY,
-    ProcessCollector,
-    PsutilFamilies,
-    standard_registry,
-)
+from torch_grad_exporter.collectors import process
+from torch_grad_exporter.collectors.process import ProcessCollector, PsutilFamilies, standard_registry
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.resources.children import ChildrenCpu, CpuSeconds
 from torch_grad_exporter.resources.readings import SHARE
@@ -42,22 +30,12 @@ from torch_grad_exporter.resources.readings import SHARE
 linux = pytest.mark.skipif(sys.platform != "linux", reason="compared with Linux' /proc")
 
 DECLARED = [spec.name for spec in CATALOGUE.values() if spec.name.startswith(("process_", "python_", "torch_process_"))]
-CHILDREN = (PROCESS_CHILDREN, PROCESS_CHILDREN_MEMORY, PROCESS_CHILDREN_CPU_SECONDS)
+CHILDREN = (process.PROCESS_CHILDREN, process.PROCESS_CHILDREN_MEMORY, process.PROCESS_CHILDREN_CPU_SECONDS)
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
-class Io(NamedTuple):
-    read_count: int
-    write_count: int
-    read_bytes: int
-    write_bytes: int
-
-
-class CpuTimes(NamedTuple):
-    user: float
-    system: float
-    children_user: float
-    children_system: float
+Io = namedtuple("Io", "read_count write_count read_bytes write_bytes")  # noqa: PYI024 - as psutil has it
+CpuTimes = namedtuple("CpuTimes", "user system children_user children_system")  # noqa: PYI024 - the same
 
 
 def shown(families: Iterable[Family]) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -201,9 +179,9 @@ def test_what_psutil_says_is_shown() -> None:
 
 
 DEPENDS = {
-    "num_threads": [PROCESS_THREADS],
-    "io_counters": [PROCESS_IO_READ, PROCESS_IO_WRITE],
-    "memory_full_info": [PROCESS_UNIQUE_MEMORY],
+    "num_threads": [process.PROCESS_THREADS],
+    "io_counters": [process.PROCESS_IO_READ, process.PROCESS_IO_WRITE],
+    "memory_full_info": [process.PROCESS_UNIQUE_MEMORY],
     "children": list(CHILDREN),
 }
 
@@ -242,8 +220,8 @@ def test_expensive_values_are_not_read_at_each_scrape() -> None:
         return [scene.process.reads.count(name) for name in ("memory_full_info", "children", "num_threads")]
 
     assert reads_at(0.0) == [1, 1, 1]
-    assert reads_at(0.5 / CHILDREN_SHARE - 1) == [1, 1, 2]
-    assert reads_at(0.5 / CHILDREN_SHARE) == [1, 2, 3]
+    assert reads_at(0.5 / process.CHILDREN_SHARE - 1) == [1, 1, 2]
+    assert reads_at(0.5 / process.CHILDREN_SHARE) == [1, 2, 3]
     assert reads_at(2.0 / SHARE - 1) == [1, 3, 4]
     assert reads_at(2.0 / SHARE) == [2, 3, 5]
 
@@ -304,80 +282,6 @@ def test_cpu_time_of_a_child_counts_once(script: list[tuple[float, dict[str, Cpu
     """The CPU time that was seen of a child stays and counts once, however the child ends."""
     total = ChildrenCpu()
     assert [total(waited_for, children) for waited_for, children, _ in script] == [expected for *_, expected in script]
-
-
-class Kernel:
-    """Counts CPU time of processes exactly, as a kernel does; 0 is this process, and no number is used again.
-
-    `losses`: a child's time may be discarded at its end, and a child may end before its own children.
-    """
-
-    def __init__(self, seed: int, losses: bool) -> None:
-        self.random = random.Random(seed)
-        self.losses = losses
-        self.own, self.waited_for = {0: 0}, {0: 0}
-        self.parent: dict[int, int | None] = {}
-        self.used = 0
-
-    def descendants(self) -> list[int]:
-        """Return the running processes, parents before their children."""
-        running = [0]
-        for process in running:
-            running += self.children(process)
-        return running[1:]
-
-    def children(self, process: int) -> list[int]:
-        return [child for child, parent in self.parent.items() if parent == process]
-
-    def happen(self) -> None:
-        """Let some child begin, work or end."""
-        running = self.descendants()
-        events = [self.begin] if len(running) < 8 else []
-        event = self.random.choice([*events, self.work, self.work, self.end]) if running else self.begin
-        event(self.random.choice([0, *running] if event == self.begin else running))
-
-    def begin(self, parent: int) -> None:
-        child = len(self.own)
-        self.own[child] = self.waited_for[child] = 0
-        self.parent[child] = parent
-
-    def work(self, child: int) -> None:
-        seconds = self.random.randint(1, 9)
-        self.own[child] += seconds
-        self.used += seconds
-
-    def end(self, child: int) -> None:
-        if self.children(child) and not self.losses:
-            return
-        self.parent.update(dict.fromkeys(self.children(child)))
-        parent = self.parent.pop(child)
-        if parent is not None and not (self.losses and self.random.random() < 0.3):
-            self.waited_for[parent] += self.own[child] + self.waited_for[child]
-
-    def read(self, total: ChildrenCpu, events: float = 0.0) -> float:
-        """Read, while other things happen."""
-        waited_for, children = self.waited_for[0], {}
-        for child in self.descendants():
-            while self.random.random() < events:
-                self.happen()
-            if child in self.parent:
-                children[child] = CpuSeconds(self.own[child], self.waited_for[child])
-        return total(waited_for, children)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("losses", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_no_time_is_lost_or_counted_twice(seed: int, losses: bool) -> None:
-    """The total neither falls nor exceeds what was used while children end during readings; without losses it is exact."""
-    kernel, total, last = Kernel(seed, losses), ChildrenCpu(), 0.0
-    for _ in range(200):
-        for _ in range(kernel.random.randint(0, 6)):
-            kernel.happen()
-        least = max(last, kernel.waited_for[0])
-        last = kernel.read(total, events=0.4)
-        assert least <= last <= kernel.used
-    assert losses or kernel.read(total) == kernel.used > 0
 
 
 # Real children

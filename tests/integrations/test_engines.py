@@ -90,18 +90,12 @@ def test_a_session_follows_the_engine(tmp_path: Path) -> None:
     assert not {"step", "backward"} & {*engine.__dict__}
 
 
-@pytest.mark.usefixtures("imported")
-def test_engines_of_a_model() -> None:
-    """An engine belongs to a model that it trains, and one without an optimizer to none."""
+def test_engines_of_a_model(request: pytest.FixtureRequest) -> None:
+    """An engine belongs to a model that it trains, one without an optimizer to none, and without DeepSpeed there is none."""
     model = torch.nn.Linear(3, 2)
     engine, _computes, _other = Engine(model), Engine(model, trains=False), Engine(torch.nn.Linear(3, 2))
+    assert followed_engines(model) == []
+    request.getfixturevalue("imported")
     for asked in (model, torch.nn.Sequential(model), engine):
         assert [one is engine for one in followed_engines(asked)] == [True]
     assert followed_engines(torch.nn.Linear(3, 2)) == []
-
-
-def test_no_engine_without_deepspeed() -> None:
-    """Without DeepSpeed imported no engine is followed."""
-    model = torch.nn.Linear(3, 2)
-    _engine = Engine(model)
-    assert followed_engines(model) == []

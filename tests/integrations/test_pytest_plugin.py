@@ -37,20 +37,8 @@ def outcome(tmp_path: Path, text: str, *arguments: str) -> tuple[int, str]:
     """Return the exit code and the output of pytest with a file of tests, in a process of its own."""
     (tmp_path / "test_it.py").write_text(textwrap.dedent(text))
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        PLUGIN,
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "error",
-        "-q",
-        *arguments,
-        "test_it.py",
-    ]
+    options = ["-p", PLUGIN, "-p", "no:cacheprovider", "-W", "error", "-q", *arguments]
+    command = [sys.executable, "-m", "pytest", *options, "test_it.py"]
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
     return found.returncode, found.stdout + found.stderr
 
@@ -64,12 +52,12 @@ def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
             first = model()
             with grad_health(first, save=tmp_path / "base.json.gz") as exporter:
                 assert exporter.url is None
-                train(first, 40)
+                train(first, 24)
             second = model()
             with grad_health(second, baseline=tmp_path / "base.json.gz", tolerance={"step_seconds": 1000},
-                             max={"torch_train_steps_total": 40}, min={"torch_grad_exporter_captures_total": 40},
+                             max={"torch_train_steps_total": 24}, min={"torch_grad_exporter_captures_total": 24},
                              peak={"torch_grad_norm": 1e9}):
-                train(second, 40)
+                train(second, 24)
 
         def test_nan(grad_health):
             watched = model()

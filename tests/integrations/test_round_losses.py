@@ -15,10 +15,5 @@ def test_mean() -> None:
         losses.add(loss)
     assert float(losses.round_over() or 0) == 3
     assert losses.round_over() is None
-
-
-def test_one_batch() -> None:
-    """Is the loss itself."""
-    losses = RoundLosses()
     losses.add(2.5)
     assert float(losses.round_over() or 0) == 2.5

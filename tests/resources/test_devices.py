@@ -144,18 +144,6 @@ def test_nothing_is_initialised() -> None:
     assert [device.device for device in refreshed(memory)] == ["cuda:0"]
 
 
-def test_at_most_once_a_second() -> None:
-    """Devices are read at most once a second."""
-    cuda, clock = FakeCuda(), Clock()
-    memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
-    times = [100.0, 100.5, 100.999, 101.0, 101.5, 102.5]
-    reads = []
-    for clock.now in times:
-        memory.refresh()
-        reads.append(cuda.reads)
-    assert reads == [1, 1, 1, 2, 2, 3]
-
-
 def test_a_reading_that_fails_leaves_no_old_numbers() -> None:
     """An unexpected error is raised, and earlier numbers are not shown until a reading succeeds."""
     cuda, clock = FakeCuda(), Clock()
@@ -173,17 +161,14 @@ def test_a_reading_that_fails_leaves_no_old_numbers() -> None:
     assert refreshed(memory)
 
 
-def test_not_during_a_capture() -> None:
-    """During the capture of a CUDA graph nothing is read, and the last numbers stay."""
+def test_when_devices_are_read() -> None:
+    """Devices are read at most once a second, and not during the capture of a CUDA graph, when the last numbers stay."""
     cuda, clock = FakeCuda(), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
     before = refreshed(memory)
-    cuda.capturing, clock.now = True, 102.0
-    assert refreshed(memory) == before
-    assert cuda.reads == 1
-    cuda.capturing, clock.now = False, 104.0
-    cuda.devices[0] = FILLED | {"num_ooms": 4}
-    assert refreshed(memory)[0].ooms == 4
+    for clock.now, cuda.capturing, reads in ((100.9, False, 1), (101.0, False, 2), (103.0, True, 2), (105.0, False, 3)):
+        assert refreshed(memory) == before
+        assert cuda.reads == reads
 
 
 def test_only_devices_in_use() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_grad_exporter.resources.readings import ABSENT, KEPT, SHARE, Paced, Rising, attempt
+from torch_grad_exporter.resources.readings import ABSENT, SHARE, Paced, Rising, attempt
 
 
 class Slow:
@@ -51,16 +51,6 @@ def test_counters_that_come_and_go_are_one_that_rises() -> None:
     assert total({"b": 2.0}) == 20  # Another "b" than the one that is gone.
     assert total({"b": 1.0}) == 20
     assert total({"b": 4.0}) == 23
-
-
-def test_a_bounded_number_of_counters_is_remembered() -> None:
-    """The counters that vanished last are remembered, and older ones count as new."""
-    total = Rising[int]()
-    for name in range(KEPT + 1):
-        total({name: 10.0})
-    total({})
-    assert total({0: 10.0}) == 10 * (KEPT + 1) + 10
-    assert total({0: 10.0, 2: 10.0, KEPT: 11.0}) == 10 * (KEPT + 1) + 11
 
 
 @pytest.mark.slow

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import subprocess
-import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import bcrypt
 import psutil
 import pytest
 import torch
@@ -25,7 +19,7 @@ from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron
 from tests.support.real_prometheus import Prometheus, prometheus
 from tests.support.scrape import errors, key, values
-from tests.support.tools import PATIENCE, eventually
+from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 
@@ -92,27 +86,25 @@ def test_the_demo_shows_every_resource_of_this_machine(tmp_path: Path) -> None:
         demo.interrupt()
 
 
-def test_all_collectors_are_on_by_default() -> None:
-    """Each collector succeeds at the first scrape, in the documented order."""
-    with start_exporter(Perceptron(), None) as exporter:
-        shown = values(exporter)
-        succeeded = [
-            dict(labels)["collector"] for (name, labels), value in shown.items() if name.endswith("collector_success") and value
-        ]
-        assert tuple(succeeded) == ON
-        assert errors(exporter) == {}
-
-
 ASKED_FOR = ("activations", "watched", "nan_origin", "layer_times")
 """Collectors that yield only their success until an option enables them."""
 
 
+@pytest.fixture(scope="module")
+def complete() -> set[str]:
+    """The metrics of a scrape at which each collector succeeded, in the documented order."""
+    with start_exporter(Perceptron(), None) as exporter:
+        shown = values(exporter)
+        succeeded = [dict(labels)["collector"] for (name, labels), n in shown.items() if name.endswith("collector_success") and n]
+        assert tuple(succeeded) == ON
+        assert errors(exporter) == {}
+        return {family.spec.name for family in exporter.collect()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON)
-def test_a_collector_that_is_disabled_is_absent(name: str) -> None:
-    """A disabled collector yields nothing, and all others are as before."""
-    with start_exporter(Perceptron(), None) as everything:
-        complete = {family.spec.name for family in everything.collect()}
+def test_a_collector_that_is_disabled_is_absent(name: str, complete: set[str]) -> None:
+    """All collectors are on by default; a disabled one yields nothing, and all others are as before."""
     with start_exporter(Perceptron(), None, collectors={name: False}) as exporter:
         rest = {family.spec.name for family in exporter.collect()}
         shown = values(exporter)
@@ -174,33 +166,3 @@ def test_a_device_that_cannot_be_read_harms_nothing(monkeypatch: pytest.MonkeyPa
         model(torch.randn(4, 6)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert errors(exporter).keys() == {"devices"}
-
-
-@pytest.mark.process
-def test_the_machine_is_left_alone_at_import() -> None:
-    """Neither YAML nor bcrypt is imported with the package, since they may not be installed."""
-    script = "import sys, torch_grad_exporter; print({'yaml', 'bcrypt'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "set()"
-
-
-@pytest.mark.slow
-def test_a_web_configuration_that_is_refused_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A web configuration that is refused is logged once with its file and counted, and so is the recovery."""
-    file = tmp_path / "web.yml"
-    users = "basic_auth_users: {alice: " + bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode() + "}"
-    file.write_text(users)
-    with start_exporter(Perceptron(), 0, addr="127.0.0.1", web_config_file=file) as exporter:
-        for number, text in enumerate(("basic_auth_users: [", "", users), start=1):
-            file.write_text(text)
-
-            def logged(expected: int = number) -> bool:
-                with contextlib.suppress(urllib.error.HTTPError):
-                    urllib.request.urlopen(exporter.url or "", timeout=PATIENCE)
-                return sum(str(file) in record.getMessage() for record in caplog.records) >= expected
-
-            assert eventually(logged)
-        assert errors(exporter) == {"web_config": 2}
-    lines = [record for record in caplog.records if str(file) in record.getMessage()]
-    assert len(lines) == 3
-    assert all(record.exc_info is None for record in lines)
-    assert "in force again" in lines[-1].getMessage()
