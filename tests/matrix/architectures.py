@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from tests.matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Run, regime
 from tests.support.models import Perceptron, batch, inputs_first, sgd
 
 
@@ -49,17 +49,11 @@ class Autoencoder(nn.Module):
         return self.up(self.down(x).relu())
 
 
-@regime(Naive.STEP)
-def convolutions(run: Run) -> None:
-    """Convolutions, grouped and transposed ones, and norms between them."""
-    train(run, Autoencoder(), lambda: torch.randn(2, 3, 9, 9), clip=0.01)
-
-
-@regime()
-def channels_last(run: Run) -> None:
-    """Weights and gradients that lie in memory with the channels last."""
-    model = Autoencoder().to(memory_format=torch.channels_last)
-    train(run, model, lambda: torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last))
+@regime(layout=[torch.contiguous_format, torch.channels_last])
+def convolutions(run: Run, layout: torch.memory_format) -> None:
+    """Convolutions, grouped and transposed ones, and norms between them, also with the channels last in memory."""
+    model = Autoencoder().to(memory_format=layout)
+    train(run, model, lambda: torch.randn(2, 3, 9, 9).to(memory_format=layout), clip=0.01)
 
 
 @regime()
@@ -94,7 +88,7 @@ def batch_norm(run: Run) -> None:
 # Attention
 
 
-@regime(Naive.STEP)
+@regime()
 def multi_head_attention(run: Run) -> None:
     """An attention layer, whose projections are its own parameters beside those of a module within."""
 
@@ -134,7 +128,7 @@ def transformer(run: Run) -> None:
 # Recurrence
 
 
-@regime(kind=[nn.RNN, nn.LSTM, nn.GRU])
+@regime(kind=[nn.LSTM, nn.GRU])
 def recurrent(run: Run, kind: type[nn.RNNBase]) -> None:
     """Recurrent layers, two deep and in both directions."""
 
@@ -173,7 +167,7 @@ def packed_sequences(run: Run, to_root: bool) -> None:
         run.backward(out.square().mean())
 
 
-@regime(Naive.STEP, each=[True, False])
+@regime(each=[True, False])
 def truncated_backpropagation(run: Run, each: bool) -> None:
     """Pieces of a sequence with a detached state between them: a step after each piece, or after all of them."""
 
@@ -253,11 +247,11 @@ class Experts(nn.Module):
         return self.head(x + out)
 
 
-@regime(Naive.STEP)
+@regime()
 def mixture_of_experts(run: Run) -> None:
     """Experts without a token in a step are missing, and their old gradients, zeroed in place, are not read."""
     model = Experts()
-    for _ in run.rounds(model, 10, set_to_none=False):
+    for _ in run.rounds(model, 8, set_to_none=False):
         loss = model(batch(3)).square().mean()
         run.backward(loss, unused=parameters_of(model, *model.idle))
 
@@ -267,15 +261,15 @@ def mixture_of_experts_without_gradients(run: Run) -> None:
     """Experts without a token in a step are missing where gradients are cleared to `None` as well."""
     model = Experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in run.rounds(model, 10, optimizer):
+    for _ in run.rounds(model, 8, optimizer):
         run.backward(model(batch(3)).square().mean())
 
 
-@regime(Naive.STEP)
+@regime()
 def mixture_of_experts_accumulated(run: Run) -> None:
     """An expert that is idle in one backward of a step and busy in the other has the gradient of the busy one."""
     model = Experts(6)
-    for _ in run.rounds(model, 10, set_to_none=False):
+    for _ in run.rounds(model, 8, set_to_none=False):
         idle = set(parameters_of(model, "experts"))
         for _ in range(2):
             loss = model(batch(2)).square().mean()
@@ -302,17 +296,17 @@ class Skipping(nn.Module):
         return self.head(x)
 
 
-@regime(Naive.STEP)
+@regime()
 def stochastic_depth(run: Run) -> None:
     """Blocks that a step skips are missing, and their momentum's stale gradient is not theirs."""
     model = Skipping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for _ in run.rounds(model, 10, optimizer, set_to_none=False):
+    for _ in run.rounds(model, 8, optimizer, set_to_none=False):
         loss = model(batch()).square().mean()
         run.backward(loss, unused=parameters_of(model, *model.skipped))
 
 
-@regime(Naive.STEP)
+@regime()
 def alternating_branches(run: Run) -> None:
     """Two branches in turn without any `zero_grad` on the idle one: its last gradient stays out of every number."""
 
@@ -335,7 +329,7 @@ def alternating_branches(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
+@regime()
 def heads_of_several_tasks(run: Run) -> None:
     """A shared body and one head per task, each step of which trains one task, with all gradients zeroed in place."""
 
@@ -349,21 +343,16 @@ def heads_of_several_tasks(run: Run) -> None:
             return self.heads[task](self.body(x).relu())
 
     model = Tasks()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(9):
-            task = "abc"[step % 3]
-            optimizer.zero_grad(set_to_none=False)
-            idle = [f"heads.{other}" for other in "abc" if other != task]
-            run.backward(model(batch(), task).square().mean(), unused=parameters_of(model, *idle))
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 7, set_to_none=False):
+        task = "abc"[step % 3]
+        idle = [f"heads.{other}" for other in "abc" if other != task]
+        run.backward(model(batch(), task).square().mean(), unused=parameters_of(model, *idle))
 
 
 # Tied weights
 
 
-@regime(Naive.STEP)
+@regime()
 def tied_embedding(run: Run) -> None:
     """An embedding that is the decoder too has one gradient, of both uses, under its first name."""
 
@@ -453,15 +442,9 @@ def sparse_embeddings(run: Run, clear: bool) -> None:
     sparse = torch.optim.SparseAdam([model.words.weight, model.bag.weight], lr=0.01)
     dense = torch.optim.Adam(model.head.parameters(), lr=0.01)
     named = {"sparse": sparse, "dense": dense}
-    with run.watching(model, named, optimizers=named):
-        for _ in range(5):
-            sparse.zero_grad()
-            dense.zero_grad()
-            for _ in range(1 if clear else 2):
-                run.backward(model(torch.randint(0, 6, (4, 3))).square().mean())
-            run.step(sparse, "sparse")
-            run.step(dense, "dense")
-            run.check()
+    for _ in run.rounds(model, 5, named, named=True):
+        for _ in range(1 if clear else 2):
+            run.backward(model(torch.randint(0, 6, (4, 3))).square().mean())
 
 
 @regime()
@@ -507,7 +490,7 @@ class Complex(nn.Module):
         return self.last(hidden.abs() + hidden.imag)
 
 
-@regime(Naive.STEP)
+@regime()
 def complex_parameters(run: Run) -> None:
     """Complex parameters beside real ones; a complex element is two real numbers in every metric."""
     model = Complex()
@@ -528,7 +511,7 @@ def complex_network(run: Run) -> None:
 # Weights with the inputs first
 
 
-@regime(Naive.STEP)
+@regime()
 def inputs_before_outputs(run: Run) -> None:
     """Weights that are stored (inputs, outputs), as GPT-2's and those of experts: units are those of the outputs."""
     train(run, inputs_first(), clip=0.01)
@@ -537,25 +520,13 @@ def inputs_before_outputs(run: Run) -> None:
 # Parametrizations
 
 
-def _weight_norm(layer: nn.Module) -> nn.Module:
-    return parametrizations.weight_norm(layer)
-
-
-def _spectral_norm(layer: nn.Module) -> nn.Module:
-    return parametrizations.spectral_norm(layer)
-
-
-def _orthogonal(layer: nn.Module) -> nn.Module:
-    return parametrizations.orthogonal(layer)
-
-
-@regime(kind=[_weight_norm, _spectral_norm, _orthogonal])
+@regime(kind=[parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
 def parametrized(run: Run, kind: Callable[[nn.Module], nn.Module]) -> None:
     """Layers whose weight is computed from other parameters, which are those that have the gradients."""
     train(run, nn.Sequential(kind(nn.Linear(6, 8)), nn.ReLU(), kind(nn.Linear(8, 3))))
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def parametrized_in_the_run(run: Run) -> None:
     """A parametrization that is registered in the run, and taken off again."""
     model = Perceptron()
@@ -594,13 +565,13 @@ class Odd(nn.Module):
         return self.out(x) / self.temperature
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def odd_parameters(run: Run) -> None:
     """Parameters of the root itself, scalars, empty ones, and those in lists and dictionaries."""
     train(run, Odd())
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def empty_layer(run: Run) -> None:
     """A layer without any element, and one whose gradient has elements in only one of its parameters."""
 
@@ -661,7 +632,7 @@ def parameters_shared_as_views(run: Run) -> None:
             parameter.data = flat[start:end].view_as(parameter)
             parameter.grad = gradient[start:end].view_as(parameter)
             start = end
-    for _ in run.rounds(model, 6, optimizer, clear=False):
+    for _ in run.rounds(model, 5, optimizer, clear=False):
         gradient.zero_()
         run.backward(model(batch()).square().mean())
 
@@ -673,13 +644,8 @@ def parameters_shared_as_views(run: Run) -> None:
 def data_parallel(run: Run, inner: bool) -> None:
     """`nn.DataParallel` without a GPU, with either the wrapper or the model inside of it watched."""
     model = nn.DataParallel(Perceptron())
-    optimizer = sgd(model)
-    with run.watching(model, optimizer, watched=model.module if inner else model):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5, watched=model.module if inner else model):
+        run.backward(model(batch()).square().mean())
 
 
 @regime(watched=[True, False])
@@ -690,6 +656,7 @@ def averaged_model(run: Run, watched: bool) -> None:
     average.requires_grad_(False)
     optimizer = sgd(model)
     with run.watching({"model": model, "average": average} if watched else model, optimizer):
+        rates = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
         for _ in range(6):
             optimizer.zero_grad()
             with torch.no_grad():
@@ -697,7 +664,10 @@ def averaged_model(run: Run, watched: bool) -> None:
             run.backward((model(batch()) - target).square().mean())
             run.step(optimizer)
             average.update_parameters(model)
+            rates.step()
             run.check()
+        torch.optim.swa_utils.update_bn([batch() for _ in range(3)], average)
+        run.check()
     run.state += [t.clone() for t in average.state_dict().values()]
 
 

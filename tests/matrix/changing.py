@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from tests.matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Run, regime
 from tests.support.models import Perceptron, batch, sgd
 
 
@@ -26,17 +25,6 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def train(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, data: Callable[[], torch.Tensor] = batch
-) -> None:
-    """Some ordinary steps, with a check after each."""
-    for _ in range(steps):
-        optimizer.zero_grad()
-        run.backward(model(data()).square().mean())
-        run.step(optimizer)
-        run.check()
-
-
 # Freezing
 
 
@@ -47,7 +35,7 @@ def frozen_from_the_start(run: Run) -> None:
     model.first.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 5)
+        run.train(model, optimizer, 5)
 
 
 @regime()
@@ -56,43 +44,40 @@ def frozen_bias(run: Run) -> None:
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         model.first.bias.requires_grad_(False)
-        train(run, model, optimizer)
+        run.train(model, optimizer)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def unfrozen_one_by_one(run: Run) -> None:
     """Layers that are unfrozen from the head down are each shown from the next sample on."""
     model = Stack(depth=3)
     model.blocks.requires_grad_(False)
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         for block in reversed(model.blocks):
             block.requires_grad_(True)
-            train(run, model, optimizer)
+            run.train(model, optimizer)
 
 
-@regime({True: Naive.STEP}, stale=[True, False])
+@regime(stale=[True, False])
 def frozen_in_the_run(run: Run, stale: bool) -> None:
     """A layer that is frozen in the run keeps its totals and shows nothing else, also with an old `.grad` that still moves it."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         model.first.requires_grad_(False)
         for _ in range(4):
-            if stale:
-                model.second.zero_grad()
-            else:
-                optimizer.zero_grad()
+            (model.second if stale else optimizer).zero_grad()
             run.backward(model(batch()).square().mean())
             run.step(optimizer)
             run.check()
 
 
-@regime(Naive.STEP, zeroed=[True, False])
+@regime(zeroed=[True, False])
 def unfrozen_with_an_old_gradient(run: Run, zeroed: bool) -> None:
     """A branch that is frozen and unfrozen again keeps its old `.grad`, which counts as a gradient only where it is added to."""
     model = Perceptron()
@@ -118,19 +103,19 @@ def unfrozen_with_an_old_gradient(run: Run, zeroed: bool) -> None:
 def frozen_between_backward_and_step(run: Run) -> None:
     """What is frozen after its backward still steps on that gradient, and is shown with it."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         model.first.requires_grad_(True)
         run.backward(model(batch()).square().mean())
         model.first.requires_grad_(False)
 
 
-@regime(Naive.STEP)
+@regime()
 def unfrozen_between_backward_and_step(run: Run) -> None:
     """What is unfrozen after a backward had no gradient in it and is not missed, whatever old one it holds."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 2)
+        run.train(model, optimizer, 2)
         for _ in range(4):
             model.second.zero_grad()
             model.first.requires_grad_(False)
@@ -175,7 +160,7 @@ def gan_that_freezes_its_discriminator(run: Run) -> None:
 # Adding
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def module_added_with_its_own_group(run: Run) -> None:
     """A module that joins model and optimizer by `add_param_group` is shown from its first step on."""
 
@@ -190,35 +175,35 @@ def module_added_with_its_own_group(run: Run) -> None:
     model = Growing()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 4)
+        run.train(model, optimizer, 4)
         model.more = nn.Linear(6, 3)
         optimizer.add_param_group({"params": list(model.more.parameters()), "lr": 0.1})
-        train(run, model, optimizer, 4)
+        run.train(model, optimizer, 4)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def layer_appended(run: Run) -> None:
     """A layer appended to a `ModuleList` in the run is shown, and counts in the global norm, from its first step on."""
     model = Stack()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 4)
+        run.train(model, optimizer, 4)
         for _ in range(2):
             model.blocks.append(nn.Linear(6, 6))
             optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
-            train(run, model, optimizer)
+            run.train(model, optimizer)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def layer_inserted(run: Run) -> None:
     """A layer inserted below another one takes over its name: a name's numbers are those of who bears it."""
     model = Stack()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 4)
+        run.train(model, optimizer, 4)
         model.blocks.insert(0, nn.Linear(6, 6))
         optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
-        train(run, model, optimizer, 4)
+        run.train(model, optimizer, 4)
 
 
 BEFORE_THE_TAKEOVER = (
@@ -261,17 +246,11 @@ def parameters_that_change_owner(run: Run) -> None:
         "a": torch.optim.SGD([model.first.weight, model.first.bias], lr=0.05),
         "b": torch.optim.SGD([model.second.weight, model.second.bias], lr=0.05),
     }
-    with run.watching(model, optimizers, optimizers=optimizers):
-        for step in range(6):
-            if step == 3:
-                a, b = (optimizer.param_groups[0]["params"] for optimizer in optimizers.values())
-                a[1], b[1] = b[1], a[1]
-            for optimizer in optimizers.values():
-                optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            for name, optimizer in optimizers.items():
-                run.step(optimizer, name)
-            run.check()
+    for step in run.rounds(model, 6, optimizers, named=True):
+        if step == 3:
+            a, b = (optimizer.param_groups[0]["params"] for optimizer in optimizers.values())
+            a[1], b[1] = b[1], a[1]
+        run.backward(model(batch()).square().mean())
 
 
 class Adapted(nn.Module):
@@ -287,31 +266,31 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@regime(Naive.ACCUMULATE, frozen=[True, False])
+@regime(frozen=[True, False])
 def adapters_injected(run: Run, frozen: bool) -> None:
     """Low-rank adapters that are put around layers in the run are shown; so is what they are around, by its new name."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         model.first, model.second = Adapted(model.first), Adapted(model.second)
         for layer in (model.first, model.second):
             layer.base.requires_grad_(not frozen)
             optimizer.add_param_group({"params": [layer.down.weight, layer.up.weight]})
-        train(run, model, optimizer)
+        run.train(model, optimizer)
 
 
 # Replacing
 
 
-@regime(Naive.ACCUMULATE, position=[0, 1])
+@regime(position=[0, 1])
 def parameter_replaced(run: Run, position: int) -> None:
     """A new `nn.Parameter` in the place of an old one is the one that is read, whether the old one lives on or not."""
     model = Perceptron()
     optimizer = sgd(model)
     kept = []
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         for keep in (True, False):
             old = list(model.first.parameters())[position]
             new = nn.Parameter(torch.randn_like(old) / 3)
@@ -320,20 +299,20 @@ def parameter_replaced(run: Run, position: int) -> None:
             if keep:
                 kept.append(old)
             del old
-            train(run, model, optimizer)
+            run.train(model, optimizer)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def module_replaced(run: Run) -> None:
     """A new head in the place of an old one that is still referenced, with the optimizer's list changed in place."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         old = model.second
         model.second = nn.Linear(8, 5)
         optimizer.param_groups[0]["params"][2:] = model.second.parameters()
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         assert old.weight.grad is None or old.weight.grad is not model.second.weight.grad
 
 
@@ -357,13 +336,13 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 11, (3, 4))
 
 
-@regime(Naive.ACCUMULATE, tied=[True, False])
+@regime(tied=[True, False])
 def resized_embedding(run: Run, tied: bool) -> None:
     """An embedding that is exchanged for a larger one, with its old rows and its tie to the decoder."""
     model = Language(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with run.watching(model, optimizer):
-        train(run, model, optimizer, data=tokens)
+        run.train(model, optimizer, data=tokens)
         old, new = model.embedding, nn.Embedding(16, 6)
         with torch.no_grad():
             new.weight[:11] = old.weight
@@ -374,7 +353,7 @@ def resized_embedding(run: Run, tied: bool) -> None:
         if tied:
             model.decoder = nn.Linear(6, 16, bias=False)
             model.decoder.weight = new.weight
-        train(run, model, optimizer, data=tokens)
+        run.train(model, optimizer, data=tokens)
 
 
 @regime()
@@ -384,32 +363,31 @@ def tied_and_untied(run: Run) -> None:
     optimizer = sgd(model)
     own = model.decoder.weight
     with run.watching(model, optimizer):
-        train(run, model, optimizer, data=tokens)
+        run.train(model, optimizer, data=tokens)
         model.decoder.weight = model.embedding.weight
-        train(run, model, optimizer, data=tokens)
+        run.train(model, optimizer, data=tokens)
         model.decoder.weight = own
-        train(run, model, optimizer, data=tokens)
+        run.train(model, optimizer, data=tokens)
 
 
 # Removing
 
 
-@regime(Naive.ACCUMULATE, held=[True, False])
+@regime(held=[True, False])
 def layer_removed(run: Run, held: bool) -> None:
     """A layer that is taken out of the model leaves the scrape, whether or not it is still referenced."""
     model = Stack(depth=3)
     optimizer = sgd(model)
     kept = []
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 4)
-        removed = model.blocks.pop(1)
-        if held:
-            kept.append(removed)
-        del removed
-        train(run, model, optimizer, 4)
+        run.train(model, optimizer, 4)
+        kept.append(model.blocks.pop(1))
+        if not held:
+            kept.clear()
+        run.train(model, optimizer, 4)
 
 
-@regime(Naive.ACCUMULATE, held=[True, False])
+@regime(held=[True, False])
 def layer_removed_and_its_group(run: Run, held: bool) -> None:
     """A layer that is taken out of the model and out of the optimizer leaves no number behind."""
     model = Stack(depth=2)
@@ -418,13 +396,12 @@ def layer_removed_and_its_group(run: Run, held: bool) -> None:
     )
     kept = []
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 4)
-        removed = model.blocks.pop(1)
+        run.train(model, optimizer, 4)
+        kept.append(model.blocks.pop(1))
         del optimizer.param_groups[0]
-        if held:
-            kept.append(removed)
-        del removed
-        train(run, model, optimizer, 4)
+        if not held:
+            kept.clear()
+        run.train(model, optimizer, 4)
 
 
 @regime()
@@ -433,10 +410,10 @@ def bias_dropped(run: Run) -> None:
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         old = model.first.bias
         model.first.bias = None
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         assert old is not None
 
 
@@ -449,14 +426,14 @@ def converted_in_the_run(run: Run, dtype: torch.dtype) -> None:
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         model.to(dtype)
-        train(run, model, optimizer, data=lambda: batch().to(dtype))
+        run.train(model, optimizer, data=lambda: batch().to(dtype))
         model.float()
-        train(run, model, optimizer)
+        run.train(model, optimizer)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def converted_by_swapping(run: Run) -> None:
     """A conversion that swaps the tensors of parameters, which nothing may refer to weakly."""
     model = Perceptron()
@@ -465,24 +442,24 @@ def converted_by_swapping(run: Run) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with run.watching(model, optimizer):
-            train(run, model, optimizer)
+            run.train(model, optimizer)
             optimizer.zero_grad()
             model.double()
-            train(run, model, optimizer, data=lambda: batch().double())
+            run.train(model, optimizer, data=lambda: batch().double())
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def tensors_swapped(run: Run) -> None:
     """A parameter whose content is exchanged by `torch.utils.swap_tensors` stays the same object and is still read."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         optimizer.zero_grad()
         torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.randn(8, 6)))
-        train(run, model, optimizer)
+        run.train(model, optimizer)
 
 
 @regime()
@@ -492,7 +469,7 @@ def data_replaced(run: Run) -> None:
     optimizer = sgd(model)
     with run.watching(model, optimizer):
         for _ in range(3):
-            train(run, model, optimizer, 2)
+            run.train(model, optimizer, 2)
             model.first.weight.data = torch.randn(8, 6)
 
 
@@ -503,28 +480,28 @@ def checkpoint_loaded(run: Run) -> None:
     optimizer = sgd(model)
     with run.watching(model, optimizer):
         saved = copy.deepcopy(model.state_dict())
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         model.load_state_dict(saved)
-        train(run, model, optimizer)
+        run.train(model, optimizer)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def checkpoint_assigned(run: Run) -> None:
     """A checkpoint whose tensors are put in the place of the parameters."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
         saved = copy.deepcopy(model.state_dict())
-        train(run, model, optimizer)
+        run.train(model, optimizer)
         model.load_state_dict(saved, assign=True)
         optimizer.param_groups[0]["params"][:] = model.parameters()
-        train(run, model, optimizer)
+        run.train(model, optimizer)
 
 
 # Lazily initialised
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def lazy_modules(run: Run) -> None:
     """Lazy layers get their shapes in the first forward, after the exporter was started, and their optimizer after that."""
     model = nn.Sequential(nn.LazyConv1d(4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2))
@@ -536,13 +513,13 @@ def lazy_modules(run: Run) -> None:
         model(inputs())
         optimizer = sgd(model)
         run.uses(optimizer)
-        train(run, model, optimizer, 6, data=inputs)
+        run.train(model, optimizer, 6, data=inputs)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def lazy_modules_in_the_loop(run: Run) -> None:
     """Lazy layers that are initialised by the first forward of training, with an optimizer from before."""
     model = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2))
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        train(run, model, optimizer, 6)
+        run.train(model, optimizer, 6)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tests.matrix.harness import CUMULATIVE, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, Run, regime
 from tests.matrix.precision import SIZES
 from tests.support.models import Perceptron, batch, sgd
 
@@ -17,31 +17,27 @@ def not_clipped(run: Run) -> None:
     model = Perceptron(40, 64, 10)
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        for _ in range(20):
-            optimizer.zero_grad()
-            run.backward(model(batch(8, 40)).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
-            run.step(optimizer)
-            run.check()
+        for _ in range(10):
+            run.train(model, optimizer, 1, lambda: batch(8, 40), clip=1e6)
             run.shows(1.0, "torch_grad_clip_coefficient")
 
 
-@regime(Naive.STEP, norm_type=[2.0, 1.0, math.inf])
+@regime(norm_type=[2.0, 1.0, math.inf])
 def clip_grad_norm(run: Run, norm_type: float) -> None:
     """Norms are those before `clip_grad_norm_`, whatever kind it uses; the coefficient is its factor."""
     model = Perceptron()
-    for step in run.rounds(model, 12):
+    for step in run.rounds(model, 8):
         run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
 
 
-@regime(Naive.STEP)
+@regime()
 def clip_grad_norm_scraped_at_the_end(run: Run) -> None:
     """Steps without a scrape in between are judged all the same: every clipped step is counted."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        for step in range(24):
+        for step in range(16):
             optimizer.zero_grad()
             run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -49,90 +45,70 @@ def clip_grad_norm_scraped_at_the_end(run: Run) -> None:
         run.check()
 
 
-@regime(Naive.STEP)
+@regime()
 def clip_grad_value(run: Run) -> None:
     """`clip_grad_value_` in every step shows the norm after it and the ratio, also where only some parameters are cut."""
     model = Perceptron()
-    for _ in run.rounds(model, 12):
+    for _ in run.rounds(model, 8):
         run.backward(model(batch()).square().sum() * 10)
         torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
 
 
-@regime(Naive.STEP)
+@regime()
 def clip_grad_value_now_and_then(run: Run) -> None:
     """A clip by value that cuts every fifth step is counted each time, and has its coefficient."""
     model = Perceptron()
     optimizer = sgd(model, lr=1e-4)
-    for step in run.rounds(model, 24, optimizer):
+    for step in run.rounds(model, 15, optimizer):
         run.backward(model(batch()).square().sum() * (1.0 if step % 5 == 4 else 1e-6))
         torch.nn.utils.clip_grad_value_(model.parameters(), 2.0)
 
 
-@regime(Naive.STEP)
-def clip_of_one_group(run: Run) -> None:
-    """Clipping one of an optimizer's parameter groups shows the ratio of the whole norms."""
+@regime(limits=[(math.inf, 0.5), (0.5, 2.0)])
+def clip_of_groups(run: Run, limits: tuple[float, float]) -> None:
+    """Clipping one of an optimizer's parameter groups, or each to a norm of its own, shows the ratio of the whole norms."""
     model = Perceptron()
     optimizer = torch.optim.SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.05)
-    for _ in run.rounds(model, 12, optimizer):
+    for _ in run.rounds(model, 8, optimizer):
         run.backward(model(batch()).square().sum())
-        torch.nn.utils.clip_grad_norm_(model.second.parameters(), 0.5)
-
-
-@regime(Naive.STEP)
-def clip_of_each_group(run: Run) -> None:
-    """Each parameter group clipped to a norm of its own."""
-    model = Perceptron()
-    optimizer = torch.optim.SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.05)
-    for _ in run.rounds(model, 12, optimizer):
-        run.backward(model(batch()).square().sum())
-        for limit, group in zip((0.5, 2.0), optimizer.param_groups, strict=True):
+        for limit, group in zip(limits, optimizer.param_groups, strict=True):
             torch.nn.utils.clip_grad_norm_(group["params"], limit)
 
 
-@regime(Naive.STEP)
+@regime()
 def clip_of_each_parameter(run: Run) -> None:
     """Each parameter clipped on its own, as adaptive clipping does."""
     model = Perceptron()
-    for _ in run.rounds(model, 12):
+    for _ in run.rounds(model, 8):
         run.backward(model(batch()).square().sum())
         for parameter in model.parameters():
             torch.nn.utils.clip_grad_norm_(parameter, 0.1 * float(parameter.detach().norm()) + 1e-3)
 
 
-@regime(Naive.STEP)
+@regime()
 def clip_of_one_optimizer_of_two(run: Run) -> None:
     """Of two optimizers that share a backward, one is clipped: each has a coefficient of its own."""
     model = Perceptron()
     weights = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.01)
     biases = torch.optim.SGD([model.first.bias, model.second.bias], lr=0.01)
     named = {"weights": weights, "biases": biases}
-    with run.watching(model, named, optimizers=named):
-        for _ in range(8):
-            weights.zero_grad()
-            biases.zero_grad()
-            run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_([model.first.weight, model.second.weight], 0.01)
-            run.step(weights, "weights")
-            run.step(biases, "biases")
-            run.check()
+    for _ in run.rounds(model, 8, named, named=True):
+        run.backward(model(batch()).square().mean())
+        torch.nn.utils.clip_grad_norm_([model.first.weight, model.second.weight], 0.01)
 
 
-@regime(Naive.STEP, set_to_none=[True, False])
+@regime(set_to_none=[True, False])
 def accumulation_that_clips(run: Run, set_to_none: bool) -> None:
     """Clipping once, after the last of three backwards: the sample is the whole sum, unclipped."""
     model = Perceptron()
     optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(10):
-            for _ in range(3):
-                run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            run.step(optimizer)
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.check()
+    for _ in run.rounds(model, 10, optimizer, clear="after", set_to_none=set_to_none):
+        for _ in range(3):
+            run.backward(model(batch()).square().mean())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-@regime(Naive.STEP)
+@regime()
 def accumulation_with_a_shorter_last_round_that_clips(run: Run) -> None:
     """The first round that is shorter than all before and clips is lost, which shows; the ones after it are right."""
     model = Perceptron()
@@ -144,32 +120,26 @@ def accumulation_with_a_shorter_last_round_that_clips(run: Run) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             run.step(optimizer)
             optimizer.zero_grad()
-            if not run.tolerant:
-                run.shows(float(step >= 2), "torch_grad_exporter_captures_skipped_total", reason="edited")
+            run.shows(float(step >= 2), "torch_grad_exporter_captures_skipped_total", reason="edited")
             if step != 2:  # it could not be known that this backward was its round's last before the gradients were clipped
                 run.check(without=("torch_grad_clipped_steps_total", *CUMULATIVE) if step > 2 else ())
 
 
-@regime(Naive.STEP, set_to_none=[True, False])
+@regime(set_to_none=[True, False])
 def accumulation_that_clips_each_backward(run: Run, set_to_none: bool) -> None:
     """Clipping after each of three backwards, in place, is neither a skipped step nor a sample of its own."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            for _ in range(3):
-                run.backward(model(batch()).square().mean())
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            run.step(optimizer)
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.check()
+    for _ in run.rounds(model, 5, clear="after", set_to_none=set_to_none):
+        for _ in range(3):
+            run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-@regime(Naive.STEP)
+@regime()
 def mean_of_an_accumulation(run: Run) -> None:
     """Gradients that are divided by hand before the step are shown as the backwards left them, without a coefficient."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         for _ in range(3):
             run.backward(model(batch()).square().mean())
         for parameter in model.parameters():
@@ -186,95 +156,78 @@ TOKENS = (113, 127, 97, 96, 128, 140, 101, 133)
 """Of the batches of a loop, in turn."""
 
 
-@regime(Naive.STEP)
+@regime()
 def divided_by_tokens(run: Run) -> None:
     """A division that nothing tells: norms are those before it, no step counts as clipped, and there is no coefficient."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(24):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * TOKENS[step % 8])
-            divide(model, TOKENS[step % 8])
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 17):
+        run.backward(model(batch()).square().mean() * TOKENS[step % 8])
+        divide(model, TOKENS[step % 8])
+        if step:  # of the round before
             run.shows(None, "torch_grad_clip_coefficient")
             run.shows(0.0, "torch_grad_clipped_steps_total")
 
 
-@regime(Naive.STEP)
+@regime()
 def one_step_of_128_tokens(run: Run) -> None:
     """A division by a power of two that comes once costs no step its norm."""
     model = Perceptron()
-    for step in run.rounds(model, 20):
+    for step in run.rounds(model, 10):
         run.backward(model(batch()).square().mean())
         divide(model, 128 if step == 5 else 1)
 
 
-@regime(Naive.ACCUMULATE)
+def backward_of_tokens(run: Run, model: torch.nn.Module, step: int) -> None:
+    """A backward whose gradients will be divided by the step's tokens, which the exporter is told in some way."""
+    if run.record is not None:
+        run.record.told = True
+    run.unscale(1 / TOKENS[step % 8])
+    run.backward(model(batch()).square().mean() * TOKENS[step % 8])
+
+
+@regime()
 def divided_by_tokens_and_the_norm_is_given(run: Run) -> None:
     """The norm of the divided gradients, given before the step, shows the divisor: norms of layers are those after it, too."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        if run.record is not None:
-            run.record.told = True
-        for step in range(16):
-            optimizer.zero_grad()
-            run.unscale(1 / TOKENS[step % 8])
-            run.backward(model(batch()).square().mean() * TOKENS[step % 8])
-            divide(model, TOKENS[step % 8])
-            given = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-            run.observe(grad_norm=given)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 10):
+        backward_of_tokens(run, model, step)
+        divide(model, TOKENS[step % 8])
+        run.observe(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def divided_by_tokens_and_clipped_and_the_norm_is_given(run: Run) -> None:
     """With clipping in addition the limit has to repeat; until then, for two samples that were clipped, layers have no sizes."""
     model = Perceptron()
     optimizer = sgd(model)
     sums = [*CUMULATIVE, "torch_grad_clipped_steps_total"]
     with run.watching(model, optimizer):
-        if run.record is not None:
-            run.record.told = True
-        for step in range(16):
+        for step in range(10):
             optimizer.zero_grad()
-            run.unscale(1 / TOKENS[step % 8])
-            run.backward(model(batch()).square().mean() * TOKENS[step % 8])
+            backward_of_tokens(run, model, step)
             divide(model, TOKENS[step % 8])
-            given = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            run.observe(grad_norm=given)
+            run.observe(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
             run.step(optimizer)
             run.check(without=[*sums, "torch_grad_global_norm_distribution"], optional=SIZES if step < 2 else ())
             run.shows(max(0.0, step - 1.0), "torch_grad_clipped_steps_total")
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=["before the backward", "after the backward", "by a tensor"])
+@regime(told=["before the backward", "after the backward", "by a tensor"])
 def divided_by_tokens_that_are_told(run: Run, told: str) -> None:
     """`observe(grad_divisor=)`: norms are those after the division and before clipping, and what is left is clipping, at once."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        if run.record is not None:
-            run.record.told = True
-        for step in range(16):
-            tokens = TOKENS[step % 8]
-            if told != "after the backward":
-                run.observe(grad_divisor=torch.tensor(tokens) if told == "by a tensor" else tokens)
-            optimizer.zero_grad()
-            run.unscale(1 / tokens)
-            run.backward(model(batch()).square().mean() * tokens)
-            if told == "after the backward":
-                run.observe(grad_divisor=tokens)
-            divide(model, tokens)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5 if step % 3 else 1e6)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 10):
+        tokens = TOKENS[step % 8]
+        if told != "after the backward":
+            run.observe(grad_divisor=torch.tensor(tokens) if told == "by a tensor" else tokens)
+        backward_of_tokens(run, model, step)
+        if told == "after the backward":
+            run.observe(grad_divisor=tokens)
+        divide(model, tokens)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5 if step % 3 else 1e6)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def accumulation_whose_tokens_are_told(run: Run) -> None:
     """The number of tokens so far, told before each backward or after the last: the last one of the round counts."""
     model = Perceptron()
@@ -289,29 +242,18 @@ def accumulation_whose_tokens_are_told(run: Run) -> None:
         divide(model, tokens)
 
 
-@regime(Naive.STEP)
-def nan_before_clipping(run: Run) -> None:
-    """One NaN element is counted as one, though `clip_grad_norm_` makes every gradient NaN."""
+@regime(value=[math.nan, math.inf])
+def nonfinite_before_clipping(run: Run, value: float) -> None:
+    """One NaN or infinite element is counted as one, whatever `clip_grad_norm_` makes of it and of every other gradient."""
     model = Perceptron()
     for step in run.rounds(model, 4):
         if step == 3:
-            model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.nan, g[1:])))
+            model.second.bias.register_hook(lambda g: torch.cat((g[:1] * value, g[1:])))
         run.backward(model(batch()).square().mean())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-@regime(Naive.STEP)
-def inf_before_clipping(run: Run) -> None:
-    """One infinite element is counted as one, though `clip_grad_norm_` leaves zeros and a NaN."""
-    model = Perceptron()
-    for step in run.rounds(model, 4):
-        if step == 3:
-            model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.inf, g[1:])))
-        run.backward(model(batch()).square().mean())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-@regime(Naive.STEP)
+@regime()
 def nan_replaced_before_the_step(run: Run) -> None:
     """A loop that writes zeros over the NaN of a backward, and steps, has had that NaN all the same."""
     model = Perceptron()
@@ -321,21 +263,21 @@ def nan_replaced_before_the_step(run: Run) -> None:
             parameter.grad.nan_to_num_(0.0)
 
 
-@regime(Naive.STEP)
+@regime()
 def noise_before_the_step(run: Run) -> None:
     """Noise that is added after the backward is none of the backward's norm: it shows in what the optimizer saw."""
     model = Perceptron()
-    for _ in run.rounds(model, 12):
+    for _ in run.rounds(model, 8):
         run.backward(model(batch()).square().mean())
         for parameter in model.parameters():
             parameter.grad.add_(0.1 * torch.randn_like(parameter))
 
 
-@regime(Naive.STEP)
+@regime()
 def gradients_replaced_before_the_step(run: Run) -> None:
     """Gradients that are replaced by other tensors after the backward, half as long: that half is no clipping for sure."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward(model(batch()).square().mean())
         for parameter in model.parameters():
             parameter.grad = parameter.grad * 0.5
@@ -347,5 +289,5 @@ def clipped_by_a_hook(run: Run) -> None:
     model = Perceptron()
     for parameter in model.parameters():
         parameter.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward(model(batch()).square().mean())

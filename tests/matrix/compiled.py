@@ -21,14 +21,14 @@ import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from torch.utils.checkpoint import checkpoint
 
-from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.harness import AFTER, CUMULATIVE, UNSEEN, Run, regime
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import need, recompiled
 
 EAGER = "aot_eager"
 """The backend that traces and partitions as every one does, and runs what it got without compiling it."""
 
-STEPS = 8
+STEPS = 6
 
 
 @functools.cache
@@ -91,43 +91,27 @@ def train(
     run: Run, model: Callable[[torch.Tensor], torch.Tensor], parameters: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Trains with clipping; each round is compared."""
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        run.backward(model(batch()).square().mean() * 10)
-        torch.nn.utils.clip_grad_norm_(parameters.parameters(), 0.5)
-        run.step(optimizer)
-        run.check()
+    run.train(model, optimizer, STEPS, of=parameters, clip=0.5, factor=10)
 
 
-@regime(Naive.STEP, first=["compile", "exporter"])
-def compiled_root(run: Run, first: str) -> None:
-    """`torch.compile(model)`, the exporter on the model itself, started before or after."""
+@regime(how=["compiled, then watched", "watched, then compiled", "in place, then watched", "watched, then in place"])
+def compiled_root(run: Run, how: str) -> None:
+    """`torch.compile(model)` or `model.compile()`, the exporter on the model itself, started before or after."""
     with compiling(run), contextlib.ExitStack() as stack:
-        model = Perceptron()
+        model = compiled = Perceptron()
         optimizer = sgd(model)
-        if first == "exporter":
+        if how.startswith("watched"):
             stack.enter_context(run.watching(model, optimizer))
-        compiled = torch.compile(model, backend=EAGER)
-        if first == "compile":
+        if "in place" in how:
+            model.compile(backend=EAGER)
+        else:
+            compiled = torch.compile(model, backend=EAGER)
+        if how.endswith("watched"):
             stack.enter_context(run.watching(model, optimizer))
         train(run, compiled, model, optimizer)
 
 
-@regime(Naive.STEP, first=["compile", "exporter"])
-def compiled_in_place(run: Run, first: str) -> None:
-    """`model.compile()`, before or after the exporter started."""
-    with compiling(run), contextlib.ExitStack() as stack:
-        model = Perceptron()
-        optimizer = sgd(model)
-        if first == "exporter":
-            stack.enter_context(run.watching(model, optimizer))
-        model.compile(backend=EAGER)
-        if first == "compile":
-            stack.enter_context(run.watching(model, optimizer))
-        train(run, model, model, optimizer)
-
-
-@regime(Naive.STEP)
+@regime()
 def compiled_and_watched(run: Run) -> None:
     """The exporter on what `torch.compile` returned; its layers have the names that they have in the model."""
     with compiling(run):
@@ -138,7 +122,7 @@ def compiled_and_watched(run: Run) -> None:
             train(run, compiled, model, optimizer)
 
 
-@regime(Naive.STEP, in_place=[False, True])
+@regime(in_place=[False, True])
 def compiled_submodules(run: Run, in_place: bool) -> None:
     """Only the layers are compiled, the root runs eagerly."""
     with compiling(run):
@@ -154,7 +138,7 @@ def compiled_submodules(run: Run, in_place: bool) -> None:
             train(run, model, model, optimizer)
 
 
-@regime(Naive.STEP)
+@regime()
 def compiled_parent(run: Run) -> None:
     """The compiled function calls the watched model: its hooks are traced with it, and the nodes of the parameters tell."""
     with compiling(run):
@@ -185,7 +169,7 @@ def settled(run: Run, step: int) -> None:
         run.check(without=without, optional=["torch_grad_clip_coefficient"] if step < 3 else ())  # as a limit it has to repeat
 
 
-@regime(Naive.STEP)
+@regime()
 def compiled_forward_and_backward(run: Run) -> None:
     """A function that runs forward and backward is compiled; dynamo breaks the graph at the backward, as without us."""
     with compiling(run):
@@ -208,7 +192,7 @@ def compiled_forward_and_backward(run: Run) -> None:
                 settled(run, step)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def compiled_backward(run: Run) -> None:
     """Dynamo traces the backward, too: no hook runs, and gradients are read at the step."""
     need(2, 11, "tracing of backwards by dynamo")
@@ -233,7 +217,7 @@ def compiled_backward(run: Run) -> None:
                     run.check(without=(*CUMULATIVE, *UNSEEN))
 
 
-@regime({False: Naive.ACCUMULATE | Naive.STEP}, told=[False, True])
+@regime(told=[False, True])
 def compiled_training_step(run: Run, told: bool) -> None:
     """Clearing, forward, backward and step in one compiled function.
 
@@ -260,15 +244,15 @@ def compiled_training_step(run: Run, told: bool) -> None:
                 if told:
                     run.stepped()
                     settled(run, step)
-                elif not told:
+                else:
                     run.shows(None, "torch_grad_norm", layer="first")
                     run.shows(None, "torch_grad_global_norm")
                     run.shows(0, "torch_train_skipped_steps_total")
 
 
-@regime()
-def compiled_optimizer(run: Run) -> None:
-    """`torch.compile(optimizer.step)` traces the hooks of the step away: that makes it no skipped step."""
+@regime(told=[False, True])
+def compiled_optimizer(run: Run, told: bool) -> None:
+    """`torch.compile(optimizer.step)` traces the hooks of the step away: nothing is unknown if the loop calls `exporter.step()`."""
     with compiling(run):
         model = Perceptron()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -277,37 +261,17 @@ def compiled_optimizer(run: Run) -> None:
             for _ in range(STEPS):
                 optimizer.zero_grad()
                 run.backward(model(batch()).square().mean() * 10)
+                if told:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 run.stepping()
                 step()
+                if told:
+                    run.stepped()
+                    run.check()
         # After `close`: where no step is seen, the last sample is open until the next backward. What is read or counted at a step
         # is unknown, and the first two rounds might have been passes of one step: their samples are not shown.
-        run.check(
-            without=(
-                *CUMULATIVE,
-                "torch_train_steps_total",
-                "torch_grad_sample_step",
-                "torch_grad_clip",
-                "torch_grad_global_norm_after",
-            )
-        )
-
-
-@regime(Naive.STEP)
-def compiled_optimizer_and_told(run: Run) -> None:
-    """As `compiled_optimizer`; the loop calls `exporter.step()`, and nothing is unknown."""
-    with compiling(run):
-        model = Perceptron()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        step = torch.compile(optimizer.step, backend=EAGER)
-        with run.watching(model, optimizer):
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                run.backward(model(batch()).square().mean() * 10)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                run.stepping()
-                step()
-                run.stepped()
-                run.check()
+        unknown = (*CUMULATIVE, *AFTER, "torch_train_steps_total", "torch_grad_sample_step", "torch_grad_clipped_steps_total")
+        run.check(without=() if told else unknown)
 
 
 @regime()
@@ -318,7 +282,7 @@ def compiled_dynamic_shapes(run: Run) -> None:
         optimizer = sgd(model)
         compiled = torch.compile(model, backend=EAGER)
         with run.watching(model, optimizer):
-            for size in (5, 5, 6, 7, 5, 9, 3, 6):
+            for size in (5, 5, 6, 7, 3):
                 optimizer.zero_grad()
                 run.backward(compiled(batch(size)).square().mean())
                 run.step(optimizer)
@@ -341,7 +305,7 @@ class Blocks(torch.nn.Module):
             return self.last(x).float()
 
 
-@regime(Naive.STEP, what=["recompute", "autocast", "break_graph"])
+@regime(what=["recompute", "autocast", "break_graph"])
 def compiled_blocks(run: Run, what: str) -> None:
     """Activation checkpointing, autocast, and a part that is not to be compiled, all inside of the compiled model."""
     with compiling(run):
@@ -352,7 +316,7 @@ def compiled_blocks(run: Run, what: str) -> None:
             train(run, compiled, model, optimizer)
 
 
-@regime(Naive.STEP, stance=[False, True])
+@regime(stance=[False, True])
 def compiled_and_eager_in_turn(run: Run, stance: bool) -> None:
     """Every other step is eager, by calling the model itself or by `torch.compiler.set_stance`."""
     if stance:
@@ -379,16 +343,12 @@ def compiled_accumulation(run: Run) -> None:
         model = Perceptron()
         optimizer = sgd(model)
         compiled = torch.compile(model, backend=EAGER)
-        with run.watching(model, optimizer):
-            for _ in range(4):
-                for _ in range(3):
-                    run.backward(compiled(batch()).square().mean())
-                run.step(optimizer)
-                optimizer.zero_grad()
-                run.check()
+        for _ in run.rounds(model, 4, optimizer):
+            for _ in range(3):
+                run.backward(compiled(batch()).square().mean())
 
 
-@regime(Naive.STEP, mode=["default", "reduce-overhead"])
+@regime(mode=["default", "reduce-overhead"])
 def inductor(run: Run, mode: str) -> None:
     """The backend that compiles to C++; on a CPU the mode for CUDA graphs changes nothing."""
     with compiling(run, "inductor"):

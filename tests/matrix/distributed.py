@@ -12,7 +12,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.matrix.harness import CUMULATIVE, NOTHING, Catches, Naive, Regime, Run, enter_into
+from tests.matrix.harness import CUMULATIVE, Regime, Run, regime
 from tests.support.models import Perceptron, sgd
 from tests.support.record import norm, wide
 from tests.support.torch_versions import CPUOffloadPolicy, MixedPrecisionPolicy, Replicate, Shard, fully_shard, need
@@ -36,9 +35,7 @@ from tests.support.torch_versions import CPUOffloadPolicy, MixedPrecisionPolicy,
 REGIMES: dict[str, Regime] = {}
 
 
-def two_ranks(catches: Catches = NOTHING, **variants: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `regime`, for a function that each of two ranks runs."""
-    return enter_into(REGIMES, catches, variants)
+two_ranks = functools.partial(regime, REGIMES)
 
 
 def data(step: int, rank: int | None = None, size: int = 5, inputs: int = 6) -> torch.Tensor:
@@ -84,12 +81,11 @@ DDP_OPTIONS = {
     "plain": {},
     "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "static_graph": {"static_graph": True},
-    "buckets": {"bucket_cap_mb": 1e-4},
     "buckets_as_views": {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True},
 }
 
 
-@two_ranks(Naive.ACCUMULATE, kind=DDP_OPTIONS)
+@two_ranks(kind=DDP_OPTIONS)
 def ddp(run: Run, kind: str) -> None:
     """The norms are those of the mean over the ranks, as a single process computes it from the data of both."""
     model = Perceptron()
@@ -110,19 +106,14 @@ def ddp(run: Run, kind: str) -> None:
         assert sizes.count(",") > 0, f"one bucket only, of {sizes} bytes"
 
 
-@two_ranks(Naive.ACCUMULATE, started=["on the inner module", "before wrapping"])
+@two_ranks(started=["on the inner module", "before wrapping"])
 def ddp_where_started(run: Run, started: str) -> None:
     """An exporter that watches the module inside of DDP, from before or after it was wrapped, sees reduced gradients too."""
     model = Perceptron()
     wrapped = DistributedDataParallel(model) if started == "on the inner module" else None
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
+    for step in run.rounds(model, 5):
         wrapped = wrapped or DistributedDataParallel(model)
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+        run.backward(wrapped(data(step)).square().mean())
 
 
 class Branches(torch.nn.Module):
@@ -138,11 +129,11 @@ class Branches(torch.nn.Module):
         return torch.stack([getattr(self, name)(x) for name in taken]).sum(0)
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP, set_to_none=[True, False])
+@two_ranks(set_to_none=[True, False])
 def ddp_unused_parameters(run: Run, set_to_none: bool) -> None:
     """What no rank used has no gradient, though one of zeros or of an earlier step is still there; all ranks agree on that."""
     wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    for step in run.rounds(wrapped, 8, clear=False):
+    for step in run.rounds(wrapped, 7, clear=False):
         for parameter in wrapped.module.always.parameters():
             parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
         taken = ["always", "never"] if step == 0 else ["always", "sometimes"] if step % 3 else ["always"]
@@ -151,26 +142,26 @@ def ddp_unused_parameters(run: Run, set_to_none: bool) -> None:
         run.backward(loss, unused=[f"module.{name}.{part}" for name in unused for part in ("weight", "bias")])
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks()
 def ddp_used_on_one_rank(run: Run) -> None:
     """A parameter that only the other rank used has the mean of that rank's gradient and nothing, on both."""
     wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    for step in run.rounds(wrapped, 8):
+    for step in run.rounds(wrapped, 7):
         taken = ["always", "sometimes" if (step + dist.get_rank()) % 2 else "never"]
         run.backward(wrapped(data(step), taken).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE, as_views=[False, True])
+@two_ranks(as_views=[False, True])
 def ddp_no_sync(run: Run, as_views: bool) -> None:
     """Two backwards that stay on their rank and one that is reduced are one sample, of the reduced sum."""
     wrapped = DistributedDataParallel(Perceptron(), gradient_as_bucket_view=as_views)
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         for part in range(3):
             with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
                 run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
 
 
-@two_ranks(Naive.ACCUMULATE, hook=["fp16", "powersgd"])
+@two_ranks(hook=["fp16", "powersgd"])
 def ddp_compressed(run: Run, hook: str) -> None:
     """Where a communication hook compresses gradients, those that came back from it are shown."""
     wrapped = DistributedDataParallel(Perceptron())
@@ -179,7 +170,7 @@ def ddp_compressed(run: Run, hook: str) -> None:
         wrapped.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook)
     else:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
 
 
@@ -197,19 +188,19 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.second, x, use_reentrant=self._use_reentrant)
 
 
-@two_ranks(Naive.ACCUMULATE, use_reentrant=[True, False])
+@two_ranks(use_reentrant=[True, False])
 def ddp_checkpointed(run: Run, use_reentrant: bool) -> None:
     """Backwards within the backward, as checkpoints run them, are no samples of their own."""
     wrapped = DistributedDataParallel(Checkpointed(use_reentrant=use_reentrant))
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP)
+@two_ranks()
 def ddp_clip_grad_norm(run: Run) -> None:
     """Norms are those of the reduced gradients before clipping."""
     wrapped = DistributedDataParallel(Perceptron())
-    for step in run.rounds(wrapped, 8):
+    for step in run.rounds(wrapped, 7):
         run.backward(wrapped(data(step)).square().mean() * (10.0 if step % 3 else 0.001))
         torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
 
@@ -239,14 +230,14 @@ def infinite_on_rank_1(output: torch.Tensor, overflow: bool) -> torch.Tensor:
     return output.square().mean() * (math.inf if overflow and dist.get_rank() == 1 else 1.0)
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks()
 def ddp_overflow_on_one_rank(run: Run) -> None:
     """An overflow on the other rank is one here as well: both count it, and both skip the step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
     overflow_loop(run, DistributedDataParallel(Perceptron()), scaler, infinite_on_rank_1)
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks()
 def ddp_uneven_inputs(run: Run) -> None:
     """Under `join` a rank whose data is at an end sees nothing more; the other one's mean has nothing of that rank."""
     wrapped = DistributedDataParallel(Perceptron())
@@ -259,18 +250,18 @@ def ddp_uneven_inputs(run: Run) -> None:
             run.check()
 
 
-@two_ranks(Naive.ACCUMULATE, around=["inner", "wrapper"])
+@two_ranks(around=["inner", "wrapper"])
 def ddp_compiled(run: Run, around: str) -> None:
     """A compiled module inside of DDP, and DDP itself compiled."""
     torch.compiler.reset()
     compiled = functools.partial(torch.compile, backend="aot_eager")
     wrapped = DistributedDataParallel(compiled(Perceptron()) if around == "inner" else Perceptron())
     wrapped = compiled(wrapped) if around == "wrapper" else wrapped
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks()
 def ddp_gan(run: Run) -> None:
     """A generator and a discriminator, both replicated, in turn; each round shows what the stepping optimizer owns."""
     generator = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)))
@@ -291,14 +282,14 @@ def ddp_gan(run: Run) -> None:
     run.check()  # after `close`, since the last round is open until the next backward
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks()
 def zero_redundancy_optimizer(run: Run) -> None:
     """An optimizer that steps only this rank's part of the parameters: the gradients are those of all of them."""
     with warning_of_torch(".*torch.jit.*"):
         from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - warns at import
     wrapped = DistributedDataParallel(Perceptron())
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.05)
-    for step in run.rounds(wrapped, 6, optimizer):
+    for step in run.rounds(wrapped, 5, optimizer):
         run.backward(wrapped(data(step)).square().mean())
 
 
@@ -324,11 +315,11 @@ def fsdp(run: Run, kind: str) -> None:
     model = even()
     layers = [] if kind.startswith("root") else [model.first, model.second]
     shard(model, layers, reshard_after_forward=not kind.endswith("kept"))
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE, layerwise=[True, False])
+@two_ranks(layerwise=[True, False])
 def fsdp_started_before(run: Run, layerwise: bool) -> None:
     """An exporter that was started before `fully_shard` put other parameters in the place of those that it knew."""
     model = even()
@@ -357,7 +348,7 @@ def fsdp_checkpointed(run: Run, kind: str) -> None:
     else:
         model = Checkpointed(use_reentrant=reentrant)
     shard(model, [model.first, model.second])
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         with warning_of_torch(".*reentrant.*"):
             output = model(data(step).requires_grad_())
         run.backward(output.square().mean())
@@ -369,7 +360,7 @@ def fsdp_mixed_precision(run: Run) -> None:
     model = even()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, [model.first, model.second], mp_policy=policy)
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step)).float().square().mean())
 
 
@@ -378,7 +369,7 @@ def fsdp_accumulation(run: Run, kind: str) -> None:
     """Three backwards to a step are one sample, whether each is reduced or only the last one is."""
     model = even()
     shard(model, [model.first, model.second])
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         for part in range(3):
             if kind != "synchronised":
                 model.set_requires_gradient_sync(part == 2)
@@ -387,17 +378,17 @@ def fsdp_accumulation(run: Run, kind: str) -> None:
             run.backward(model(data(3 * step + part)).square().mean() / 3)
 
 
-@two_ranks(Naive.STEP)
+@two_ranks()
 def fsdp_clip_grad_norm(run: Run) -> None:
     """`clip_grad_norm_` knows the norm over all ranks; what is shown is the part before it, and the whole where it is observed."""
     model = even()
     shard(model, [model.first, model.second])
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step)).square().mean() * 10)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-@two_ranks(Naive.STEP)
+@two_ranks()
 def fsdp_observed_norm(run: Run) -> None:
     """The whole norm is shown where the loop gives it, and is the same on all ranks."""
     model = even()
@@ -421,7 +412,7 @@ def fsdp_offloaded(run: Run) -> None:
     """Gradients that FSDP2 brings to the host."""
     model = even()
     shard(model, [model.first, model.second], offload_policy=CPUOffloadPolicy(pin_memory=False))
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step)).square().mean())
 
 
@@ -439,22 +430,22 @@ class Lopsided(torch.nn.Module):
         return self.last(self.second(self.first(x).relu()).relu()) * self.scale
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP, layerwise=[True, False])
+@two_ranks(layerwise=[True, False])
 def fsdp_uneven(run: Run, layerwise: bool) -> None:
     """Parts of different sizes, and empty ones: sizes and units are those of this rank's part."""
     model = Lopsided()
     shard(model, [model.first, model.second, model.last] if layerwise else [])
-    for step in run.rounds(model, 25):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks()
 def fsdp_frozen(run: Run) -> None:
     """Of frozen parameters nothing is shown, until they are trained."""
     model = even()
     model.first.requires_grad_(False)
     shard(model, [model.first, model.second])
-    for step in run.rounds(model, 8):
+    for step in run.rounds(model, 7):
         if step == 4:
             model.first.requires_grad_(True)
         run.backward(model(data(step)).square().mean())
@@ -466,7 +457,7 @@ def fsdp_nested(run: Run) -> None:
     model = torch.nn.Sequential(even(), torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh()), Perceptron(6, 4, 2))
     shard(model, model.children())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in run.rounds(model, 6, optimizer):
+    for step in run.rounds(model, 5, optimizer):
         run.backward(model(data(step)).square().mean())
 
 
@@ -476,11 +467,11 @@ def fsdp_beside_replicated(run: Run) -> None:
     need(2, 7, "FSDP2 on a CPU")
     model = even()
     fully_shard(model.first)
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks()
 def fsdp_overflow_in_one_part(run: Run) -> None:
     """An overflow in the part of one rank skips the step on both; only the rank that has it counts its elements."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
@@ -533,30 +524,25 @@ class Whole:
                 parameter.sub_(0.05 * parameter.grad)
 
 
-PADDED = dict.fromkeys(("flat", "flat, after forward"), Naive.ACCUMULATE | Naive.STEP)
-
-
-@two_ranks(dict.fromkeys(FLAT, Naive.ACCUMULATE) | PADDED, kind=FLAT)
+@two_ranks(kind=FLAT)
 def fsdp1(run: Run, kind: str) -> None:
     """Each rank shows its piece of the flat parameters, or the first one the whole where nothing is cut."""
     model = Lopsided()
     alone = Whole(model)
     wrapped = flatten(model, **FLAT[kind])
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
         alone.agrees(wrapped, step, pieces=not kind.endswith("whole"))
 
 
 KEPT = ["flat", "original"]
-
-
 GATHERED = ["flat", "flat, root only", "original, root only"]
 """Where the first forward shows none of the parameters."""
 
 SEEN = ["original", "original, optimizer first"]
 
 
-@two_ranks(Naive.ACCUMULATE, kind=[*GATHERED, *SEEN])
+@two_ranks(kind=[*GATHERED, *SEEN])
 def fsdp1_started_before(run: Run, kind: str) -> None:
     """An exporter that was started before wrapping watches the module within, whose forward sees gathered parameters only."""
     model = even()
@@ -580,17 +566,19 @@ def fsdp1_started_before(run: Run, kind: str) -> None:
             run.shows(float(not seen), "torch_grad_exporter_captures_skipped_total", reason="gathered")
 
 
-@two_ranks(Naive.ACCUMULATE, kind=[f"{kept}, {how}" for kept in FLAT for how in ("reduced", "not reduced")])
+@two_ranks(
+    kind=[f"{kept}, {how}" for kept in FLAT for how in ("reduced", "not reduced") if "whole" not in kept or how == "reduced"]
+)
 def fsdp1_accumulation(run: Run, kind: str) -> None:
     """Three backwards to a step are one sample, also where FSDP reduces the last one only."""
     wrapped = flatten(even(), **FLAT[kind.rpartition(", ")[0]])
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         for part in range(3):
             with wrapped.no_sync() if kind.endswith("not reduced") and part < 2 else contextlib.nullcontext():
                 run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP, kind=KEPT)
+@two_ranks(kind=KEPT)
 def fsdp1_clip_grad_norm(run: Run, kind: str) -> None:
     """FSDP's own clipping knows the norm over all ranks; it is shown where the loop gives it."""
     wrapped = flatten(even(), use_orig_params=kind == "original")
@@ -609,29 +597,29 @@ def fsdp1_clip_grad_norm(run: Run, kind: str) -> None:
                 run.shows(float(whole), "torch_grad_global_norm")
 
 
-@two_ranks(Naive.ACCUMULATE, kind=KEPT)
+@two_ranks(kind=KEPT)
 def fsdp1_mixed_precision(run: Run, kind: str) -> None:
     """bfloat16 in forward, backward and reduction: the gradients that the optimizer sees are float32."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     wrapped = flatten(even(), use_orig_params=kind == "original", mixed_precision=precision)
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).float().square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE, kind=["original", "original, whole"])
+@two_ranks(kind=["original", "original, whole"])
 def fsdp1_frozen(run: Run, kind: str) -> None:
     """Of frozen parameters nothing is shown, until they are trained; a bias may be frozen beside a weight that is not."""
     model = even()
     model.first.requires_grad_(False)
     model.second.bias.requires_grad_(False)
     wrapped = flatten(model, **FLAT[kind])
-    for step in run.rounds(wrapped, 8):
+    for step in run.rounds(wrapped, 7):
         if step == 4:
             model.first.requires_grad_(True)
         run.backward(wrapped(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE, kind=KEPT)
+@two_ranks(kind=KEPT)
 def fsdp1_overflow_on_one_rank(run: Run, kind: str) -> None:
     """An overflow skips the step on both ranks."""
     with warning_of_torch(".*"):
@@ -639,15 +627,15 @@ def fsdp1_overflow_on_one_rank(run: Run, kind: str) -> None:
     overflow_loop(run, flatten(even(), use_orig_params=kind == "original"), scaler, infinite_on_rank_1)
 
 
-@two_ranks(Naive.ACCUMULATE, kind=KEPT)
+@two_ranks(kind=KEPT)
 def fsdp1_checkpointed(run: Run, kind: str) -> None:
     """Layers whose parameters are gathered again within the backward, for the activations to be computed again."""
     wrapped = flatten(Checkpointed(use_reentrant=False), use_orig_params=kind == "original")
-    for step in run.rounds(wrapped, 6):
+    for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE, kind=KEPT)
+@two_ranks(kind=KEPT)
 def fsdp1_gathered_for_a_while(run: Run, kind: str) -> None:
     """Saving, and an evaluation with gradients but without a backward, leave parameters gathered or replaced for a while."""
     wrapped = flatten(even(), use_orig_params=kind == "original", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
@@ -696,18 +684,7 @@ class Stages:
         return norms[dist.get_rank()]
 
 
-@two_ranks(
-    {
-        f"{name}, {how}": catches
-        for name in SCHEDULES
-        for how, catches in {
-            "divided": Naive.ACCUMULATE,
-            "divided, clipped": Naive.ACCUMULATE | Naive.STEP,
-            "summed, clipped": Naive.STEP,
-        }.items()
-    },
-    kind=[f"{name}, {how}" for name in SCHEDULES for how in ("divided", "divided, clipped", "summed", "summed, clipped")],
-)
+@two_ranks(kind=[f"{name}, {how}" for name in SCHEDULES for how in ("divided", "divided, clipped", "summed", "summed, clipped")])
 def pipeline(run: Run, kind: str) -> None:
     """Norms are those after the schedule has divided by its micro-batches, as of the mean over them, and before clipping."""
     need(2, 6, "the division of gradients by a schedule")
@@ -720,7 +697,7 @@ def pipeline(run: Run, kind: str) -> None:
     with run.watching(model, optimizer):
         if run.record is not None:
             run.record.stages = True
-        for step in range(12):
+        for step in range(6):
             optimizer.zero_grad()
             inputs, target = data(step, 0, size=8), data(step, 1, size=8, inputs=4)
             losses: list[torch.Tensor] = []
@@ -745,7 +722,7 @@ def tensor_parallel(run: Run) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = even()
     parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step, rank=0)).square().mean())
 
 
@@ -762,7 +739,7 @@ class Normed(torch.nn.Module):
         return self.second(self.first(self.norm(x)).relu())
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP)
+@two_ranks()
 def sequence_parallel(run: Run) -> None:
     """A replicated weight each rank of which has a part of the sum that its gradient is."""
     need(2, 6, "the backward of a layer norm under SequenceParallel")
@@ -774,5 +751,5 @@ def sequence_parallel(run: Run) -> None:
         "second": RowwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, table)
-    for step in run.rounds(model, 6):
+    for step in run.rounds(model, 5):
         run.backward(model(data(step, rank=0).view(1, -1, 6)[:, :4].contiguous()).square().mean())

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.matrix.harness import Naive, Run, regime
+from tests.matrix.harness import AFTER, Run, regime
+from tests.matrix.harness import CUMULATIVE as EARLIER
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import mode
 
-CUMULATIVE = (
-    "torch_grad_captures_total", "torch_grad_norm_squared_accumulated_total", "torch_grad_norm_distribution",
-    "torch_grad_global_norm_distribution", "torch_grad_norm_recent_max", "torch_grad_clipped_steps_total",
-    "torch_train_backward_passes_total",
-)  # fmt: skip
-"""What goes on from rounds that were not seen because the rung of the ladder that sees them was not yet taken."""
-
-
-AFTER_CLIPPING = ("torch_grad_global_norm_after_clip", "torch_grad_clip_coefficient")
-"""What the last rung cannot know, since it looks once only."""
+CUMULATIVE = (*EARLIER, "torch_grad_clipped_steps_total", "torch_train_backward_passes_total")
+"""Metrics that depend on rounds which were not seen, before the exporter found how to see them."""
 
 
 def rung(run: Run) -> str | None:
-    """The rung of the ladder in the end; `None` without an exporter, or with a naive capture, which has none."""
-    return None if run.exporter is None or run.tolerant else mode(run.exporter)
+    """The rung of the ladder in the end; `None` without an exporter."""
+    return None if run.exporter is None else mode(run.exporter)
 
 
 def parameters_but(model: nn.Module, *used: str) -> list[str]:
@@ -79,11 +72,11 @@ def _nested_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return _reentrant(lambda y: _reentrant(block[1:], _reentrant(block[0], y)), x)
 
 
-@regime(Naive.STEP, around=[_reentrant, _recomputed, _without_rng_state, _nested, _nested_reentrant])
+@regime(around=[_reentrant, _recomputed, _without_rng_state, _nested, _nested_reentrant])
 def checkpointed_blocks(run: Run, around: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
     """Checkpointed blocks, whose backward runs forwards or whole backwards inside, with accumulation and clipping."""
     model = Blocks(around)
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         for _ in range(2):
             run.backward(model(batch()).square().mean())
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -103,7 +96,7 @@ def checkpointed_sequence(run: Run, reentrant: bool) -> None:
             return checkpoint_sequential(self.body, 2, self.embed(x), use_reentrant=reentrant)
 
     model = Sequence()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward(model(batch()).square().mean())
 
 
@@ -132,35 +125,24 @@ def accumulation_beside_a_checkpointed_root(run: Run, reentrant: bool) -> None:
 def gradient_penalty(run: Run) -> None:
     """`torch.autograd.grad(create_graph=True)` in the loop is no backward, and its graph is part of the one that follows."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         inputs = batch().requires_grad_()
         out = model(inputs)
         (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
         run.backward(out.square().mean() + (slope.norm(dim=1) - 1).square().mean())
 
 
-@regime()
-def gradient_penalty_alone(run: Run) -> None:
-    """A loss that is a second derivative alone does not reach the last bias, which is missing."""
-    model = Perceptron()
-    for _ in run.rounds(model, 6):
-        inputs = batch().requires_grad_()
-        (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-        run.backward((slope.norm(dim=1) - 1).square().mean())
-
-
-@regime()
-def gradient_penalty_in_a_second_backward(run: Run) -> None:
-    """A penalty with a backward of its own, after or before that of the loss, is part of one accumulation."""
+@regime(alone=[True, False])
+def gradient_penalty_in_a_backward(run: Run, alone: bool) -> None:
+    """A penalty with a backward of its own, alone or before or after that of the loss: alone it does not reach the last bias."""
     model = Perceptron()
     for step in run.rounds(model, 6):
-        first = step % 2 == 0
-        if first:
+        if not alone and step % 2 == 0:
             run.backward(model(batch()).square().mean())
         inputs = batch().requires_grad_()
         (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-        run.backward(slope.square().mean())
-        if not first:
+        run.backward((slope.norm(dim=1) - 1).square().mean())
+        if not alone and step % 2:
             run.backward(model(batch()).square().mean())
 
 
@@ -168,10 +150,18 @@ def gradient_penalty_in_a_second_backward(run: Run) -> None:
 def gradient_penalty_over_parameters(run: Run) -> None:
     """A penalty on the gradient with respect to the parameters, by `autograd.grad` over all of them."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         loss = model(batch()).square().mean()
         slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         run.backward(loss + sum(slope.square().sum() for slope in slopes))
+
+
+@contextlib.contextmanager
+def cycles() -> Iterator[None]:
+    """Ignores torch's warning of a reference cycle."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 @regime()
@@ -180,8 +170,7 @@ def backward_with_create_graph(run: Run) -> None:
     model = Perceptron()
     optimizer = sgd(model)
     for _ in run.rounds(model, 5, optimizer):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's own, of the reference cycle
+        with cycles():
             run.backward(model(batch()).square().mean(), create_graph=True)
     optimizer.zero_grad()
 
@@ -195,8 +184,7 @@ def double_backward(run: Run, set_to_none: bool) -> None:
         for _ in range(6):
             optimizer.zero_grad(set_to_none=set_to_none)
             inputs = batch().requires_grad_()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # as above
+            with cycles():
                 run.backward(model(inputs).square().mean(), create_graph=True)
             run.backward(inputs.grad.square().sum())
             run.step(optimizer)
@@ -213,20 +201,19 @@ def accumulation_with_create_graph(run: Run) -> None:
     optimizer = sgd(model)
     for step in run.rounds(model, 12, optimizer):
         for _ in range(3):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # as above
+            with cycles():
                 run.backward(model(batch()).square().mean(), create_graph=step >= 4)
     optimizer.zero_grad()
 
 
 @regime()
 def retained_graph(run: Run) -> None:
-    """Two backwards through one graph are two backwards and one sample."""
+    """The same loss twice, kept the first time: two backwards, and one sample of the doubled gradient."""
     model = Perceptron()
     for _ in run.rounds(model, 5):
-        out = model(batch())
-        run.backward(out.square().mean(), retain_graph=True)
-        run.backward(out.abs().mean())
+        loss = model(batch()).square().mean()
+        run.backward(loss, retain_graph=True)
+        run.backward(loss)
 
 
 @regime()
@@ -270,7 +257,7 @@ def several_roots(run: Run) -> None:
         run.passed()
 
 
-@regime(Naive.STEP)
+@regime()
 def backward_into_some(run: Run) -> None:
     """`backward(inputs=...)` writes the gradients of some parameters only; the old ones of the others do not count."""
     model = Perceptron()
@@ -289,7 +276,7 @@ def backward_into_some(run: Run) -> None:
 def backward_into_each_in_turn(run: Run) -> None:
     """Several backwards of one graph, each into one parameter, as memory-saving loops have it."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         loss = model(batch()).square().mean()
         names = dict(model.named_parameters())
         for position, parameter in enumerate(names.values()):
@@ -308,7 +295,7 @@ class Outside(nn.Module):
         return self.head(self.body(x))
 
 
-@regime(Naive.STEP)
+@regime()
 def submodules_called_directly(run: Run) -> None:
     """A loop that never calls the root is captured by another rung, right from then on."""
     model = Perceptron()
@@ -332,30 +319,24 @@ def auxiliary_backward(run: Run, aux_first: bool) -> None:
 def auxiliary_loss(run: Run) -> None:
     """A loss through the root and a loss through submodules alone in one backward."""
     model = Outside()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward(model(batch()).square().mean() + model.aux(model.body(batch())).square().mean())
 
 
-@regime(Naive.STEP)
+@regime()
 def accumulation_without_the_root(run: Run) -> None:
     """Accumulations and skipped steps are told apart without the root's help too."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(14):
-            optimizer.zero_grad()
-            for _ in range(3):
-                run.backward(model.second(model.first(batch()).relu()).square().mean())
-            if step > 5 and step % 4 == 1:
-                run.skipped()
-                continue
+    for step in run.rounds(model, 12, since=5, without=CUMULATIVE):  # as above
+        for _ in range(3):
+            run.backward(model.second(model.first(batch()).relu()).square().mean())
+        if step > 5 and step % 4 == 1:
+            run.skipped()
+        else:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            run.step(optimizer)
-            if step >= 5:  # as above
-                run.check(without=CUMULATIVE)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def unfrozen_without_the_root(run: Run) -> None:
     """Layers that are unfrozen, one after the other, in a loop that never calls the root."""
     model = nn.ModuleDict({"first": nn.Linear(6, 6), "second": nn.Linear(6, 6), "third": nn.Linear(6, 3)})
@@ -375,7 +356,7 @@ def unfrozen_without_the_root(run: Run) -> None:
                 run.check(without=(*CUMULATIVE, "torch_grad_dead_ratio"))
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def lazy_modules_without_the_root(run: Run) -> None:
     """Lazy layers that are initialised by being called directly, in a loop that never calls the root."""
     model = nn.ModuleDict({"first": nn.LazyLinear(6), "second": nn.LazyLinear(3)})
@@ -386,22 +367,7 @@ def lazy_modules_without_the_root(run: Run) -> None:
 # Gradients that no backward writes
 
 
-@regime(Naive.ACCUMULATE)
-def gradients_assigned_by_hand(run: Run) -> None:
-    """Gradients from `torch.autograd.grad` that the loop assigns are read at the step, on the last rung."""
-    model = Perceptron()
-    # two rungs see nothing, for two rounds each; a dead ratio takes three samples
-    for _ in run.rounds(model, 10, clear=False, since=7, without=CUMULATIVE + AFTER_CLIPPING):
-        parameters = list(model.parameters())
-        loss = model(batch()).square().mean()
-        run.losses.append(loss.detach().clone())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient * 3
-        run.passed()
-    assert rung(run) in (None, "optimizer")
-
-
-@regime(Naive.ACCUMULATE)
+@regime()
 def gradients_of_unfrozen_parameters_by_hand(run: Run) -> None:
     """Assigned gradients where every parameter was frozen at the start."""
     model = Perceptron()
@@ -416,21 +382,21 @@ def gradients_of_unfrozen_parameters_by_hand(run: Run) -> None:
                 parameter.grad = gradient
             run.passed()
             run.step(optimizer)
-            if step >= 7:  # as above
-                run.check(without=CUMULATIVE + AFTER_CLIPPING)
+            if step >= 7:  # two rungs see nothing, for two rounds each; a dead ratio takes three samples
+                run.check(without=(*CUMULATIVE, *AFTER))
 
 
 def _loss(model: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(model, parameters, (x,)).square().mean()
 
 
-@regime(Naive.ACCUMULATE, per_sample=[True, False])
+@regime(per_sample=[True, False])
 def functional_gradients(run: Run, per_sample: bool) -> None:
     """`torch.func.grad`, alone or under `vmap` for each sample with clipping in between, and assigned gradients."""
     model = Perceptron()
     optimizer = sgd(model)
     gradient = torch.func.grad(lambda parameters, x: _loss(model, parameters, x))
-    for _ in run.rounds(model, 10, optimizer, clear=False, since=7, without=CUMULATIVE + AFTER_CLIPPING):  # as above
+    for _ in run.rounds(model, 10, optimizer, clear=False, since=7, without=(*CUMULATIVE, *AFTER)):  # as above
         parameters = {name: p.detach() for name, p in model.named_parameters()}
         x = batch()
         if per_sample:
@@ -449,7 +415,7 @@ def functional_gradients(run: Run, per_sample: bool) -> None:
 def functional_call_with_own_parameters(run: Run) -> None:
     """`functional_call` with the model's own parameters is a forward like any other."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward(torch.func.functional_call(model, dict(model.named_parameters()), (batch(),)).square().mean())
 
 
@@ -457,17 +423,10 @@ def functional_call_with_own_parameters(run: Run) -> None:
 def functional_call_with_replaced_parameters(run: Run, mixed: bool) -> None:
     """Gradients flow to the parameters through what stands in their place during a `functional_call`."""
     model = Perceptron()
-    optimizer = sgd(model)
     mask = {name: (torch.rand_like(p) > 0.4).float() for name, p in model.named_parameters()}
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            replaced = {name: p * mask[name] for name, p in model.named_parameters() if not mixed or name.startswith("first")}
-            run.backward(torch.func.functional_call(model, replaced, (batch(),)).square().mean())
-            run.step(optimizer)
-            run.check()
-            if step == 3:
-                assert model.first.weight.is_leaf
+    for _ in run.rounds(model, 5):
+        replaced = {name: p * mask[name] for name, p in model.named_parameters() if not mixed or name.startswith("first")}
+        run.backward(torch.func.functional_call(model, replaced, (batch(),)).square().mean())
 
 
 @regime()
@@ -475,7 +434,7 @@ def inner_steps(run: Run) -> None:
     """Meta-learning: inner steps by `autograd.grad` on copies, then one backward through them to the model."""
     model = Perceptron()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in run.rounds(model, 6, optimizer):
+    for _ in run.rounds(model, 5, optimizer):
         for _ in range(2):
             fast = dict(model.named_parameters())
             for _ in range(2):
@@ -491,23 +450,18 @@ def inner_steps(run: Run) -> None:
 def tensor_hook_that_scales(run: Run) -> None:
     """What a user's hook on a parameter makes of a gradient is what is shown."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        handle = model.first.weight.register_hook(lambda gradient: gradient * 3)
-        for step in range(8):
-            if step == 5:
-                handle.remove()
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 8):
+        if step == 0:
+            handle = model.first.weight.register_hook(lambda gradient: gradient * 3)
+        if step == 5:
+            handle.remove()
+        run.backward(model(batch()).square().mean())
 
 
-@regime(Naive.ACCUMULATE, replace=[True, False])
+@regime(replace=[True, False])
 def post_accumulate_hook_that_changes(run: Run, replace: bool) -> None:
     """A user's post-accumulate hook that changes or replaces `.grad`: its result is what is shown."""
     model = Perceptron()
-    optimizer = sgd(model)
 
     def halve(parameter: torch.Tensor) -> None:
         if replace:
@@ -515,34 +469,26 @@ def post_accumulate_hook_that_changes(run: Run, replace: bool) -> None:
         else:
             parameter.grad.div_(2)
 
-    with run.watching(model, optimizer):
-        for parameter in model.second.parameters():
+    for step in run.rounds(model, 6):
+        for parameter in [] if step else model.second.parameters():
             parameter.register_post_accumulate_grad_hook(halve)
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+        run.backward(model(batch()).square().mean())
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def post_accumulate_hook_that_collects(run: Run) -> None:
     """A hook that moves a gradient elsewhere and clears it leaves a parameter without one at the end of the backward."""
     model = Perceptron()
-    optimizer = sgd(model)
     collected = []
 
     def collect(parameter: torch.Tensor) -> None:
         collected.append(parameter.grad)
         parameter.grad = None
 
-    with run.watching(model, optimizer):
-        model.first.bias.register_post_accumulate_grad_hook(collect)
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        if step == 0:
+            model.first.bias.register_post_accumulate_grad_hook(collect)
+        run.backward(model(batch()).square().mean())
     assert collected
 
 
@@ -550,70 +496,21 @@ def post_accumulate_hook_that_collects(run: Run) -> None:
 def tensor_hook_that_clears(run: Run) -> None:
     """A user's hook that drops the old gradient right before the new one, which may get its address, is written."""
     model = nn.Linear(6, 6, bias=False)
-    optimizer = sgd(model)
-
-    def clearing(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        def clear(_gradient: torch.Tensor) -> None:
-            parameter.grad = None
-
-        return clear
-
-    with run.watching(model, optimizer):
-        for parameter in model.parameters():
-            parameter.register_hook(clearing(parameter))
-        for _ in range(20):
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
-
-
-@regime(Naive.STEP)
-def gradients_changed_before_the_step(run: Run) -> None:
-    """Noise that is added to gradients after the backward changes what the optimizer sees, not the gradient of the backward."""
-    model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for step in run.rounds(model, 12, clear=False):
+        if step == 0:
+            model.weight.register_hook(lambda _gradient: setattr(model.weight, "grad", None))
         run.backward(model(batch()).square().mean())
-        for parameter in model.parameters():
-            parameter.grad.mul_(0.25)
 
 
 @regime()
 def backward_hooks_on_modules(run: Run) -> None:
     """A user's own full backward hooks, which change a gradient on its way, stand beside the exporter's."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        model[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 2 for g in inputs))
-        model.register_full_backward_pre_hook(lambda module, outputs: tuple(g * 3 for g in outputs))
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch().requires_grad_()).square().mean())
-            run.step(optimizer)
-            run.check()
-
-
-@regime()
-def backward_that_raises(run: Run) -> None:
-    """A backward that raises and is caught leaves nothing stuck: the steps after it are right."""
-    model = Perceptron()
-    optimizer = sgd(model)
-
-    def fail(_gradient: torch.Tensor) -> None:
-        raise RuntimeError("the user's own")
-
-    with run.watching(model, optimizer):
-        for step in range(9):
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            if step in (1, 4):
-                handle = model.first.weight.register_hook(fail)
-                with contextlib.suppress(RuntimeError):
-                    loss.backward()
-                handle.remove()
-                continue
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        if step == 0:
+            model[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 2 for g in inputs))
+            model.register_full_backward_pre_hook(lambda module, outputs: tuple(g * 3 for g in outputs))
+        run.backward(model(batch().requires_grad_()).square().mean())
 
 
 # Functions and forwards of all sorts
@@ -646,7 +543,7 @@ def custom_function(run: Run) -> None:
             return self.label(hidden), self.domain(Reversed.apply(hidden, 0.5))
 
     model = Adversarial()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         label, domain = model(batch())
         run.backward(label.square().mean() + domain.square().mean())
 
@@ -682,7 +579,7 @@ def custom_function_with_a_backward_inside(run: Run) -> None:
             return self.head(Inner.apply(self.embed(x), self.inner).tanh())
 
     model = Deep()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward(model(batch()).square().mean())
 
 
@@ -690,7 +587,7 @@ def custom_function_with_a_backward_inside(run: Run) -> None:
 def inplace_activations(run: Run) -> None:
     """In-place ReLUs, the last of them on the root's output, are untouched by the hooks."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.ReLU(inplace=True))
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward((model(batch()) - 1).square().mean())
 
 
@@ -735,7 +632,7 @@ def siamese(run: Run) -> None:
 def without_gradients_first(run: Run) -> None:
     """Forwards under `no_grad` and `inference_mode`, and one whose graph is dropped, before the one that is trained on."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         with torch.no_grad():
             target = model(batch())
         with torch.inference_mode():
@@ -750,7 +647,7 @@ def without_gradients_first(run: Run) -> None:
 def inputs_that_require_gradients(run: Run) -> None:
     """Inputs that require gradients, and a backward into the inputs alone, as for adversarial examples."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         inputs = batch().requires_grad_()
         (slope,) = torch.autograd.grad(model(inputs).square().mean(), inputs)
         run.backward(model((inputs + 0.1 * slope.sign()).detach().requires_grad_()).square().mean())
@@ -776,7 +673,7 @@ def backward_into_the_inputs_alone(run: Run) -> None:
 def detached_branch(run: Run) -> None:
     """A bootstrap target from the model itself, detached, takes no part in the backward."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward((model(batch()) - 0.9 * model(batch()).detach()).square().mean())
 
 
@@ -784,7 +681,7 @@ def detached_branch(run: Run) -> None:
 def saved_tensors_offloaded(run: Run) -> None:
     """Saved tensors that are packed and unpacked by hooks of the user's."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         pack, unpack = lambda t: (t.device, t.numpy(force=True)), lambda kept: torch.from_numpy(kept[1]).to(kept[0])
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             out = model(batch())
@@ -831,7 +728,7 @@ LOSS = {
 }
 
 
-@regime(Naive.STEP, shape=LOSS)
+@regime(shape=LOSS)
 def output_structures(run: Run, shape: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     """The backward is found whatever the model returns, from the first step on, and a loss in it is shown."""
 
@@ -849,7 +746,7 @@ def output_structures(run: Run, shape: Callable[[torch.Tensor, torch.Tensor], ob
         run.shows(float(run.losses[-1]), "torch_train_loss")
 
 
-@regime(Naive.STEP)
+@regime()
 def output_of_no_known_shape(run: Run) -> None:
     """An output whose tensors cannot be found, a closure, is captured by another rung."""
 

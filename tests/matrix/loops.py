@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, UNSEEN, Run, regime
 from tests.support.models import Perceptron, batch, sgd
 
 # Backwards and steps
@@ -27,12 +27,8 @@ def zero_grad_after_the_step(run: Run, set_to_none: bool) -> None:
     """Gradients that are cleared right after the step have been read by then."""
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.check()
+    for _ in run.rounds(model, 5, optimizer, clear="after", set_to_none=set_to_none):
+        run.backward(model(batch()).square().mean())
 
 
 @regime()
@@ -40,13 +36,10 @@ def zero_grad_before_the_backward(run: Run) -> None:
     """Gradients that are cleared between the forward and the backward."""
     model = Perceptron()
     optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            loss = model(batch()).square().mean()
-            optimizer.zero_grad()
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5, optimizer, clear=False):
+        loss = model(batch()).square().mean()
+        optimizer.zero_grad()
+        run.backward(loss)
 
 
 @regime()
@@ -54,7 +47,7 @@ def never_cleared(run: Run) -> None:
     """Without any `zero_grad` each gradient is the sum of all before, and each step is a round of its own."""
     model = Perceptron()
     optimizer = sgd(model, lr=0.01)
-    for _ in run.rounds(model, 6, optimizer, clear=False):
+    for _ in run.rounds(model, 5, optimizer, clear=False):
         run.backward(model(batch()).square().mean())
 
 
@@ -63,41 +56,29 @@ def accumulation(run: Run, set_to_none: bool) -> None:
     """Three backwards to a step are one sample, of the accumulated gradient."""
     model = Perceptron()
     optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            for _ in range(3):
-                run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.check()
+    for _ in run.rounds(model, 5, optimizer, clear="after", set_to_none=set_to_none):
+        for _ in range(3):
+            run.backward(model(batch()).square().mean())
 
 
 @regime(set_to_none=[True, False])
 def accumulation_with_a_shorter_last_round(run: Run, set_to_none: bool) -> None:
     """Epochs of 4, 4 and 1 micro-batches to a step give a sample for each step, the short ones too."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for micro_batches in (4, 4, 1, 4, 4, 1, 4, 2):
-            for _ in range(micro_batches):
-                run.backward(model(batch()).square().mean() / micro_batches)
-            run.step(optimizer)
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.check()
+    counts = (4, 4, 1, 4, 4, 1, 4, 2)
+    for step in run.rounds(model, len(counts), clear="after", set_to_none=set_to_none):
+        for _ in range(counts[step]):
+            run.backward(model(batch()).square().mean() / counts[step])
 
 
 @regime(set_to_none=[True, False])
 def accumulation_that_begins_short(run: Run, set_to_none: bool) -> None:
     """Rounds of ever more backwards, as where the number of micro-batches grows in the run."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for micro_batches in (1, 1, 2, 3, 5):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            for _ in range(micro_batches):
-                run.backward(model(batch()).square().mean() / micro_batches)
-            run.step(optimizer)
-            run.check()
+    counts = (1, 1, 2, 3, 5)
+    for step in run.rounds(model, len(counts), set_to_none=set_to_none):
+        for _ in range(counts[step]):
+            run.backward(model(batch()).square().mean() / counts[step])
 
 
 @regime()
@@ -108,15 +89,6 @@ def accumulation_of_one_forward_each(run: Run) -> None:
         losses = [model(batch()).square().mean() for _ in range(3)]
         for loss in reversed(losses):
             run.backward(loss)
-
-
-@regime()
-def two_losses_of_two_forwards(run: Run) -> None:
-    """Two forwards with a loss each, whose backwards are run one by one: one sample of their sum."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        run.backward(model(batch()).square().mean())
-        run.backward(model(batch()).abs().mean())
 
 
 class TwoHeads(torch.nn.Module):
@@ -134,7 +106,7 @@ class TwoHeads(torch.nn.Module):
 RIGHT = ("right.weight", "right.bias")
 
 
-@regime(Naive.STEP)
+@regime()
 def two_graphs_of_one_forward(run: Run) -> None:
     """One forward with two separate graphs, each with a backward of its own; now and then the second has none."""
     model = TwoHeads()
@@ -143,16 +115,6 @@ def two_graphs_of_one_forward(run: Run) -> None:
         run.backward(left.square().mean(), unused=RIGHT)
         if step % 4 != 3:
             run.backward(right.square().mean())
-
-
-@regime()
-def a_backward_for_each_graph_at_once(run: Run) -> None:
-    """`torch.autograd.backward` of several losses is one backward."""
-    model = TwoHeads()
-    for _ in run.rounds(model, 5):
-        left, right = model(batch())
-        torch.autograd.backward([left.square().mean(), right.square().mean()])
-        run.passed()
 
 
 @regime()
@@ -167,16 +129,6 @@ def retain_graph(run: Run) -> None:
 
 
 @regime()
-def retain_graph_of_one_loss(run: Run) -> None:
-    """The same loss twice, kept the first time: the gradient doubles, and it is one sample."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        loss = model(batch()).square().mean()
-        run.backward(loss, retain_graph=True)
-        run.backward(loss)
-
-
-@regime(Naive.STEP)
 def untouched_modules(run: Run) -> None:
     """Of a part that a backward does not reach the zeros that `zero_grad(set_to_none=False)` left are no gradient."""
     model = TwoHeads()
@@ -283,7 +235,7 @@ class CallsSuper(torch.optim.SGD):
         return super().step(closure)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def step_that_calls_super(run: Run) -> None:
     """A step within which the inherited step runs is one step."""
     model = Perceptron()
@@ -303,7 +255,7 @@ class Wrapper(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def optimizer_around_another(run: Run) -> None:
     """A round in which a wrapper and the optimizer in it step is one sample and one step; the inner one is its tool."""
     model = Perceptron()
@@ -335,7 +287,7 @@ def scheduler(run: Run, kind: type) -> None:
             run.shows(rate, "torch_train_learning_rate", optimizer="SGD", group="0")
 
 
-@regime({False: Naive.ACCUMULATE | Naive.STEP}, around=[True, False])
+@regime(around=[True, False])
 def patched_step(run: Run, around: bool) -> None:
     """A `step` that replaces the optimizer's own: around that, or instead and with `exporter.step()`."""
     model = Perceptron()
@@ -367,7 +319,7 @@ class HandMade:
             parameter.grad = None
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, numbered=[False, True])
+@regime(numbered=[False, True])
 def duck_typed_optimizer(run: Run, numbered: bool) -> None:
     """With `exporter.step()`, with and without a number, a hand-made optimizer is seen like any other."""
     model = Perceptron()
@@ -392,7 +344,7 @@ def written_by_hand(run: Run, model: torch.nn.Module, loss: torch.Tensor) -> Non
     run.passed()
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def by_hand(run: Run) -> None:
     """Where neither the output nor a parameter sees a backward, gradients are read at the step: rung `optimizer`."""
     model = Perceptron()
@@ -403,7 +355,7 @@ def by_hand(run: Run) -> None:
     run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def by_hand_with_a_duck_typed_optimizer(run: Run) -> None:
     """Where neither a backward nor a step is seen, `exporter.step()` alone tells of both: gradients are read there."""
     model = Perceptron()
@@ -453,7 +405,7 @@ class SharpnessAware(torch.optim.Optimizer):
         self.zero_grad()
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def two_passes(run: Run) -> None:
     """A loop that climbs, clears and runs a second backward before each step shows the gradient of the second."""
     model = Perceptron()

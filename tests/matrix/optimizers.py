@@ -7,55 +7,35 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.harness import AFTER, CUMULATIVE, UNSEEN, Run, regime
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import need
-
-AFTER = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
 
 # PyTorch's own optimizers
 
 OWN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd_foreach": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
     "sgd_fused": functools.partial(torch.optim.SGD, lr=0.05, fused=True),
-    "sgd_maximize": functools.partial(torch.optim.SGD, lr=0.01, weight_decay=0.1, maximize=True, foreach=True),
     "adam": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=False),
-    "adam_foreach": functools.partial(torch.optim.Adam, lr=0.01, foreach=True),
     "adam_fused": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
-    "adam_maximize": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.1, maximize=True),
-    "adamw_foreach": functools.partial(torch.optim.AdamW, lr=0.01, foreach=True),
     "adamw_fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True, maximize=True),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
-    "adagrad_fused": functools.partial(torch.optim.Adagrad, lr=0.01, fused=True),
     "adadelta": functools.partial(torch.optim.Adadelta, lr=0.5, foreach=True),
-    "adamax": functools.partial(torch.optim.Adamax, lr=0.01),
-    "asgd": functools.partial(torch.optim.ASGD, lr=0.01, foreach=True),
     "nadam": functools.partial(torch.optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
     "radam": functools.partial(torch.optim.RAdam, lr=0.01, foreach=True),
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
-    "rmsprop_foreach": functools.partial(torch.optim.RMSprop, lr=0.01, foreach=True),
     "rprop": functools.partial(torch.optim.Rprop, lr=0.01),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
 }
 """`capturable` needs a device other than the CPU, and `differentiable` parameters that are no leaves."""
 
 
-def loop(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, *, most: float = 0.1) -> None:
-    """A loop with clipping."""
-    for _ in range(steps):
-        optimizer.zero_grad()
-        run.backward(model(batch()).square().mean())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-        run.step(optimizer)
-        run.check()
-
-
-@regime(Naive.STEP, kind=OWN)
+@regime(kind=OWN)
 def own_optimizers(run: Run, kind: str) -> None:
     """Each of PyTorch's optimizers, plain, over several tensors at once and fused, whatever it does with the gradients."""
     if kind == "adafactor":
@@ -63,10 +43,10 @@ def own_optimizers(run: Run, kind: str) -> None:
     model = Perceptron()
     optimizer = OWN[kind](model.parameters())
     with run.watching(model, optimizer):
-        loop(run, model, optimizer)
+        run.train(model, optimizer, 4, clip=0.1)
 
 
-@regime(Naive.STEP)
+@regime()
 def matrices_and_the_rest(run: Run) -> None:
     """Muon for the weights, which takes matrices only, and AdamW for the rest: each has its own norm."""
     need(2, 9, "Muon")
@@ -76,17 +56,12 @@ def matrices_and_the_rest(run: Run) -> None:
         "Muon": torch.optim.Muon(weights, lr=0.01),
         "AdamW": torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=0.01),
     }
-    with run.watching(model, optimizers):
-        for _ in range(5):
-            model.zero_grad()
-            run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_(weights, 0.05)
-            for name, optimizer in optimizers.items():
-                run.step(optimizer, name)
-            run.check()
+    for _ in run.rounds(model, 5, optimizers):
+        run.backward(model(batch()).square().mean())
+        torch.nn.utils.clip_grad_norm_(weights, 0.05)
 
 
-@regime(Naive.STEP)
+@regime()
 def rate_as_a_tensor(run: Run) -> None:
     """A learning rate that is a tensor is shown, and follows the tensor."""
     model = Perceptron()
@@ -94,12 +69,12 @@ def rate_as_a_tensor(run: Run) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     with run.watching(model, optimizer):
         for _ in range(3):
-            loop(run, model, optimizer, 1)
+            run.train(model, optimizer, 1, clip=0.1)
             run.shows(float(rate), "torch_train_learning_rate", optimizer="Adam", group="0")
             rate.mul_(0.5)
 
 
-@regime(Naive.STEP)
+@regime()
 def several_groups(run: Run) -> None:
     """Groups with settings of their own, clipped each for itself, are one optimizer, and one more may come later."""
     model = torch.nn.Sequential(Perceptron(), torch.nn.Linear(3, 3))
@@ -169,16 +144,13 @@ class Signs(torch.optim.Optimizer):
                 parameter.grad = None
 
 
-BOTH = Naive.ACCUMULATE | Naive.STEP
-
-
-@regime({EightBit: Naive.STEP, Centralized: BOTH, Signs: Naive.STEP}, kind=[EightBit, Centralized, Signs])
+@regime(kind=[EightBit, Centralized, Signs])
 def optimizers_of_others(run: Run, kind: type[torch.optim.Optimizer]) -> None:
     """What a step does to the gradients is the optimizer's own business, and changes neither norm nor factor."""
     model = Perceptron()
     optimizer = kind(model.parameters(), lr=0.05)
     with run.watching(model, optimizer):
-        loop(run, model, optimizer, 6)
+        run.train(model, optimizer, 6, clip=0.1)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -206,13 +178,13 @@ class Lookahead(torch.optim.Optimizer):
                 now.copy_(slow.lerp_(now, 0.5))
 
 
-@regime(Naive.STEP)
+@regime()
 def lookahead(run: Run) -> None:
     """A wrapper that never called its base class' constructor, and so has no hooks, counts by the optimizer within."""
     model = Perceptron()
     optimizer = Lookahead(sgd(model))
     with run.watching(model, optimizer):
-        loop(run, model, optimizer, 5)
+        run.train(model, optimizer, 5, clip=0.1)
         run.shows(5.0, "torch_train_steps_total", optimizer="SGD")
 
 
@@ -271,7 +243,7 @@ def accelerated(run: Run, wrapped: Accelerated, model: torch.nn.Module, **option
             wrapped.zero_grad()
 
 
-@regime({False: Naive.STEP, True: Naive.ACCUMULATE | Naive.STEP}, scaled=[False, True])
+@regime(scaled=[False, True])
 def wrapper_that_steps_now_and_then(run: Run, scaled: bool) -> None:
     """A wrapper decides when the optimizer steps: rounds are those of the optimizer within."""
     model = Perceptron()
@@ -280,7 +252,7 @@ def wrapper_that_steps_now_and_then(run: Run, scaled: bool) -> None:
     run.shows(4.0, "torch_train_steps_total", optimizer="SGD")
 
 
-@regime(Naive.STEP)
+@regime()
 def wrapper_that_was_named(run: Run) -> None:
     """A wrapper that was given a name gives it to the optimizer within, whose steps PyTorch reports."""
     model = Perceptron()
@@ -316,29 +288,18 @@ def clipping_in_a_hook(run: Run, registered: str) -> None:
         clipped_in_a_hook(run, model, optimizer)
 
 
-@regime(Naive.STEP)
-def clipping_in_a_hook_of_all_optimizers_before(run: Run) -> None:
-    """A pre-hook of all optimizers that clips and was registered before the exporter was started."""
+@regime(registered=["before", "after"])
+def clipping_in_a_hook_of_all_optimizers(run: Run, registered: str) -> None:
+    """A pre-hook of all optimizers that clips, and was registered before or after the exporter was started."""
     model = Perceptron()
     optimizer = sgd(model)
-    with contextlib.closing(Removed(register_optimizer_step_pre_hook(clipping(run, model)))), run.watching(model, optimizer):
+    with contextlib.ExitStack() as stack:
+        if registered == "after":
+            stack.enter_context(run.watching(model, optimizer))
+        stack.callback(register_optimizer_step_pre_hook(clipping(run, model)).remove)
+        if registered == "before":
+            stack.enter_context(run.watching(model, optimizer))
         clipped_in_a_hook(run, model, optimizer)
-
-
-@regime()
-def clipping_in_a_hook_of_all_optimizers_after(run: Run) -> None:
-    """A pre-hook of all optimizers that clips and was registered after the exporter was started."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer), contextlib.closing(Removed(register_optimizer_step_pre_hook(clipping(run, model)))):
-        clipped_in_a_hook(run, model, optimizer)
-
-
-class Removed:
-    """A hook that is to be removed in the end."""
-
-    def __init__(self, handle: RemovableHandle) -> None:
-        self.close = handle.remove
 
 
 def clipped_in_a_hook(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -353,7 +314,7 @@ def clipped_in_a_hook(run: Run, model: torch.nn.Module, optimizer: torch.optim.O
 # Steps in odd places
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, steps=[2, 4])
+@regime(steps=[2, 4])
 def several_steps_to_a_backward(run: Run, steps: int) -> None:
     """Steps that follow a step use the same gradients again: they count as steps, and as samples no more."""
     model = Perceptron()
@@ -368,7 +329,7 @@ def several_steps_to_a_backward(run: Run, steps: int) -> None:
                 run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, cleared=[True, False])
+@regime(cleared=[True, False])
 def steps_without_a_backward(run: Run, cleared: bool) -> None:
     """A step before the first backward, and some between rounds, with old gradients and with none, are steps and no samples."""
     model = Perceptron()
@@ -390,21 +351,7 @@ def steps_without_a_backward(run: Run, cleared: bool) -> None:
             run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
-def steps_by_hand(run: Run) -> None:
-    """A loop that subtracts gradients itself, and says so."""
-    model = Perceptron()
-    with run.watching(model, sgd(model)):
-        for _ in range(5):
-            run.backward(model(batch()).square().mean())
-            run.stepping()
-            update(model)
-            run.stepped()
-            model.zero_grad()
-            run.check()
-
-
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def steps_by_hand_that_are_not_reported(run: Run) -> None:
     """Without `exporter.step()` a step is known by the parameters that it changed, at the backward after it."""
     model = Perceptron()
@@ -426,28 +373,6 @@ def update(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(0.05 * parameter.grad)
-
-
-@regime(Naive.ACCUMULATE | Naive.STEP)
-def gradients_by_hand(run: Run) -> None:
-    """Gradients by `torch.autograd.grad`, which is no backward, and updates by hand: steps count by `exporter.step()`."""
-    model = Perceptron()
-    parameters = list(model.parameters())
-    with run.watching(model, sgd(model)):
-        for step in range(6):
-            for parameter, gradient in zip(
-                parameters, torch.autograd.grad(model(batch()).square().mean(), parameters), strict=True
-            ):
-                parameter.grad = gradient
-            run.passed()
-            run.stepping()
-            update(model)
-            run.stepped()
-            run.shows(step + 1.0, "torch_train_steps_total", optimizer="manual")
-            # Two rungs have to see nothing, twice each, before gradients are read at the step: totals lack those rounds.
-            if step >= 4:
-                run.check(without=[*CUMULATIVE, "torch_train_backward_passes_total"], optional=AFTER)
-            model.zero_grad()
 
 
 # Steps within the backward
@@ -520,20 +445,9 @@ def optimizers_within_the_backward(run: Run, recipe: str) -> None:
         step_within(within, KIND[recipe])
 
 
-@regime(Naive.ACCUMULATE)
-def optimizers_within_the_backward_from_before(run: Run) -> None:
-    """The same where the hooks were there before the exporter, so that they run, and clear, before any of its own."""
-    started_after(run, "step_each")
-
-
-@regime()
-def optimizers_applied_in_the_backward_from_before(run: Run) -> None:
-    """The same by PyTorch's function, whose hooks run after those of the parameters in any case."""
-    started_after(run, "apply")
-
-
-def started_after(run: Run, recipe: str) -> None:
-    """A loop whose optimizers were there before the exporter."""
+@regime(recipe=["step_each", "apply"])
+def optimizers_within_the_backward_from_before(run: Run, recipe: str) -> None:
+    """The same where the hooks were there before the exporter, so that they may run, and clear, before any of its own."""
     model = Perceptron()
     within = WithinBackward(run, model)
     RECIPES[recipe](within)
@@ -551,7 +465,7 @@ def step_within(within: WithinBackward, kind: type[torch.optim.Optimizer]) -> No
         run.shows(0.0, "torch_train_skipped_steps_total")
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def optimizers_within_the_backward_and_after(run: Run) -> None:
     """One part steps within the backward, the other is clipped and steps after it: one round, and both have their norms."""
     model = Perceptron()
@@ -576,7 +490,7 @@ def optimizers_within_the_backward_and_after(run: Run) -> None:
             run.check(optional=AFTER)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def accumulation_with_steps_in_the_last_backward(run: Run) -> None:
     """Hooks that step only in every second backward: a round of two backwards, of the accumulated gradient."""
     model = Perceptron()
@@ -604,23 +518,13 @@ def accumulation_with_steps_in_the_last_backward(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Operations that have no deterministic form raise, and new memory is filled."""
-    torch.use_deterministic_algorithms(True)
+def switched(switch: Callable[[Any], None], on: object, off: object) -> Iterator[None]:
+    """A setting of the process."""
+    switch(on)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    """Where new tensors are made."""
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+        switch(off)
 
 
 @contextlib.contextmanager
@@ -633,80 +537,49 @@ def anomaly_detection() -> Iterator[None]:
 
 
 SWITCHES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
-    "deterministic": deterministic_algorithms,
+    "deterministic": functools.partial(switched, torch.use_deterministic_algorithms, True, False),
     "anomaly": anomaly_detection,
-    "cpu_by_default": functools.partial(default_device, "cpu"),
-    "meta_by_default": functools.partial(default_device, "meta"),
+    "meta_by_default": functools.partial(switched, torch.set_default_device, "meta", None),
     "in_a_device_context": functools.partial(torch.device, "cpu"),
     "single_threaded_backward": functools.partial(torch.autograd.set_multithreading_enabled, False),
     "saved_tensors_hooks": functools.partial(torch.autograd.graph.save_on_cpu),
 }
 
 
-@regime(Naive.STEP, switch=SWITCHES)
+@regime(switch=SWITCHES)
 def switches(run: Run, switch: str) -> None:
     """What PyTorch can be told of how to compute, where to and how carefully, changes no number."""
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with run.watching(model, optimizer), SWITCHES[switch]():
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(torch.randn(5, 6, device="cpu")).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            run.step(optimizer)
-            run.check()
+        run.train(model, optimizer, 5, lambda: torch.randn(5, 6, device="cpu"), clip=0.1)
 
 
-@regime(Naive.STEP)
+@regime()
 def anomaly_that_is_found(run: Run) -> None:
     """Anomaly detection raises in the middle of a backward: what was measured then is no sample of a step."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer), anomaly_detection():
-        for step in range(6):
+        for _ in range(2):
+            run.train(model, optimizer, 2, clip=0.1)
             optimizer.zero_grad()
             loss = model(batch()).square().mean()
-            if step in (2, 3):
-                with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "Error detected in")
-                    (loss - loss.detach()).sqrt().mul(0.0).backward()
-                continue
-            run.backward(loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            run.step(optimizer)
-            run.check()
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Error detected in")
+                (loss - loss.detach()).sqrt().mul(0.0).backward()
+        run.train(model, optimizer, 2, clip=0.1)
 
 
-# Averages
-
-
-@regime(Naive.STEP)
-def average_kept_by_pytorch(run: Run) -> None:
-    """An average that PyTorch keeps of the model, and whose batch norm is updated in the end, changes nothing."""
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        average = torch.optim.swa_utils.AveragedModel(model)
-        rates = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
-        for _ in range(4):
-            loop(run, model, optimizer, 2)
-            average.update_parameters(model)
-            rates.step()
-        torch.optim.swa_utils.update_bn([batch() for _ in range(3)], average)
-        run.losses.append(average(batch()).square().mean().detach())
-        run.check()
-    run.state += [t.detach().clone() for t in (*average.parameters(), *average.buffers())]
-
-
-@regime(Naive.STEP)
+@regime()
 def optimizer_restored(run: Run) -> None:
     """An optimizer that takes its state from a checkpoint, and a copy of it that takes its place, are the one that was there."""
     model = Perceptron()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with run.watching(model, optimizer):
-        loop(run, model, optimizer, 2)
+        run.train(model, optimizer, 2, clip=0.1)
         saved = copy.deepcopy(optimizer.state_dict())
-        loop(run, model, optimizer, 2)
+        run.train(model, optimizer, 2, clip=0.1)
         optimizer.load_state_dict(saved)
-        loop(run, model, optimizer, 2)
+        run.train(model, optimizer, 2, clip=0.1)
         run.shows(6.0, "torch_train_steps_total", optimizer="Adam")

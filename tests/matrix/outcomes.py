@@ -1,4 +1,4 @@
-"""Outcomes: backwards whose step does not take place, and what raises in a loop that goes on."""
+"""Outcomes: backwards whose step does not take place, and exceptions in a loop that goes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Run, regime
 from tests.support.models import Perceptron, batch, sgd
 
 
@@ -23,33 +23,21 @@ class Failure(Exception):
 def nan_and_a_skipped_step(run: Run, set_to_none: bool) -> None:
     """A loop that does not step where the loss is not finite: that NaN counts once, as skipped."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss = model(batch()).square().mean() * (math.nan if step in (2, 4) else 1.0)
-            run.backward(loss)
-            if loss.isfinite():
-                run.step(optimizer)
-                run.check()
-            else:
-                run.skipped()
+    for step in run.rounds(model, 8, set_to_none=set_to_none):
+        loss = model(batch()).square().mean() * (math.nan if step in (2, 4) else 1.0)
+        run.backward(loss)
+        if not loss.isfinite():
+            run.skipped()
 
 
 @regime(set_to_none=[True, False])
 def steps_skipped_in_a_row(run: Run, set_to_none: bool) -> None:
     """Three, then five skipped steps in a row, of finite gradients, are as many skipped steps and as many samples."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(16):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.backward(model(batch()).square().mean())
-            if step in (2, 3, 4, 7, 8, 9, 10, 11):
-                run.skipped()
-            else:
-                run.step(optimizer)
-                run.check()
+    for step in run.rounds(model, 14, set_to_none=set_to_none):
+        run.backward(model(batch()).square().mean())
+        if step in (2, 3, 4, 7, 8, 9, 10, 11):
+            run.skipped()
 
 
 @regime()
@@ -72,49 +60,31 @@ def steps_skipped_at_the_start(run: Run) -> None:
 def steps_skipped_by_turns(run: Run, set_to_none: bool) -> None:
     """A loop that skips every second step for three steps, twice: those are no two passes to a step."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(14):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.backward(model(batch()).square().mean())
-            if step in (1, 3, 5, 8, 10, 12):
-                run.skipped()
-            else:
-                run.step(optimizer)
-                run.check()
+    for step in run.rounds(model, 14, set_to_none=set_to_none):
+        run.backward(model(batch()).square().mean())
+        if step in (1, 3, 5, 8, 10, 12):
+            run.skipped()
 
 
-@regime(Naive.STEP)
+@regime()
 def skipped_after_clipping(run: Run) -> None:
     """A loop that clips and then looks at the norm: the NaN is one of the backward, and the clipped step that follows is right."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * (math.nan if step in (2, 3) else 10.0))
-            if torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).isfinite():
-                run.step(optimizer)
-                run.check()
-            else:
-                run.skipped()
+    for step in run.rounds(model, 8):
+        run.backward(model(batch()).square().mean() * (math.nan if step in (2, 3) else 10.0))
+        if not torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).isfinite():
+            run.skipped()
 
 
 @regime(set_to_none=[True, False])
 def accumulation_that_is_skipped(run: Run, set_to_none: bool) -> None:
     """A NaN in the second of three micro-batches, after which the round has no step: one skipped step, one sample."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            for micro_batch in range(3):
-                run.backward(model(batch()).square().mean() * (math.nan if step in (3, 5) and micro_batch == 1 else 1.0))
-            if step in (3, 5):
-                run.skipped()
-            else:
-                run.step(optimizer)
-                run.check()
+    for step in run.rounds(model, 8, set_to_none=set_to_none):
+        for micro_batch in range(3):
+            run.backward(model(batch()).square().mean() * (math.nan if step in (3, 5) and micro_batch == 1 else 1.0))
+        if step in (3, 5):
+            run.skipped()
 
 
 @regime()
@@ -139,23 +109,16 @@ def accumulation_that_is_broken_off(run: Run) -> None:
                 run.backward(model(batch()).square().mean())
             run.step(optimizer)
             run.check()
-            if not run.tolerant:
-                run.shows(float(step > 3), "torch_grad_exporter_captures_skipped_total", reason="edited")
+            run.shows(float(step > 3), "torch_grad_exporter_captures_skipped_total", reason="edited")
 
 
 @regime()
 def skipped_without_clearing(run: Run) -> None:
     """A loop that skips a step and leaves the gradients goes on to accumulate: that is one round with two backwards."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(9):
-            run.backward(model(batch()).square().mean())
-            if step % 3 == 1:
-                continue
-            run.step(optimizer)
-            optimizer.zero_grad()
-            run.check()
+    for step in run.rounds(model, 9, clear="after"):
+        run.backward(model(batch()).square().mean())
+        run.skips = step % 3 == 1
 
 
 class Branches(torch.nn.Module):
@@ -170,133 +133,72 @@ class Branches(torch.nn.Module):
         return self.right(x) if right else self.left(x)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def skipped_and_then_another_branch(run: Run) -> None:
     """A NaN in one branch, skipped and cleared, is no gradient of the next round, which takes the other branch."""
     model = Branches()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            right = step % 3 == 2
-            other = "left" if right else "right"
-            bad = step in (1, 4)
-            loss = model(batch(), right=right).square().mean() * (math.nan if bad else 1.0)
-            run.backward(loss, unused=[f"{other}.weight", f"{other}.bias"])
-            if bad:
-                run.skipped()
-            else:
-                run.step(optimizer)
-                run.check()
+    for step in run.rounds(model, 8):
+        right, bad = step % 3 == 2, step in (1, 4)
+        other = "left" if right else "right"
+        loss = model(batch(), right=right).square().mean() * (math.nan if bad else 1.0)
+        run.backward(loss, unused=[f"{other}.weight", f"{other}.bias"])
+        if bad:
+            run.skipped()
 
 
 @regime()
 def nan_and_a_step(run: Run) -> None:
     """A NaN that is stepped with counts as stepped, and so does each that follows from it, until a checkpoint is loaded."""
     model = Perceptron()
-    optimizer = sgd(model)
     good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * (math.nan if step == 3 else 1.0))
-            run.step(optimizer)
-            run.check()
-            if step == 5:
-                model.load_state_dict(good)
+    for step in run.rounds(model, 8):
+        if step == 6:
+            model.load_state_dict(good)
+        run.backward(model(batch()).square().mean() * (math.nan if step == 3 else 1.0))
 
 
-@regime()
-def a_second_step_on_the_same_gradients(run: Run) -> None:
-    """A step that no backward came before is a step and no sample; the next round is right."""
-    model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with run.watching(model, optimizer):
-        for step in range(9):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
-            if step % 3 == 1:
-                again(run, optimizer)
-
-
-def again(run: Run, optimizer: torch.optim.Optimizer) -> None:
-    """A step with the gradients of the step before."""
-    if run.record is not None:
-        run.record.skipped("stepped")  # the round with the backward is over
-    run.step(optimizer)
-
-
-@regime()
-def a_step_without_gradients(run: Run) -> None:
-    """A step after `zero_grad`, with nothing to step with, is a step and no sample."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(9):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
-            if step % 3 == 1:
-                optimizer.zero_grad()
-                again(run, optimizer)
-
-
-# What raises, and is caught
+# Exceptions that are caught
 
 
 @contextlib.contextmanager
-def failing(parameter: torch.nn.Parameter, kind: type[BaseException]) -> Iterator[None]:
+def failing(parameter: torch.nn.Parameter, kind: type[BaseException] = Failure) -> Iterator[None]:
     """A backward that reaches this parameter raises, and that is caught."""
 
     def fail(_gradient: torch.Tensor) -> None:
         raise kind
 
     handle = parameter.register_hook(fail)
-    try:
+    with contextlib.suppress(kind):
         yield
-    except kind:
-        pass
-    finally:
-        handle.remove()
+    handle.remove()
 
 
 @regime(kind=[Failure, KeyboardInterrupt])
 def a_backward_that_raises(run: Run, kind: type[BaseException]) -> None:
     """A backward that raises half way and is caught is none; the rounds after it are right."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            if step in (1, 4, 5):
-                with failing(model.first.weight, kind):
-                    loss.backward()
-                continue
+    for step in run.rounds(model, 8):
+        loss = model(batch()).square().mean()
+        if step in (1, 4, 5):
+            run.skips = True
+            with failing(model.first.weight, kind):
+                loss.backward()
+        else:
             run.backward(loss)
-            run.step(optimizer)
-            run.check()
 
 
 @regime()
 def a_backward_that_raises_and_is_not_cleared(run: Run) -> None:
     """What a backward left that raised half way is part of the next round's gradient if it is not cleared."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            loss = model(batch()).square().mean()
-            if step in (1, 4):
-                with failing(model.first.weight, Failure):
-                    loss.backward()
-                continue
+    for step in run.rounds(model, 8, clear="after"):
+        loss = model(batch()).square().mean()
+        if step in (1, 4):
+            run.skips = True
+            with failing(model.first.weight):
+                loss.backward()
+        else:
             run.backward(loss)
-            run.step(optimizer)
-            optimizer.zero_grad()
-            run.check()
 
 
 @regime()
@@ -307,7 +209,7 @@ def a_backward_that_raises_amid_an_accumulation(run: Run) -> None:
         for micro_batch in range(3):
             loss = model(batch()).square().mean()
             if step in (1, 3) and micro_batch == 1:
-                with failing(model.first.weight, Failure):
+                with failing(model.first.weight):
                     loss.backward()
             else:
                 run.backward(loss)
@@ -320,7 +222,7 @@ def a_backward_that_is_tried_again(run: Run) -> None:
     optimizer = sgd(model)
     for step in run.rounds(model, 6, optimizer):
         if step in (1, 4):
-            with failing(model.second.bias, Failure):
+            with failing(model.second.bias):
                 model(batch(8)).square().mean().backward()
             optimizer.zero_grad()
         run.backward(model(batch(4)).square().mean())
@@ -342,42 +244,10 @@ class Fails(Perceptron):
 def a_forward_that_raises(run: Run) -> None:
     """A forward that raises half way and is caught leaves nothing behind."""
     model = Fails()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            model.fails = step in (0, 3, 4)
-            try:
-                loss = model(batch()).square().mean()
-            except Failure:
-                continue
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
-
-
-def inspect(step: int) -> None:
-    """A check of the user's own that dislikes two steps."""
-    if step in (2, 5):
-        raise Failure
-
-
-@regime(set_to_none=[True, False])
-def raised_between_backward_and_step(run: Run, set_to_none: bool) -> None:
-    """An exception after the backward costs its step: the gradients are a sample, and the step counts as skipped."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad(set_to_none=set_to_none)
+    for step in run.rounds(model, 8):
+        model.fails = run.skips = step in (0, 3, 4)
+        with contextlib.suppress(Failure):
             run.backward(model(batch()).square().mean())
-            try:
-                inspect(step)
-                run.step(optimizer)
-            except Failure:
-                run.skipped()
-            else:
-                run.check()
 
 
 class FailsToStep(torch.optim.SGD):
@@ -391,27 +261,21 @@ class FailsToStep(torch.optim.SGD):
         return super().step(closure)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def a_step_that_raises(run: Run) -> None:
     """A step that raises has not taken place: its backward counts as one that no step followed."""
     model = Perceptron()
     optimizer = FailsToStep(model.parameters(), lr=0.05)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            optimizer.fails = step in (2, 5)
-            try:
-                if optimizer.fails:
-                    optimizer.step()
-                run.step(optimizer)
-            except Failure:
-                run.skipped()
-            else:
-                run.check()
+    for step in run.rounds(model, 8, optimizer):
+        run.backward(model(batch()).square().mean())
+        optimizer.fails = step in (2, 5)
+        if optimizer.fails:
+            with contextlib.suppress(Failure):
+                optimizer.step()
+            run.skipped()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def a_loop_that_ends_after_a_backward(run: Run) -> None:
     """The last backward of a loop that ends before its step is a sample; what became of its step is unknown."""
     model = Perceptron()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from tests.matrix.harness import CUMULATIVE, Naive, Run, regime
+from tests.matrix.harness import AFTER, CUMULATIVE, Run, regime
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import clip_grads_with_norm_, get_total_norm
 
 TOLD = ["given", "found"]
 """Whether the exporter is told of the scaler, or finds it among the callers of the optimizer's step."""
-
-AFTER = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
 
 SIZES = (
     "torch_grad_norm", "torch_grad_norm_squared", "torch_grad_norm_recent_max", "torch_grad_max_magnitude", "torch_grad_mean",
@@ -67,82 +65,78 @@ def autocast(run: Run, told: str) -> None:
     autocast_loop(run, new_scaler(enabled=False), told)
 
 
-@regime(Naive.ACCUMULATE, told=TOLD)
+@regime(told=TOLD)
 def autocast_and_scaler(run: Run, told: str) -> None:
     """Autocast to bfloat16 with a scaler that does scale."""
     autocast_loop(run, new_scaler(), told)
 
 
+def rounds(
+    run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, steps: int,
+    *, told: str, reports: bool = False, **check: Iterable[str],
+) -> Iterator[int]:  # fmt: skip
+    """Clears before each round, and steps by the scaler and checks after it. `reports`: the body calls `run.stepping` itself."""
+    if not reports:
+        tell_before_each_step(run, optimizer)
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for step in range(steps):
+            optimizer.zero_grad()
+            run.skips = False
+            yield step
+            scaler.step(optimizer)
+            scaler.update()
+            if not run.skips:  # a skip is known when the next backward begins
+                run.check(**check)
+
+
 def autocast_loop(run: Run, scaler: torch.amp.GradScaler, told: str) -> None:
     """The loop of PyTorch's own recipe for mixed precision."""
     model = Perceptron()
-    optimizer = sgd(model)
-    tell_before_each_step(run, optimizer)
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for _ in range(6):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(batch()).float().square().mean()
-            backward(run, scaler, loss)
-            scaler.step(optimizer)
-            scaler.update()
-            run.check()
+    for _ in rounds(run, model, sgd(model), scaler, 5, told=told):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch()).float().square().mean()
+        backward(run, scaler, loss)
 
 
-@regime(Naive.ACCUMULATE, told=TOLD)
+@regime(told=TOLD)
 def scale_that_grows(run: Run, told: str) -> None:
     """A scale that doubles every third step is divided out of each sample as it was at its backward."""
     model = Perceptron()
-    optimizer = sgd(model)
     scaler = new_scaler()
-    tell_before_each_step(run, optimizer)
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for _ in range(8):
-            optimizer.zero_grad()
-            backward(run, scaler, model(batch()).square().mean())
-            scaler.step(optimizer)
-            run.check()
-            run.shows(scaler.get_scale(), "torch_train_loss_scale")
-            scaler.update()
+    scales: list[float] = []
+    for _ in rounds(run, model, sgd(model), scaler, 8, told=told):
+        if scales:
+            run.shows(scales[-1], "torch_train_loss_scale")
+        scales.append(scaler.get_scale())
+        backward(run, scaler, model(batch()).square().mean())
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=TOLD)
+@regime(told=TOLD)
 def scaler_and_clipping(run: Run, told: str) -> None:
     """Clipping after `unscale_` shows its own factor and not the scale's, even one that is a power of two."""
     model = Perceptron()
     optimizer = sgd(model)
     scaler = new_scaler()
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for step in range(8):
-            optimizer.zero_grad()
-            backward(run, scaler, model(batch()).square().mean())
-            scaler.unscale_(optimizer)
-            total = get_total_norm([p.grad for p in model.parameters()])
-            clip_grads_with_norm_(model.parameters(), (1.0, 0.01, float(total) / 64)[step % 3], total)
-            run.stepping()
-            scaler.step(optimizer)
-            scaler.update()
-            run.check()
+    for step in rounds(run, model, optimizer, scaler, 8, told=told, reports=True):
+        backward(run, scaler, model(batch()).square().mean())
+        scaler.unscale_(optimizer)
+        total = get_total_norm([p.grad for p in model.parameters()])
+        clip_grads_with_norm_(model.parameters(), (1.0, 0.01, float(total) / 64)[step % 3], total)
+        run.stepping()
 
 
-@regime(Naive.ACCUMULATE, told=TOLD)
+@regime(told=TOLD)
 def scaler_and_accumulation(run: Run, told: str) -> None:
     """Three scaled backwards to a step, one of which overflows now and then."""
     model = TwoParts()
     optimizer = sgd(model)
     scaler = new_scaler(growth_interval=2)
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for step in range(8):
-            overflow = step in (3, 6)
-            optimizer.zero_grad()
-            for part in range(3):
-                backward(run, scaler, model(batch(), overflow=overflow and part == 1) / 3)
-            scaler.unscale_(optimizer)
-            run.skipped() if overflow else run.stepping()
-            scaler.step(optimizer)
-            scaler.update()
-            if not overflow:  # a skip is known when the next backward begins
-                run.check()
+    for step in rounds(run, model, optimizer, scaler, 8, told=told, reports=True):
+        overflow = step in (3, 6)
+        for part in range(3):
+            backward(run, scaler, model(batch(), overflow=overflow and part == 1) / 3)
+        scaler.unscale_(optimizer)
+        run.skipped() if overflow else run.stepping()
 
 
 def overflowing(run: Run, told: str, at: str) -> None:
@@ -152,7 +146,7 @@ def overflowing(run: Run, told: str, at: str) -> None:
     scaler = new_scaler()
     tell_before_each_step(run, optimizer)
     with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for step in range(10):
+        for step in range(9):
             optimizer.zero_grad()
             backward(run, scaler, model(batch(), overflow=step in OVERFLOWS[at]))
             if step in OVERFLOWS[at]:
@@ -161,31 +155,28 @@ def overflowing(run: Run, told: str, at: str) -> None:
             scaler.update()
             if step not in OVERFLOWS[at]:  # a skip is known when the next backward begins
                 # A clearing before the first step may be another pass of that; a whole round that has none tells.
-                run.check(without=["torch_train_skipped_steps_total"] if at == "first" and step < 3 else ())
+                run.check(without=["torch_train_skipped_steps_total"] if at == "first" and step < 5 else ())
     # After `close`, which ends the last round: it cannot tell a skipped step from one that is yet to come.
     run.check(without=["torch_train_skipped_steps_total", "torch_grad_nonfinite_steps_total"] if at == "last" else ())
 
 
-OVERFLOWS = {"once": (4,), "in a row": (3, 4, 5), "first": (0,), "first three": (0, 1, 2), "last": (9,)}
+OVERFLOWS = {"in a row": (3, 4, 5), "first": (0, 1, 2), "last": (8,)}
 
 
-CAUGHT = dict.fromkeys(OVERFLOWS, Naive.ACCUMULATE) | {"last": Naive.ACCUMULATE | Naive.STEP}
-
-
-@regime(CAUGHT, at=OVERFLOWS)
+@regime(at=OVERFLOWS)
 def overflow(run: Run, at: str) -> None:
     """Steps that a given scaler skips are counted, with their infinities, and the scale that backs off is divided out."""
     overflowing(run, "given", at)
 
 
-@regime(CAUGHT, at=["once", "in a row", "last"])
+@regime(at=["in a row", "last"])
 def overflow_with_a_scaler_that_is_not_given(run: Run, at: str) -> None:
     """The same where the scaler was found among the callers of the first step."""
     overflowing(run, "found", at)
 
 
-@regime(Naive.ACCUMULATE, at=["first", "first three"])
-def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
+@regime()
+def overflow_before_the_scaler_is_found(run: Run) -> None:
     """Before the first step the scale cannot be known: all sizes are absent, the infinities are counted, the rest is right."""
     model = TwoParts()
     optimizer = sgd(model)
@@ -195,7 +186,7 @@ def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
     uncertain = [*SUMS_OF_SIZES, "torch_grad_captures_total", "torch_grad_norm_recent_max"]
     with run.watching(model, optimizer):
         for step in range(8):
-            overflow = step in OVERFLOWS[at]
+            overflow = step < 3
             optimizer.zero_grad()
             # The smaller ones come first, so that the largest of late is known in any case.
             backward(run, scaler, model(batch(), overflow=overflow) * (0.1 if overflow else 1.0))
@@ -205,8 +196,7 @@ def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
             scaler.update()
             if not overflow:
                 # A clearing before the first step may be another pass of that; a whole round that has none tells.
-                undecided = at.startswith("first") and step < max(OVERFLOWS[at]) + 3
-                run.check(without=[*uncertain, *(["torch_train_skipped_steps_total"] if undecided else [])])
+                run.check(without=[*uncertain, *(["torch_train_skipped_steps_total"] if step < 5 else [])])
             elif step:
                 run.check(
                     optional=[*SIZES, "torch_grad_zero", "torch_grad_dead", "torch_grad_missing"],
@@ -214,7 +204,7 @@ def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
                 )
 
 
-@regime(Naive.ACCUMULATE, told=TOLD)
+@regime(told=TOLD)
 def two_optimizers_and_one_scaler(run: Run, told: str) -> None:
     """Of two optimizers under one scaler only that one is skipped whose gradients overflowed, and these are counted."""
     model = TwoParts()
@@ -223,7 +213,7 @@ def two_optimizers_and_one_scaler(run: Run, told: str) -> None:
     for name, optimizer in optimizers.items():
         tell_before_each_step(run, optimizer, name)
     with run.watching(model, optimizers, optimizers=optimizers, grad_scaler=scaler if told == "given" else None):
-        for step in range(10):
+        for step in range(9):
             overflow = step in (3, 6, 7)
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
@@ -237,45 +227,40 @@ def two_optimizers_and_one_scaler(run: Run, told: str) -> None:
                 run.check()
 
 
-@regime(Naive.ACCUMULATE, told=TOLD)
+@regime(told=TOLD)
 def scaler_that_was_restored(run: Run, told: str) -> None:
     """A scaler that takes its state from a checkpoint, before the loop and in it, scales by what it restored."""
     model = Perceptron()
-    optimizer = sgd(model)
     scaler = new_scaler()
     saved = {"scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
     scaler.load_state_dict(saved)
-    tell_before_each_step(run, optimizer)
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for step in range(8):
-            if step == 5:
-                scaler.load_state_dict(saved)
-            optimizer.zero_grad()
-            backward(run, scaler, model(batch()).square().mean())
-            scaler.step(optimizer)
-            scaler.update()
-            run.check()
+    for step in rounds(run, model, sgd(model), scaler, 8, told=told):
+        if step == 5:
+            scaler.load_state_dict(saved)
+        backward(run, scaler, model(batch()).square().mean())
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=TOLD)
+def clipped(
+    run: Run, optimizer: torch.optim.Optimizer, model: torch.nn.Module, scaler: torch.amp.GradScaler, most: float = 0.1
+) -> None:
+    """A scaled backward whose gradients are unscaled and clipped."""
+    backward(run, scaler, model(batch()).square().mean())
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    run.stepping()
+
+
+@regime(told=TOLD)
 def scale_of_a_thousand(run: Run, told: str) -> None:
     """A scaler whose scale is no power of two, and does not change, is divided out like any other."""
     model = Perceptron()
     optimizer = sgd(model)
     scaler = new_scaler(scale=1000.0, growth_factor=1.5)
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for _ in range(6):
-            optimizer.zero_grad()
-            backward(run, scaler, model(batch()).square().mean())
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            run.stepping()
-            scaler.step(optimizer)
-            scaler.update()
-            run.check()
+    for _ in rounds(run, model, optimizer, scaler, 6, told=told, reports=True):
+        clipped(run, optimizer, model, scaler)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=[*TOLD, "found and kept"])
+@regime(told=[*TOLD, "found and kept"])
 def a_new_scaler_every_epoch(run: Run, told: str) -> None:
     """A scaler that takes the place of the first one, as where a function that trains an epoch makes it, is found again."""
     model = Perceptron()
@@ -287,10 +272,7 @@ def a_new_scaler_every_epoch(run: Run, told: str) -> None:
                 scalers = [new_scaler(2.0 ** (14 - 2 * epoch)), *(scalers if told == "found and kept" else ())]
             for _ in range(3):
                 optimizer.zero_grad()
-                backward(run, scalers[0], model(batch()).square().mean())
-                scalers[0].unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                run.stepping()
+                clipped(run, optimizer, model, scalers[0])
                 scalers[0].step(optimizer)
                 scalers[0].update()
                 run.check()
@@ -306,24 +288,14 @@ FUSED = {
 }
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, kind=FUSED)
+@regime(kind=[*FUSED, "AdamW, found"])
 def fused_under_a_scaler(run: Run, kind: str) -> None:
-    """A fused optimizer that divides by the scale in its step has clipped nothing."""
-    fused(run, kind, "given")
-
-
-@regime(Naive.ACCUMULATE | Naive.STEP, kind=FUSED)
-def fused_under_a_scaler_that_is_not_given(run: Run, kind: str) -> None:
-    """The same where the scaler was found."""
-    fused(run, kind, "found")
-
-
-def fused(run: Run, kind: str, told: str) -> None:
-    """A loop with a fused optimizer under a scaler that grows."""
+    """A fused optimizer that divides by the scale in its step has clipped nothing, whether the scaler is given or found."""
+    name, _, found = kind.partition(", ")
     model = Perceptron()
-    optimizer = FUSED[kind](model.parameters())
+    optimizer = FUSED[name](model.parameters())
     scaler = new_scaler()
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+    with run.watching(model, optimizer, grad_scaler=None if found else scaler):
         for step in range(6):
             optimizer.zero_grad()
             backward(run, scaler, model(batch()).square().mean())
@@ -334,67 +306,54 @@ def fused(run: Run, kind: str, told: str) -> None:
             run.check(without=AFTER)
             run.shows(1.0, "torch_grad_clip_coefficient")
             run.shows(0.0, "torch_grad_clipped_steps_total")
-            run.shows(step + 1, "torch_train_steps_total", optimizer=kind)
+            run.shows(step + 1, "torch_train_steps_total", optimizer=name)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=TOLD)
+@regime(told=TOLD)
 def fused_and_clipping(run: Run, told: str) -> None:
     """A fused optimizer whose gradients were unscaled and clipped before shows the factor of the clipping."""
     model = Perceptron()
     optimizer = FUSED["AdamW"](model.parameters())
     scaler = new_scaler()
-    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
-        for _ in range(6):
-            optimizer.zero_grad()
-            backward(run, scaler, model(batch()).square().mean())
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            run.stepping()
-            scaler.step(optimizer)
-            scaler.update()
-            run.check()
+    for _ in rounds(run, model, optimizer, scaler, 6, told=told, reports=True):
+        clipped(run, optimizer, model, scaler, 0.05)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, kind=FUSED)
+@regime(kind=["SGD", "AdamW"])
 def fused_overflow(run: Run, kind: str) -> None:
     """A step that a fused optimizer runs and leaves without effect is a skipped one, as with any other optimizer."""
     model = TwoParts()
-    optimizer = FUSED[kind](model.parameters())
     scaler = new_scaler()
-    with run.watching(model, optimizer, grad_scaler=scaler):
-        for step in range(8):
-            overflow = step in (2, 5, 6)
-            optimizer.zero_grad()
-            backward(run, scaler, model(batch(), overflow=overflow))
-            run.skipped() if overflow else run.stepping()
-            scaler.step(optimizer)
-            scaler.update()
-            if not overflow:
-                run.check(without=AFTER)
-                run.shows(1.0, "torch_grad_clip_coefficient")
+    for step in rounds(run, model, FUSED[kind](model.parameters()), scaler, 8, told="given", reports=True, without=AFTER):
+        overflow = step in (2, 5, 6)
+        if step in (1, 4):
+            run.shows(1.0, "torch_grad_clip_coefficient")
+        backward(run, scaler, model(batch(), overflow=overflow))
+        run.skipped() if overflow else run.stepping()
 
 
 # Loss scales that are not a scaler's
 
 
-@regime(Naive.STEP, scale=[3.0, 8.0, 1000.0])
+@regime(scale=[8.0, 1000.0])
 def scale_by_hand(run: Run, scale: float) -> None:
     """A loss scale that is not given and is no scaler's: norms are those of the scaled loss, and it shows in the norm after."""
     model = Perceptron()
-    for _ in run.rounds(model, 6):
+    for _ in run.rounds(model, 5):
         run.backward(model(batch()).square().mean() * scale)
         for parameter in model.parameters():
             parameter.grad.div_(scale)
 
 
-@regime(Naive.ACCUMULATE, scale=[32.0, 1024.0])
-def power_of_two_by_hand(run: Run, scale: float) -> None:
+@regime()
+def power_of_two_by_hand(run: Run) -> None:
     """A loss scale that could be a scaler's is divided out, though it was not given, once five samples before had one as well."""
     model = Perceptron()
     optimizer = sgd(model)
+    scale = 32.0
     with run.watching(model, optimizer):
         run.unscale(1 / scale)
-        for step in range(12):
+        for step in range(8):
             optimizer.zero_grad()
             run.backward(model(batch()).square().mean() * scale)
             for parameter in model.parameters():
@@ -424,18 +383,18 @@ class ScalerByHand:
             self.scale *= 2
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def scaler_by_hand_with_clipping(run: Run) -> None:
     """A growing scale that was not given, with clipping in between: sizes are absent or right, never wrong by the scale."""
     model = Perceptron()
     optimizer = sgd(model)
     scaler = ScalerByHand()
     with run.watching(model, optimizer):
-        for step in range(20):
+        for step in range(14):
             optimizer.zero_grad()
             run.unscale(1 / scaler.scale)
             run.backward(model(batch()).square().mean() * scaler.scale)
-            scaler.unscale_and_clip(model, math.inf if step < 8 or step > 14 else 0.1)
+            scaler.unscale_and_clip(model, math.inf if step < 6 or step > 11 else 0.1)
             run.step(optimizer)
             scaler.update()
             run.check(optional=SIZES, without=[*SUMS_OF_SIZES, "torch_grad_clipped_steps_total"])
@@ -444,7 +403,7 @@ def scaler_by_hand_with_clipping(run: Run) -> None:
 # Types of parameters
 
 
-@regime(Naive.STEP, dtype=[torch.bfloat16, torch.float16, torch.float64])
+@regime(dtype=[torch.bfloat16, torch.float16, torch.float64])
 def parameters_of(run: Run, dtype: torch.dtype) -> None:
     """Parameters, and so gradients, of another type than float32, clipped."""
     model = Perceptron().to(dtype)
@@ -477,7 +436,7 @@ class MixedTypes(torch.nn.Module):
         return torch.nn.functional.linear(x, self.both.weight.float(), self.both.bias)
 
 
-@regime(Naive.STEP)
+@regime()
 def parameters_of_several_types(run: Run) -> None:
     """Norms over layers of several types, and over one layer with two of them."""
     model = MixedTypes()
@@ -533,10 +492,10 @@ class Float8(torch.nn.Module):
         return self.last((x @ self.weight.to(torch.float32).T).relu())
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, dtype=[torch.float8_e4m3fn, torch.float8_e5m2])
-def parameters_of_8_bits(run: Run, dtype: torch.dtype) -> None:
+@regime()
+def parameters_of_8_bits(run: Run) -> None:
     """Gradients of an 8-bit type, which torch can hardly compute with, beside float32 ones; no optimizer can own them."""
-    model = Float8(dtype)
+    model, dtype = Float8(torch.float8_e4m3fn), torch.float8_e4m3fn
     optimizer = sgd(model.last)
     with run.watching(model, sgd(model)):
         for step in range(5):
@@ -589,14 +548,14 @@ def with_master_weights(run: Run, clip: float, *, told: bool) -> Iterator[None]:
             yield
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=[True, False])
+@regime(told=[True, False])
 def master_weights(run: Run, told: bool) -> None:
     """The model's gradients are shown and the masters' steps are counted, with `exporter.step()` and without."""
     for _ in with_master_weights(run, math.inf, told=told):
         run.check(optional=AFTER)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=[True, False])
+@regime(told=[True, False])
 def master_weights_that_are_clipped(run: Run, told: bool) -> None:
     """The masters' clipping cannot be seen in the model's gradients: its factor is absent, and never 1."""
     for _ in with_master_weights(run, 0.01, told=told):
@@ -619,15 +578,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@regime(Naive.STEP, dtype=[torch.float64, torch.bfloat16])
+@regime(dtype=[torch.float64, torch.bfloat16])
 def new_tensors_of(run: Run, dtype: torch.dtype) -> None:
     """A default type other than float32 changes no number, whether the model is of it or not."""
     model = Perceptron().float()
     optimizer = sgd(model)
     with default_dtype(dtype), run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch().float()).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            run.step(optimizer)
-            run.check()
+        run.train(model, optimizer, 5, lambda: batch().float(), clip=0.1)

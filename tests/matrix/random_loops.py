@@ -1,8 +1,6 @@
 """Training loops made by chance, and the float64 record that each keeps of what its numbers should be.
 
-A loop is made of what loops of users are made of: micro-batches, losses of the whole model and of parts of it, one optimizer or
-two, networks in turn, freezing, skipped steps, gradients that are cleared in all ways, and edits of gradients between backward and
-step. The record knows what autograd accumulated from hooks of its own. It shares no code with the exporter.
+The record knows what autograd accumulated from hooks of its own. It shares no code with the exporter.
 """
 
 from __future__ import annotations
@@ -39,33 +37,35 @@ def clip_by_value(parameters: list[nn.Parameter], _chance: random.Random) -> Non
     nn.utils.clip_grad_value_(parameters, 0.02)
 
 
+def with_gradients(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that have one."""
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
 def divide(parameters: list[nn.Parameter], chance: random.Random) -> None:
     """By the number of tokens."""
     tokens = chance.randint(2, 600)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad /= tokens
+    for parameter in with_gradients(parameters):
+        parameter.grad /= tokens
 
 
 def add_noise(parameters: list[nn.Parameter], _chance: random.Random) -> None:
     """As differential privacy does."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad += 0.01 * torch.randn_like(parameter.grad)
+    for parameter in with_gradients(parameters):
+        parameter.grad += 0.01 * torch.randn_like(parameter.grad)
 
 
 def project(parameters: list[nn.Parameter], _chance: random.Random) -> None:
     """Centres the gradients of matrices."""
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.dim() > 1:
+    for parameter in with_gradients(parameters):
+        if parameter.dim() > 1:
             parameter.grad -= parameter.grad.mean(1, keepdim=True)
 
 
 def replace(parameters: list[nn.Parameter], _chance: random.Random) -> None:
     """Puts other tensors in the places of the gradients."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad = 0.7 * parameter.grad
+    for parameter in with_gradients(parameters):
+        parameter.grad = 0.7 * parameter.grad
 
 
 EDITS: tuple[Edit, ...] = (clip, clip_by_value, divide, add_noise, project, replace)
@@ -92,21 +92,19 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True)
 class Style:
-    """How one loop goes; drawn once, from a seed."""
+    """How one loop goes. `counts`: micro-batches of the rounds, in turn; `auxiliary_from`: when backwards over a part begin."""
 
     kind: str
     every: int
     set_to_none: bool
     clear_after: bool
     counts: tuple[int, ...]
-    """Micro-batches of the rounds, in turn."""
     edits: tuple[Edit, ...]
     edits_between: bool
     skips: float
     freezes: float
     evaluates: bool
     auxiliary_from: int
-    """The round from which on there is a second backward, over a part of the model."""
     auxiliary_first: bool
     twice: bool
     toggles: bool
@@ -130,7 +128,7 @@ class Style:
             auxiliary_first=chance.random() < 0.4,
             twice=chance.random() < 0.15,
             toggles=chance.random() < 0.5,
-            rounds=chance.choice([16, 24, 36]),
+            rounds=chance.choice([16, 20, 28]),
         )
 
 
@@ -145,7 +143,6 @@ class Truth:
     layers: Layers
     whole: float
     after: float | None
-    edited: frozenset[Edit] = frozenset()
 
     def agrees(self, shown: Layers, hidden: set[str]) -> bool:
         """Whether these are the norms; of layers that are frozen by now, `hidden`, they may be absent."""
@@ -173,7 +170,6 @@ class Record:
     fired: set[nn.Parameter] = field(default_factory=set)
     left: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """The gradients that the last backward has left, of what got one in this round."""
-    edited: set[Edit] = field(default_factory=set)
     over: bool = False
     truths: dict[str, list[Truth]] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
@@ -187,7 +183,7 @@ class Record:
     def backward(self, run: Callable[[], None]) -> None:
         """A backward; one after a step begins a round."""
         if self.over:
-            self.left, self.over, self.edited = {}, False, set()
+            self.left, self.over = {}, False
         self.fired.clear()
         run()
         for parameter in {*self.left, *self.fired}:
@@ -209,7 +205,7 @@ class Record:
         if mine:
             norms = {name: norm_of(gradients) for name, gradients in layers.items()}
             whole, after = norm_of([self.left[p] for p in mine]), norm_of(seen) if stepped else None
-            self.truths[optimizer].append(Truth(self.steps[optimizer], norms, whole, after, frozenset(self.edited)))
+            self.truths[optimizer].append(Truth(self.steps[optimizer], norms, whole, after))
         self.over |= stepped
 
 
@@ -250,6 +246,10 @@ class Loop:
         """What an exporter is started with."""
         return self.models.get("", self.models)
 
+    def state(self) -> list[torch.Tensor]:
+        """What the models hold."""
+        return [*itertools.chain.from_iterable(model.state_dict().values() for model in self.models.values())]
+
     def run(self) -> Iterator[None]:
         for number in range(self.style.rounds):
             if self.style.kind == "in turn":
@@ -258,19 +258,12 @@ class Loop:
             else:
                 yield from self._round(number, [*self.optimizers])
 
-    # One network in turn with another
-
     def _half(self, name: str, number: int) -> Iterator[None]:
+        """A round of one network in turn with another."""
         other = self.models["d" if name == "g" else "g"]
-        if self.style.toggles:
-            for parameter in other.parameters():
-                parameter.requires_grad_(False)
+        other.requires_grad_(not self.style.toggles)
         yield from self._round(number, [name])
-        if self.style.toggles:
-            for parameter in other.parameters():
-                parameter.requires_grad_(True)
-
-    # A round
+        other.requires_grad_(True)
 
     def _round(self, number: int, optimizers: list[str]) -> Iterator[None]:
         style, chance = self.style, self.chance
@@ -339,7 +332,6 @@ class Loop:
         for edit in self.style.edits:
             for name in optimizers:
                 edit(self.record.owned[name], self.chance)
-            self.record.edited.add(edit)
 
     def _clear(self, optimizers: list[str]) -> None:
         for name in optimizers if self.style.kind == "in turn" else self.optimizers:
@@ -359,12 +351,12 @@ class Loop:
 
 @dataclass
 class Verdict:
-    """What a loop's scrapes were worth. `wrong`: numbers that are not those of any round that could be shown."""
+    """`wrong`: numbers that are not those of any round that could be shown. `state`: what the models hold in the end."""
 
     wrong: list[str] = field(default_factory=list)
     shown: int = 0
     due: int = 0
-    lost: dict[str, float] = field(default_factory=dict)
+    state: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -375,7 +367,6 @@ class Comparison:
     exporter: Exporter
     verdict: Verdict = field(default_factory=Verdict)
     before: dict[Key, float] = field(default_factory=dict)
-    shown: dict[str, list[Truth]] = field(default_factory=dict)
 
     def look(self) -> None:
         found = values(self.exporter)
@@ -454,31 +445,23 @@ class Comparison:
 def verdict(seed: int) -> Verdict:
     """Trains one loop under an exporter and compares it round by round."""
     loop = Loop(seed)
-    several = len(loop.optimizers) > 1
-    named = {"optimizers": loop.optimizers} if several else {}
+    named = {"optimizers": loop.optimizers} if len(loop.optimizers) > 1 else {}
     with start_exporter(loop.target, port=None, every=loop.style.every, collectors=OFF, **named) as exporter:
         comparison = Comparison(loop, exporter)
         for _ in loop.run():
             comparison.look()
         found = comparison.verdict
-        failures = errors(exporter)
-        if failures:
+        if failures := errors(exporter):
             found.wrong.append(f"errors: {failures}")
-        found.lost = lost(exporter)
-        found.due = (
-            sum(map(len, loop.record.truths.values())) if loop.style.every == 1 else found.shown + int(sum(found.lost.values()))
-        )
+        due = sum(map(len, loop.record.truths.values()))
+        found.due = due if loop.style.every == 1 else found.shown + int(sum(lost(exporter).values()))
+    found.state = loop.state()
     return found
 
 
-def state(seed: int, *, watched: bool) -> list[torch.Tensor]:
-    """What the models of a loop hold in the end."""
+def trained(seed: int) -> list[torch.Tensor]:
+    """Trains one loop without an exporter, and returns what its models hold in the end."""
     loop = Loop(seed)
-    if watched:
-        with start_exporter(loop.target, port=None, every=loop.style.every, collectors=OFF):
-            for _ in loop.run():
-                pass
-    else:
-        for _ in loop.run():
-            pass
-    return [*itertools.chain.from_iterable(model.state_dict().values() for model in loop.models.values())]
+    for _ in loop.run():
+        pass
+    return loop.state()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, UNSEEN, Run, regime
 from tests.matrix.loops import written_by_hand
 from tests.support.models import Perceptron, batch, sgd
 
@@ -26,29 +26,19 @@ def optimizers_that_share_a_backward(run: Run, named: bool) -> None:
     weights = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.01)
     biases = torch.optim.AdamW([model.first.bias, model.second.bias], lr=0.01)
     optimizers = {"weights": weights, "biases": biases} if named else {"SGD": weights, "AdamW": biases}
-    with run.watching(model, optimizers, **({"optimizers": optimizers} if named else {})):
-        for _ in range(5):
-            weights.zero_grad()
-            biases.zero_grad()
-            run.backward(model(batch()).square().mean())
-            for name, optimizer in optimizers.items():
-                run.step(optimizer, name)
-        run.check()  # a found optimizer's part of the first round is shown only once it has stepped
+    # a found optimizer's part of the first round is shown only once it has stepped
+    for _ in run.rounds(model, 5, optimizers, named=named, since=1):
+        run.backward(model(batch()).square().mean())
 
 
-@regime(Naive.STEP)
+@regime()
 def optimizers_that_share_a_backward_and_clip(run: Run) -> None:
     """Three optimizers of one kind, all clipped together, are told apart and have the same coefficient."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
     optimizers = {name: torch.optim.SGD(model[i].parameters(), lr=0.05) for name, i in (("a", 0), ("b", 2), ("c", 3))}
-    with run.watching(model, optimizers, optimizers=optimizers):
-        for _ in range(5):
-            model.zero_grad()
-            run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            for name, optimizer in optimizers.items():
-                run.step(optimizer, name)
-            run.check()
+    for _ in run.rounds(model, 5, optimizers, named=True):
+        run.backward(model(batch()).square().mean())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
 @regime()
@@ -101,20 +91,16 @@ def optimizers_by_turns_on_the_same_parameters(run: Run, named: bool) -> None:
                 run.check()
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def by_hand_with_two_optimizers(run: Run) -> None:
     """Gradients that the loop writes itself, for two optimizers that share each layer: a layer's norm is of both parts."""
     model = Perceptron()
     parameters = list(model.parameters())
     weights, biases = torch.optim.SGD(parameters[::2], lr=0.01), torch.optim.AdamW(parameters[1::2], lr=0.01)
     named = {"weights": weights, "biases": biases}
-    with run.watching(model, named, optimizers=named):
-        for step in range(8):
-            written_by_hand(run, model, model(batch()).square().mean())
-            for name, optimizer in named.items():
-                run.step(optimizer, name)
-            if step >= 5:  # by then two rungs have seen steps without a backward, and so `optimizer` is reached
-                run.check(without=[*UNSEEN, *CUMULATIVE])
+    # by then two rungs have seen steps without a backward, and so `optimizer` is reached
+    for _ in run.rounds(model, 8, named, named=True, clear=False, since=5, without=[*UNSEEN, *CUMULATIVE]):
+        written_by_hand(run, model, model(batch()).square().mean())
 
 
 # Models that are trained side by side, or one after the other
@@ -141,15 +127,9 @@ def models_with_a_backward_each(run: Run) -> None:
     """Two models with a loss, a backward and an optimizer each; both steps follow both backwards."""
     models = {"left": Perceptron(), "right": Perceptron()}
     optimizers = {name: sgd(model) for name, model in models.items()}
-    with run.watching(models, optimizers, optimizers=optimizers):
-        for _ in range(5):
-            for optimizer in optimizers.values():
-                optimizer.zero_grad()
-            run.backward(models["left"](batch()).square().mean(), unused=all_of(models, "right"))
-            run.backward(models["right"](batch()).square().mean())
-            for name, optimizer in optimizers.items():
-                run.step(optimizer, name)
-            run.check()
+    for _ in run.rounds(models, 5, optimizers, named=True):
+        run.backward(models["left"](batch()).square().mean(), unused=all_of(models, "right"))
+        run.backward(models["right"](batch()).square().mean())
 
 
 @regime()
@@ -249,7 +229,7 @@ class Gan(torch.nn.Module):
         self.run.step(self.optimizers[self.of_generator], self.of_generator)
 
 
-@regime(critics=[1, 2, 3, 5])
+@regime(critics=[1, 3])
 def gan(run: Run, critics: int) -> None:
     """Some rounds of the discriminator to one of the generator, from the first on."""
     gan = Gan(run)
@@ -261,7 +241,7 @@ def gan(run: Run, critics: int) -> None:
     run.check()  # after `close`, since the last round is open until the next backward
 
 
-@regime(critics=[1, 2, 3, 5])
+@regime(critics=[1, 3])
 def gan_with_named_optimizers(run: Run, critics: int) -> None:
     """With optimizers that were named at the start each round of the discriminator can be checked at once."""
     gan = Gan(run, names=("of_generator", "of_discriminator"))
@@ -275,24 +255,13 @@ def gan_with_named_optimizers(run: Run, critics: int) -> None:
     run.check()
 
 
-@regime()
-def gan_with_two_backwards(run: Run) -> None:
-    """A discriminator that accumulates from fake and real in two backwards has one sample of both."""
+@regime(clip=[False, True])
+def gan_with_two_backwards(run: Run, clip: bool) -> None:
+    """A discriminator that accumulates from fake and real in two backwards, and alone may be clipped, has one sample of both."""
     gan = Gan(run)
     with run.watching(gan.watched, gan.optimizers):
         for _ in range(5):
-            gan.train_discriminator(backwards=2)
-            gan.train_generator()
-    run.check()
-
-
-@regime(Naive.STEP)
-def gan_that_clips(run: Run) -> None:
-    """Only the discriminator is clipped; what the generator's backward leaves in it is not."""
-    gan = Gan(run)
-    with run.watching(gan.watched, gan.optimizers):
-        for _ in range(5):
-            gan.train_discriminator(backwards=2, clip=True)
+            gan.train_discriminator(backwards=2, clip=clip)
             gan.train_generator()
     run.check()
 
@@ -338,14 +307,8 @@ def gan_whose_root_is_never_called(run: Run, named: bool) -> None:
 def gan_with_one_backward(run: Run) -> None:
     """Both losses in one backward, the generator's through a frozen copy of the discriminator: both optimizers step."""
     gan = Gan(run)
-    with run.watching(gan.watched, gan.optimizers):
-        for _ in range(5):
-            for optimizer in gan.optimizers.values():
-                optimizer.zero_grad()
-            fake = gan.fake()
-            frozen = {name: p.detach().clone() for name, p in gan.discriminator.named_parameters()}
-            against = -torch.func.functional_call(gan.discriminator, frozen, fake).mean()
-            run.backward(against + gan.judged(fake.detach()) - gan.judged(torch.randn(5, 4)))
-            for name, optimizer in gan.optimizers.items():
-                run.step(optimizer, name)
-    run.check()
+    for _ in run.rounds(gan.watched, 5, gan.optimizers, since=1):
+        fake = gan.fake()
+        frozen = {name: p.detach().clone() for name, p in gan.discriminator.named_parameters()}
+        against = -torch.func.functional_call(gan.discriminator, frozen, fake).mean()
+        run.backward(against + gan.judged(fake.detach()) - gan.judged(torch.randn(5, 4)))

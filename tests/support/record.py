@@ -8,6 +8,7 @@ the histograms.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 import statistics
@@ -432,6 +433,8 @@ class Recorder:
         found.update(self.removed)
         for name, optimizer in self.optimizers.items():
             found.update(_of_optimizer(name, optimizer))
+        if not self._ever_in_parts:
+            return found
         return {self._as_part(one): value for one, value in found.items() if not self._of_others_too(one)}
 
     def _as_part(self, one: Key) -> Key:
@@ -441,6 +444,8 @@ class Recorder:
 
     def _of_others_too(self, one: Key) -> bool:
         """Whether this rank alone cannot know it."""
+        if not self._ever_in_parts:
+            return False
         name = one[0].removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
         part = dict(one[1]).get("layer") in self._ever_in_parts
         return (part and name in OF_A_WHOLE_LAYER) or (bool(self._in_parts) and name in OF_ALL_LAYERS)
@@ -529,13 +534,14 @@ class Recorder:
         wrong = []
         for one, value in expected.items():
             shown = actual.get(one)
-            if one[0].startswith(left_out) or (shown is None and one[0].startswith(may_be_absent)):
+            if shown == value or one[0].startswith(left_out) or (shown is None and one[0].startswith(may_be_absent)):
                 continue
             if shown is None or not _close(one, shown, value, self._scale(one, expected), rel):
                 wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, recorded {value}")
-        for one, shown in actual.items():
+        for one in actual.keys() - expected.keys():
+            shown = actual[one]
             surplus = one[0] in SURPLUS or (one[0] in COUNTERS_OF_A_LAYER and shown) or self._of_others_too(one)
-            if surplus and one not in expected and not one[0].startswith(left_out) and not self._unknown(one):
+            if surplus and not one[0].startswith(left_out) and not self._unknown(one):
                 wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, nothing recorded")
         failures = errors_in(actual)
         return wrong + ([f"errors: {failures}"] if failures else [])
@@ -584,12 +590,16 @@ def _of_optimizer(name: str, one: _Optimizer) -> Iterator[tuple[Key, float]]:
             yield key("torch_grad_clip_coefficient", optimizer=name), one.coefficient
 
 
+@functools.cache
+def _buckets(name: str, bounds: tuple[float, ...], labels: tuple[tuple[str, str], ...]) -> list[Key]:
+    return [key(name + "_bucket", le=bound, **dict(labels)) for bound in (*map(str, bounds), "+Inf")]
+
+
 def _histogram(name: str, observed: list[float], bounds: tuple[float, ...], **labels: str) -> Iterator[tuple[Key, float]]:
     """The series of a histogram; buckets are cumulative, an observation on a bound belongs below it."""
     counts = [0] * (len(bounds) + 1)
     for one in observed:
         counts[bisect.bisect_left(bounds, one)] += 1
-    for bound, count in zip((*map(str, bounds), "+Inf"), itertools.accumulate(counts), strict=True):
-        yield key(name + "_bucket", le=bound, **labels), count
+    yield from zip(_buckets(name, bounds, tuple(labels.items())), itertools.accumulate(counts), strict=True)
     yield key(name + "_count", **labels), len(observed)
     yield key(name + "_sum", **labels), sum(observed)

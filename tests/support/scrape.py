@@ -23,6 +23,12 @@ def _labels(names: tuple[str, ...], row: tuple[str, ...]) -> tuple[tuple[str, st
     return key("", **dict(zip(names, row, strict=True)))[1]
 
 
+@functools.cache
+def _buckets(name: str, names: tuple[str, ...], row: tuple[str, ...], bounds: tuple[float, ...]) -> list[Key]:
+    """The keys of a histogram's buckets."""
+    return [(f"{name}_bucket", _labels((*names, "le"), (*row, bound))) for bound in (*map(str, bounds), "+Inf")]
+
+
 def values(exporter: Exporter) -> dict[Key, float]:
     """Every sample of a scrape; of a histogram its cumulative `_bucket`s, its `_count` and its `_sum`."""
     found: dict[Key, float] = {}
@@ -36,10 +42,9 @@ def values(exporter: Exporter) -> dict[Key, float]:
                 found[name, labels] = float(family.values[position])
                 continue
             found[f"{name}_sum", labels] = float(family.sums[position])
-            bounds = (*map(str, family.spec.buckets), "+Inf")
-            for bound, count in zip(bounds, np.cumsum(family.values[position]), strict=True):
-                found[f"{name}_bucket", _labels((*names, "le"), (*row, bound))] = float(count)
-            found[f"{name}_count", labels] = float(family.values[position].sum())
+            buckets = _buckets(name, names, tuple(row), family.spec.buckets)
+            found.update(zip(buckets, np.cumsum(family.values[position]).tolist(), strict=True))
+            found[f"{name}_count", labels] = found[buckets[-1]]
     return found
 
 
