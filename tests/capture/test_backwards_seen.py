@@ -78,32 +78,6 @@ def test_a_second_backward_around_the_root(changed: int) -> None:
         assert reads_after_backward(exporter)
 
 
-def test_single_steps_without_a_backward() -> None:
-    """Single steps on gradients that the user set, among backwards through submodules, do not end reading after the backward."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    norms = {0.0: 0.0}
-    with watching(model, every=4) as exporter:
-        for step in range(1, 33):
-            optimizer.zero_grad()
-            if step in (6, 12, 20):
-                for parameter in model.parameters():
-                    parameter.grad = torch.randn_like(parameter)
-            elif step < 4:
-                loss_of(model).backward()
-            else:
-                model.second(model.first(batch()).relu()).square().mean().backward()
-            norms[step] = whole(model)
-            if step > 20:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1 * norms[step])
-            optimizer.step()
-        assert reads_after_backward(exporter)
-        number = value(exporter, SAMPLED_AT) or 0.0
-        assert number > 24
-        assert value(exporter, NORM) == pytest.approx(norms[number], rel=1e-5)
-        assert value(exporter, STEPS, optimizer="SGD") == 32
-
-
 def test_backwards_count_while_layers_are_frozen() -> None:
     """Each backward counts, sampled or not, while the first and last layers are frozen for a while."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3))
@@ -210,18 +184,6 @@ def test_a_backward_before_any_forward_of_the_root() -> None:
             assert value(exporter, SAMPLED_AT) == step + 1
             assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
             assert value(exporter, MISSING, layer="auxiliary") == 0
-
-
-def test_a_gradient_from_before_the_start() -> None:
-    """A gradient that was there at the start, and was cleared since, is missing in the first sample."""
-    model = Branched()
-    optimizer = sgd(model)
-    model.of_the_auxiliary(batch()).backward()
-    with watching(model) as exporter:
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model).backward()
-        optimizer.step()
-        assert value(exporter, MISSING, layer="auxiliary") == 2
 
 
 # Layers that are frozen and thawed

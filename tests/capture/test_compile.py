@@ -202,32 +202,6 @@ def test_compiled_autograd(backend: str, whole: bool, every: int) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_autograd_that_compiles_nothing() -> None:
-    """Where a backward is traced and then run as it is, training is unchanged and norms are shown."""
-    losses = []
-    for watched in (False, True):
-        torch.manual_seed(0)
-        with dynamo():
-            model = Perceptron()
-            optimizer = sgd(model)
-            exporter = start_exporter(model, port=None, every=1) if watched else None
-            losses.append([])
-            for _ in range(6):
-                optimizer.zero_grad()
-                loss = model(batch()).square().mean()
-                with enable_compiled_autograd(lambda graph: graph):
-                    loss.backward()
-                optimizer.step()
-                losses[-1].append(float(loss.detach()))
-            if exporter is not None:
-                last = norm(p.grad.double() for p in model.parameters() if p.grad is not None)
-                assert value(exporter, "torch_grad_global_norm") == pytest.approx(last, rel=1e-5)
-                assert errors(exporter) == {}
-                exporter.close()
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
 def test_counted_rounds_compile_nothing_more() -> None:
     """A model with a compiled part is compiled once, though rounds are sampled and counted in turn."""
     with dynamo():

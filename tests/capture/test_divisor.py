@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -94,20 +93,6 @@ def test_a_bad_divisor_is_an_error() -> None:
             assert errors(exporter) == {"observe": 2 * number}
             assert value(exporter, "torch_train_tokens_total") == 5 * number
             assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
-
-
-def test_a_divisor_from_another_thread_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """A divisor from another thread, whose step is unknown, is a counted and logged error and changes nothing."""
-    loop = Loop()
-    with start_exporter(loop.model, port=None, every=1) as exporter:
-        loop.step(1.0)
-        thread = threading.Thread(target=lambda: exporter.observe(grad_divisor=7))
-        thread.start()
-        thread.join()
-        assert errors(exporter) == {"observe": 1}
-        assert "on the thread that trains" in caplog.text
-        loop.step(1.0)
-        assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
 
 
 @pytest.mark.slow

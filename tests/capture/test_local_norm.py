@@ -254,67 +254,6 @@ def sparse(run: Loop) -> None:
     rounds(run, model, body)
 
 
-def gan(run: Loop) -> None:
-    """Train two models in turn: the norm is over what the stepping optimizer owns."""
-    parts = {"generator": torch.nn.Linear(3, 4), "discriminator": torch.nn.Linear(4, 1)}
-    wrapped = {name: DistributedDataParallel(part) for name, part in parts.items()}
-    of_generator = torch.optim.SGD(parts["generator"].parameters(), lr=0.01)
-    of_discriminator = torch.optim.Adam(parts["discriminator"].parameters(), lr=0.01)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            noise, real = data(step, inputs=3), data(step, inputs=4)
-            of_discriminator.zero_grad()
-            fake = wrapped["generator"](noise).detach()
-            loss = lambda m, real=real, fake=fake: m(double(real - fake, m)).square().mean()  # noqa: E731
-            expected = alone(parts["discriminator"], loss)
-            loss(wrapped["discriminator"]).backward()
-            of_discriminator.step()
-            of_adam = expected
-            of_generator.zero_grad()
-            judge = copy.deepcopy(parts["discriminator"]).double()
-            expected = alone(parts["generator"], lambda m, noise=noise, judge=judge: -judge(m(noise.double())).mean())
-            (-wrapped["discriminator"](wrapped["generator"](noise)).mean()).backward()
-            of_generator.step()
-    for _ in range(3):  # after `close`, since the last round is open until the next backward
-        run.check(of_adam, "Adam")
-        run.check(expected, "SGD")
-
-
-def closure(run: Loop) -> None:
-    """Use a closure: the gradient of the last evaluation counts."""
-    model = Perceptron()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            last = [0.0]
-
-            def evaluate(step: int = step, last: list[float] = last) -> torch.Tensor:
-                optimizer.zero_grad()
-                last[0] = alone(model, squared(step))
-                loss = squared(step)(wrapped)
-                loss.backward()
-                return loss
-
-            optimizer.step(evaluate)
-            run.check(last[0])
-
-
-def of_hook(run: Loop) -> None:
-    """Change gradients in a hook of the user: the result is what this rank reduces."""
-    model = Perceptron()
-
-    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
-        expected = alone(model, squared(step, 3.0))
-        handles = [p.register_hook(lambda g: 3 * g) for p in model.parameters()]
-        squared(step)(wrapped).backward()
-        for handle in handles:
-            handle.remove()
-        return expected
-
-    rounds(run, model, body)
-
-
 def past_the_wrapper(run: Loop) -> None:
     """Call the model without the wrapper: nothing is reduced, and the norm is unknown."""
     model = Perceptron()
@@ -352,9 +291,6 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "an old gradient": lambda run: branches(run, old_gradient=True),
     "loss scale": scaled,
     "sparse": sparse,
-    "gan": gan,
-    "closure": closure,
-    "hook of the user's": of_hook,
     "past the wrapper": past_the_wrapper,
 }
 SELDOM = ("static graph", "compiled wrapper")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.record import gradients_of, norm
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
 
@@ -42,19 +43,20 @@ def test_values_may_come_from_another_thread() -> None:
         assert not errors(exporter)
 
 
-def test_a_norm_from_another_thread_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """A norm from another thread, whose step is unknown, is a counted and logged error and changes nothing."""
+@pytest.mark.parametrize("wrong", [{"grad_norm": 1e9}, {"grad_divisor": 7}], ids=str)
+def test_what_belongs_to_a_round_is_refused(wrong: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+    """A norm or divisor from another thread, whose step is unknown, is a counted and logged error and changes nothing."""
     model = Perceptron()
     optimizer = sgd(model)
     with start_exporter(model, port=None, every=1) as exporter:
         train(model, optimizer, 3)
         before = value(exporter, "torch_grad_global_norm")
-        elsewhere(lambda: exporter.observe(grad_norm=1e9))
+        elsewhere(lambda: exporter.observe(**wrong))
         assert errors(exporter) == {"observe": 1}
         assert "on the thread that trains" in caplog.text
         assert value(exporter, "torch_grad_global_norm") == before
-        exporter.observe(grad_norm=0.5)
-        assert value(exporter, "torch_grad_global_norm") == 0.5
+        train(model, optimizer, 1)
+        assert value(exporter, "torch_grad_global_norm") == pytest.approx(norm(gradients_of(model).values()), rel=1e-5)
 
 
 def test_an_evaluation_on_another_thread() -> None:

@@ -212,21 +212,3 @@ def test_a_backward_that_raises_ends_nothing(regime: str) -> None:
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
         assert loop.steps <= value(exporter, BACKWARDS) <= loop.steps + 1
         assert value(exporter, SKIPPED) <= 1
-
-
-@pytest.mark.slow
-@each_regime
-def test_a_gradient_that_the_user_replaces_by_zeros(regime: str) -> None:
-    """Gradients replaced by zeros before a second backward may be a skipped step; steps and backwards are exact."""
-    loop = Loop()
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        loop.warm_up(exporter, regime)
-        loop.backward()
-        for parameter in loop.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        loop.add()
-        loop.optimizer.step()
-        loop.go_on(regime)
-        assert value(exporter, STEPS, optimizer="SGD") == loop.steps + 1
-        assert value(exporter, BACKWARDS) == loop.steps + 2
-        assert value(exporter, SKIPPED) <= 1

@@ -173,29 +173,6 @@ def test_averaged_model(attached: Attached, use_buffers: bool) -> None:
     attached.goes_on()
 
 
-WITH_HOOKS = """
-import pickle, sys
-import torch
-
-model = pickle.load(open(sys.argv[1], "rb"))
-seen = []
-model.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
-model.register_forward_hook(lambda module, args, output: seen.append(len(args)))
-model(torch.randn(5, 6))
-assert seen == [1, 1]
-"""
-
-
-@pytest.mark.process
-def test_a_saved_model_calls_hooks_as_registered(tmp_path: Path, starter: Starter) -> None:
-    """A model that was saved with the exporter attached, loaded elsewhere, calls the hooks of others as they were registered."""
-    model, path = build(), tmp_path / "model"
-    with start_exporter(model, port=None):
-        path.write_bytes(pickle.dumps(model))
-    program = starter.start(WITH_HOOKS, str(path))
-    assert program.wait() == 0, program.err.read_text()
-
-
 # Other forms of the model
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -226,33 +224,6 @@ def test_an_observed_norm_is_shown_as_given() -> None:
         assert value(exporter, NORM) == pytest.approx(float(given[-1]), rel=1e-6)
         assert value(exporter, "torch_grad_global_norm_distribution_count") == 5
         assert value(exporter, "torch_grad_global_norm_distribution_sum") == pytest.approx(float(sum(given)), rel=1e-5)
-
-
-def clip(model: Perceptron) -> None:
-    """Clip the gradients."""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-def remove(model: Perceptron) -> None:
-    """Throw a gradient away."""
-    model.first.bias.grad = None
-
-
-@pytest.mark.parametrize("edit", [clip, remove])
-def test_a_sample_that_is_lost_is_counted_once(edit: Callable[[Perceptron], None]) -> None:
-    """A round with fewer backwards than the others, whose gradients were edited before they could be read, is one lost sample."""
-    model = Perceptron()
-    optimizers = [torch.optim.SGD(model.first.parameters(), lr=0.01), torch.optim.Adam(model.second.parameters(), lr=0.01)]
-    with watching(model) as exporter:
-        for backwards in (2, 2, 2, 1, 2, 2):
-            model.zero_grad()
-            for _ in range(backwards):
-                loss_of(model).backward()
-            edit(model)
-            for optimizer in optimizers:
-                optimizer.step()
-        assert lost(exporter) == {"edited": 1}
-        assert value(exporter, LAYER_CAPTURES, layer="first") == 5
 
 
 @pytest.mark.slow

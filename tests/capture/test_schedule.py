@@ -102,18 +102,6 @@ def test_without_step_times_no_interval_grows() -> None:
 # Changes
 
 
-def test_costs_of_long_ago_are_forgotten() -> None:
-    """After very many samples near the budget that suddenly cost a tenth, the interval is halved within 500."""
-    schedule = SamplingSchedule()
-    for number in range(5_500):
-        for _ in range(schedule.interval):
-            schedule.stepped(0.01)
-        schedule.sampled(0.75e-3 if number < 5_000 else 0.75e-4)
-        if number == 4_999:
-            assert schedule.interval == 8
-    assert schedule.interval < 8
-
-
 def test_single_outliers_change_nothing() -> None:
     """Steps that write a checkpoint and a sample that compiles something do not move the interval."""
     schedule = SamplingSchedule()

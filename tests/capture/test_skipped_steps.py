@@ -86,37 +86,6 @@ def test_a_skipped_step_is_followed_by_one_sample() -> None:
         assert value(exporter, SKIPPED) == 1
 
 
-def test_skipped_samples_ask_for_no_more_samples() -> None:
-    """With every fifth round sampled, and just those steps skipped, one of each five rounds is sampled as before."""
-    loop = Loop()
-    with watching(loop.model, every=5) as exporter:
-        skipped = 0
-        for step in range(40):
-            before = value(exporter, CAPTURES) or 0
-            loop.backward()
-            if step > 5 and value(exporter, CAPTURES) > before:
-                skipped += 1
-            else:
-                loop.optimizer.step()
-        assert skipped == 7
-        assert value(exporter, CAPTURES) == 8
-        assert value(exporter, SKIPPED) == skipped - (value(exporter, STEPS, optimizer="SGD") + skipped < 40)
-
-
-def test_a_row_of_skipped_steps_is_sampled_in_part() -> None:
-    """Of rounds whose steps are skipped in a row some are sampled, and not all."""
-    loop = Loop()
-    with watching(loop.model, every=4096) as exporter:
-        for _ in range(20):
-            loop.step()
-        for _ in range(40):
-            loop.backward()
-        for _ in range(20):
-            loop.step()
-        assert value(exporter, SKIPPED) == 40
-        assert 2 <= value(exporter, CAPTURES) <= 25
-
-
 # Skipped steps, or passes of one step
 
 

@@ -214,24 +214,6 @@ def test_a_loader_that_ends_something_does_so_once(exporter: Exporter) -> None:
     assert Closing.ends == [id(data)]
 
 
-class Registered(DataLoader[int]):
-    """Lists its subclasses by name, and requires an argument for them."""
-
-    known: ClassVar[dict[str, type]] = {}
-
-    def __init_subclass__(cls, *, key: str) -> None:
-        cls.known[key] = cls
-
-
-def test_a_class_that_lists_subclasses_lists_none(exporter: Exporter) -> None:
-    """`__init_subclass__` of the user is not called, and instance checks are right."""
-    one = exporter.watch_loader(Registered(Slow(2)))
-    assert isinstance(one, Registered)
-    assert lists(one) == [[0], [1]]
-    assert not isinstance(Registered(Slow(2)), type(one))
-    assert Registered.known == {}
-
-
 def test_watching_again(exporter: Exporter, model: Perceptron) -> None:
     """The same exporter again changes nothing; another exporter counts beside the first one."""
     data = Slow()
@@ -305,14 +287,6 @@ def test_a_copy_is_one_of_the_loader(exporter: Exporter, way: str) -> None:
         for both in ((of_list, numbers), (watched, given)):
             first, second = COPIES[way](both)
             assert first is second
-
-
-def test_what_cannot_be_pickled_says_so_itself(exporter: Exporter) -> None:
-    """A loader that cannot be pickled or copied raises its own error."""
-    watched = exporter.watch_loader(number for number in range(3))
-    for way in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match="generator"):
-            way(watched)
 
 
 LOADS = """
