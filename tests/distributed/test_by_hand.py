@@ -180,24 +180,3 @@ def test_what_is_shown_is_equal_on_all_ranks(found: Found, loop: str) -> None:
     for mine in (first, second):
         assert mine["mode"] == ("optimizer" if loop in AT_THE_STEP else "output")
         assert any("written after the backward" in line for line in mine["said"]) == (loop in AT_THE_STEP)
-
-
-def test_clearing_between_two_steps_is_not_a_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer that clears its own gradients before the next one steps does not count as a reduction of the others'."""
-    for name, number in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(number))
-    model = made()
-    optimizers = optimizers_of("two optimizers", model)
-    with told() as said, start_exporter(model, port=None, every=1, ranks="first", collectors=OTHERS) as exporter:
-        for step in range(STEPS):
-            model(data(step, 0)).square().mean().backward()
-            whole = [float(norm([p.grad.double() for p in layer.parameters()])) for layer in model.children()]
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            assert [value(exporter, "torch_grad_norm", layer=layer) for layer in ("first", "second")] == pytest.approx(
-                whole, rel=1e-5
-            )
-        assert value(exporter, "torch_grad_exporter_capture_mode", mode="output") == 1
-        assert errors(exporter) == {}
-    assert not any("written after the backward" in line for line in said)

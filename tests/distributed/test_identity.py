@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.tools import PATIENCE
-from torch_grad_exporter.distributed.identity import Identity, came_late, identity
+from torch_grad_exporter.distributed.identity import Identity, identity
 
 SRUN = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -92,12 +92,6 @@ def test_a_real_process_group_is_asked() -> None:
         dist.destroy_process_group()
 
 
-def test_a_wrong_variable_is_named() -> None:
-    """A variable that is no number raises, with its name and value."""
-    with pytest.raises(ValueError, match="environment variable LOCAL_RANK='first'"):
-        identity(TORCHRUN | {"LOCAL_RANK": "first"}, group=lambda: None)
-
-
 @pytest.mark.full
 @pytest.mark.process
 def test_without_torch_distributed() -> None:
@@ -120,17 +114,3 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
-
-
-@pytest.mark.parametrize(
-    ("known", "group", "late"),
-    [
-        (Identity(), Identity(1, 2), True),
-        (Identity(), None, False),
-        (Identity(), Identity(0, 1), False),
-        (Identity(1, 2), Identity(1, 2), False),
-    ],
-)
-def test_a_group_that_came_late(known: Identity, group: Identity | None, *, late: bool) -> None:
-    """Only where this process took itself for the only one, and is not."""
-    assert came_late(known, group=lambda: group) is late

@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.support.ranks import FORKED, run_ranks
 from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.distributed.identity import Identity, identity
-from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError, connected, run_name
+from torch_grad_exporter.distributed.store import JobStore, StoreError, connected, run_name
 from torch_grad_exporter.torch_compat import replicas
 
 TWO_RANKS = Identity(rank=1, world_size=2)
@@ -208,17 +208,6 @@ def test_a_killed_host(capfd: pytest.CaptureFixture[str]) -> None:
             with pytest.raises(StoreError, match="broken"):
                 client.publish("x", b"", seconds=PATIENCE)
             client.close()
-
-
-def test_a_group_that_comes_late() -> None:
-    """Without a process group there is no store; once there is one, there is."""
-    groups: list[dist.Store] = []
-    client = JobStore(lambda: connected({}, group=lambda: groups[0] if groups else None))
-    with pytest.raises(NoStoreError, match="no process group yet"):
-        client.agree("run", "a", seconds=PATIENCE)
-    groups.append(dist.HashStore())
-    assert client.agree("run", "a", seconds=PATIENCE) == "a"
-    client.close()
 
 
 def test_closing() -> None:
