@@ -30,8 +30,14 @@ class Told:
     def __init__(self, **options: object) -> None:
         self.lines: list[str] = []
         self.exporters: list[Exporter] = []
+        self.asked = 0
+
+        def chosen() -> dict[str, object]:
+            self.asked += 1
+            return {"port": None, "every": 1, **options}
+
         self.attachment = Attachment(
-            {"port": None, "every": 1, **options},
+            chosen,
             tell=lambda _level, message, *arguments: self.lines.append(message % arguments),
             attached=self.exporters.append,
             replaced=lambda exporter: exporter.end(None),
@@ -63,7 +69,9 @@ def a_forward_alone_is_not_a_training() -> None:
     with torch.no_grad():
         model(torch.ones(2, 3))
     assert not told.exporters
+    assert told.asked == 0
     step(model, optimizer)
+    assert told.asked == 1
     assert told.lines == ["watching Linear, trained by SGD"]
     assert value(told.exporters[0], "torch_train_steps_total", optimizer="SGD") == 1
     gone = weakref.ref(model)
@@ -205,32 +213,10 @@ def an_alarm_of_the_script_reaches_it() -> None:
     assert told.exporters[0].watches([model])
 
 
-def options_are_read_when_a_training_begins() -> None:
-    """Options that are a function are read once, at the first forward of a training."""
-    asked: list[int] = []
-
-    def options() -> dict[str, object]:
-        asked.append(1)
-        return {"port": None, "every": 1}
-
-    attachment = Attachment(options, tell=lambda *_: None, attached=lambda _: None, replaced=lambda _: None)
-    attachment.arm()
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert not asked
-    step(model, optimizer)
-    assert asked == [1]
-    assert attachment.exporter is not None
-    assert attachment.exporter.watches([model])
-    attachment.exporter.close()
-    attachment.disarm()
-
-
 SCENES = (
     a_forward_alone_is_not_a_training, a_later_optimizer_is_watched,
     an_earlier_model_in_a_cycle_is_not_watched, a_failure_leaves_the_training_alone, a_wrong_option_leaves_the_training_alone,
     odd_objects_are_left_out, variables_of_the_script_stay, an_alarm_of_the_script_reaches_it,
-    options_are_read_when_a_training_begins,
 )  # fmt: skip
 
 

@@ -26,28 +26,17 @@ def package(folder: Path, name: str, text: str) -> None:
     sys.modules.pop(name, None)
 
 
-def test_an_installed_framework(installed: Path) -> None:
-    """A module of the version, of a newer one or without a version is returned."""
+def test_versions_of_a_framework(installed: Path) -> None:
+    """A module of the version, a newer one or without one is returned; an old or missing one is refused with the command to run."""
     for version in ("'2.2'", "'2.10.1rc1'", "'3.0.0+cpu'", "None"):
         package(installed, "framework_a", f"__version__ = {version}")
         assert require("framework_a", "2.2", extra="a").__name__ == "framework_a"
-
-
-def test_a_missing_framework() -> None:
-    """The error names the package, the version and the command to run."""
-    with pytest.raises(ModuleNotFoundError) as raised:
-        require("framework_b.inner", "2.2", extra="b", instead="framework_c")
-    assert str(raised.value) == (
-        "torch_grad_exporter.integrations.b needs framework_b.inner 2.2 or newer (or framework_c), which is not installed; "
-        "run: pip install 'torch-grad-exporter[b]'"
-    )
-
-
-def test_an_old_framework(installed: Path) -> None:
-    """The error names the installed version and the command to run."""
     package(installed, "framework_d", "__version__ = '2.1.4'")
     with pytest.raises(ImportError, match=r"needs framework_d 2.2 or newer, and 2.1.4 is installed; run: pip install --upgrade"):
         require("framework_d", "2.2", extra="d")
+    missing = r"needs framework_b.inner 2.2 or newer \(or framework_c\), which is not installed; run: pip install 'torch-grad-"
+    with pytest.raises(ModuleNotFoundError, match=missing):
+        require("framework_b.inner", "2.2", extra="b", instead="framework_c")
 
 
 def test_integrations_without_their_framework(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,26 +88,22 @@ class Trainer:
     """A stand-in for a framework's trainer."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("users", [False, True])
-@pytest.mark.parametrize("gone", [False, True], ids=["another trainer", "session gone"])
+@pytest.mark.parametrize(("users", "gone"), [(False, False), (True, False), (False, True)])
 def test_an_interrupted_training_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture, users: bool, gone: bool) -> None:
     """The next session on the model ends the interrupted exporter as failed, and takes over the user's."""
-    model, trainer = torch.nn.Linear(3, 2), Trainer()
+    model = torch.nn.Linear(3, 2)
     mine = start_exporter(model, port=None) if users else None
     first = Session("First", options=None if users else {"port": None})
-    first.begin(model, trainer=None if gone else trainer)
+    first.begin(model, trainer=None if gone else Trainer())
     broken = first.exporter
     assert broken is not None
     if gone:
         del first
     second = Session("Second", options={"port": None})
-    other = None if gone else Trainer()
-    second.begin(model, trainer=other)
+    second.begin(model, trainer=None if gone else Trainer())
     exporter = second.exporter
     assert exporter is not None
     assert exporter is (mine or running_exporter(model))
-    assert (exporter is broken) == users
     step(model, second, tokens=5)
     if not gone:
         assert not first.telling
@@ -117,6 +113,7 @@ def test_an_interrupted_training_is_ended(tmp_path: Path, caplog: pytest.LogCapt
     second.end()
     assert running_exporter(model) is mine
     if mine is not None:
+        assert exporter is broken
         mine.close()
     else:
         broken.save(tmp_path / "saved.json")
@@ -139,7 +136,7 @@ def test_wrong_arguments() -> None:
 
 
 def test_logged_values() -> None:
-    """Nothing is logged unless asked for, else the usual values or those of a regular expression."""
+    """Nothing is logged unless asked for, else the usual values or those of a pattern."""
     model = torch.nn.Linear(3, 2)
     found = {}
     for log in (False, True, "^torch_train_steps"):
@@ -151,8 +148,6 @@ def test_logged_values() -> None:
         assert session.logged() == {}
     assert found[False] == set()
     assert {"torch_grad_global_norm", "torch_train_skipped_steps_total"} <= found[True]
-    assert any(name.startswith("torch_grad_norm/") for name in found[True])
-    assert not any("collector" in name for name in found[True])
     assert found["^torch_train_steps"] == {"torch_train_steps_total/SGD"}
 
 

@@ -114,24 +114,21 @@ def refreshed(memory: DeviceMemory) -> tuple[DeviceStatistics, ...]:
 
 def test_every_number() -> None:
     """Each statistic is that of all pools, with the device's memory and its UUID."""
-    expected = DeviceStatistics("cuda:0", 300, 1000, 400, 0, 290, 500, 2000, 80_000, 0, 3, UUID)
-    assert refreshed(DeviceMemory(cuda=FakeCuda(), accelerator=None)) == (expected,)
-
-
-def test_the_families() -> None:
-    """The collector shows each number under its name, a 0 too, and not what is not counted."""
-    statistics = [
-        DeviceStatistics("cuda:0", 1, 2, 3, 0, 5, 6, 7, 8, 0, 10, UUID),
-        DeviceStatistics("cuda:3", 11, 12, None, None, None, 16, 17, None, None, None, None),
-    ]
-    found = series(CudaMemoryCollector(lambda: tuple(statistics)))
+    memory = DeviceMemory(cuda=FakeCuda(), accelerator=None)
+    assert refreshed(memory) == (DeviceStatistics("cuda:0", 300, 1000, 400, 0, 290, 500, 2000, 80_000, 0, 3, UUID),)
     names = ["allocated", "reserved", "active", "inactive_split", "requested", "peak_allocated", "peak_reserved", "total"]
-    first = {
-        (f"torch_cuda_memory_{name}_bytes", "cuda:0"): value for name, value in zip(names, [1, 2, 3, 0, 5, 6, 7, 8], strict=True)
-    }
-    first |= {("torch_cuda_alloc_retries_total", "cuda:0"): 0, ("torch_cuda_ooms_total", "cuda:0"): 10}
-    some = {"allocated": 11, "reserved": 12, "peak_allocated": 16, "peak_reserved": 17}
-    assert found == first | {(f"torch_cuda_memory_{name}_bytes", "cuda:3"): value for name, value in some.items()}
+    sizes = dict(zip(names, [300, 1000, 400, 0, 290, 500, 2000, 80_000], strict=True))
+    expected = {(f"torch_cuda_memory_{name}_bytes", "cuda:0"): size for name, size in sizes.items()}
+    expected |= {("torch_cuda_alloc_retries_total", "cuda:0"): 0, ("torch_cuda_ooms_total", "cuda:0"): 3}
+    assert series(CudaMemoryCollector(memory.snapshot)) == expected
+
+
+def test_what_is_not_counted_is_absent() -> None:
+    """The collector shows a 0, and not what is not counted."""
+    some = DeviceStatistics("cuda:3", 11, 12, None, 0, None, 16, 17, None, None, None, None)
+    shown = {"allocated": 11, "reserved": 12, "inactive_split": 0, "peak_allocated": 16, "peak_reserved": 17}
+    expected = {(f"torch_cuda_memory_{name}_bytes", "cuda:3"): value for name, value in shown.items()}
+    assert series(CudaMemoryCollector(lambda: (some,))) == expected
     assert series(CudaMemoryCollector(tuple)) == {}
 
 
