@@ -32,7 +32,7 @@ from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.rules import RULES, Finding, Rule, RuleContext
 
-PACE = 0.05
+PACE = 0.1
 GPU_RUN = "fake-gpu"
 """The run with fake hardware."""
 

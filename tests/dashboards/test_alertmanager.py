@@ -31,7 +31,7 @@ def with_examples() -> str:
     return re.sub(r"^    # (?=(  )*(- )?\w+:)", "    ", TEXT, flags=re.MULTILINE)
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_amtool_accepts_the_configuration() -> None:
     """The amtool check passes and sees each route, receiver and template."""
     said = amtool("check-config", SHIPPED)
@@ -39,7 +39,7 @@ def test_amtool_accepts_the_configuration() -> None:
         assert f" - {found}\n" in said
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_amtool_accepts_the_examples(tmp_path: Path) -> None:
     """The receivers that are commented out pass amtool too."""
     (tmp_path / "all.yaml").write_text(with_examples().replace("templates/*", f"{SHIPPED.parent}/templates/*"))
@@ -55,7 +55,7 @@ def test_secrets_are_in_files() -> None:
     assert keys - {"title_link"} == {"url_file", "routing_key_file", "api_url_file", "auth_password_file"}
 
 
-@pytest.mark.process
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("severity", "receiver"), [("critical", "pager"), ("warning", "team"), ("info", "nobody"), ("unheard-of", "team")]
 )
@@ -78,7 +78,7 @@ def test_rules_and_routes_speak_of_the_same_alerts() -> None:
     assert {f'severity="{rule["labels"]["severity"]}"' for rule in rules} == routed
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_notification_text(tmp_path: Path) -> None:
     """The templates give a title with alert, run and count, then eight lines and what to do."""
     alerts = [

@@ -1,4 +1,4 @@
-"""The dashboards on a Prometheus that knows little: no query fails, no number is a zero by mistake, and a sentence says why."""
+"""The dashboards on a Prometheus with little data: no query fails, no number is a false zero, and empty panels say why."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from tests.support.scrape import Key, key, values
 from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter import start_exporter
 
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
 Json = dict[str, Any]
 
 CONFIGURATION = "global: {scrape_interval: 1h}\n"
 SCRAPES = 30
 SEVERAL, ONCE, NEVER = "several", "once", "never"
-"""A run that was scraped each second for half a minute, one that was scraped once, and one that nobody knows.
-
-Both are on a CPU with one rank, and Prometheus has no rules.
-"""
+"""A run scraped each second for half a minute, a run scraped once, and an unknown run; on a CPU, with one rank and no rules."""
 PANELS = [(board["title"], panel) for board in dashboards().values() for panel in each_panel(board)]
-PARAMETERS = pytest.mark.parametrize("panel", [panel for _, panel in PANELS], ids=[f"{b}: {p['title']}" for b, p in PANELS])
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that was told what a real exporter showed, as if it had scraped that."""
+    """Start a Prometheus with the samples of a real exporter as its data."""
     directory = tmp_path_factory.mktemp("little")
     file = directory / "scrapes.txt"
     file.write_text("\n".join([*scrapes(), "# EOF\n"]), encoding="utf-8")
@@ -45,14 +43,14 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 @pytest.fixture(scope="module")
 def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One without any data."""
+    """Start a Prometheus without data."""
     with running(tmp_path_factory.mktemp("nothing"), CONFIGURATION) as started:
         assert eventually(lambda: answers(started, "vector(1)"))
         yield started
 
 
 def answers(prometheus: Prometheus, expression: str) -> bool:
-    """Whether it is there, and an expression yields something."""
+    """Return whether Prometheus is ready and an expression yields data."""
     try:
         return prometheus.query(expression) != []
     except OSError:
@@ -60,7 +58,7 @@ def answers(prometheus: Prometheus, expression: str) -> bool:
 
 
 def scrapes() -> Iterator[str]:
-    """What an exporter shows after each of some steps, a second apart, the last one a moment ago; and after the first one only."""
+    """Yield the samples of an exporter after each step, a second apart until now, and after the first step only."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -81,7 +79,7 @@ def scrapes() -> Iterator[str]:
 
 
 def one_scrape(run: str, found: dict[Key, float], at: float) -> Iterator[str]:
-    """What an exporter shows, as samples of a moment, with what Prometheus adds."""
+    """Yield one scrape as OpenMetrics samples, with the series that Prometheus adds."""
     own = {"job": "training", "instance": f"{run}:9100", "run": run, "rank": "0"}
     for (name, labels), value in {**found, key("up"): 1.0, key("scrape_duration_seconds"): 0.01}.items():
         written = ",".join(f'{label}="{text}"' for label, text in (own | dict(labels)).items())
@@ -89,7 +87,7 @@ def one_scrape(run: str, found: dict[Key, float], at: float) -> Iterator[str]:
 
 
 def shown(prometheus: Prometheus, panel: Json, run: str = ALL) -> list[float]:
-    """All numbers that a panel gets, of the last minute or of now."""
+    """Return all numbers of a panel, of the last minute or of now."""
     found = []
     for target in panel["targets"]:
         chosen = {"job": ALL, "run": run, "rank": ALL, "layer": ALL}
@@ -102,64 +100,57 @@ def shown(prometheus: Prometheus, panel: Json, run: str = ALL) -> list[float]:
 
 
 def sentence(panel: Json) -> str:
-    """What the panel says where it has nothing to show."""
+    """Return the text of the panel when it is empty."""
     return str(panel["fieldConfig"]["defaults"].get("noValue", ""))
 
 
-@pytest.mark.process
-@PARAMETERS
-def test_nothing_is_shown_of_nothing(nothing: Prometheus, panel: Json) -> None:
-    """Without data, and so without a run of any name, no query fails, and none makes up a number."""
-    assert shown(nothing, panel) == []
+def test_nothing_is_shown_of_nothing(nothing: Prometheus) -> None:
+    """Without data no query fails, and none returns a number."""
+    assert [panel["title"] for _, panel in PANELS if shown(nothing, panel)] == []
 
 
-@pytest.mark.process
-@PARAMETERS
-def test_an_unknown_run_shows_nothing(prometheus: Prometheus, panel: Json) -> None:
-    """Beside others too."""
-    assert shown(prometheus, panel, NEVER) == [] or not any("$run" in target["expr"] for target in panel["targets"])
+def test_an_unknown_run_shows_nothing(prometheus: Prometheus) -> None:
+    """A run without series shows nothing, beside others too."""
+    of_runs = [panel for _, panel in PANELS if any("$run" in target["expr"] for target in panel["targets"])]
+    assert [panel["title"] for panel in of_runs if shown(prometheus, panel, NEVER)] == []
 
 
 KNOWN_ZEROS = {"Stalled for", "Layers in trouble", "Longest without activity"}
-"""Numbers that may be 0 after one scrape: what a run does and what its layers are is known at once."""
+"""Numbers that may be 0 after one scrape: the state of a run and its layers are known at once."""
 
 
-@pytest.mark.slow
-@PARAMETERS
-def test_one_scrape_makes_no_zero(prometheus: Prometheus, panel: Json) -> None:
-    """No query fails; what takes two scrapes is not 0 but absent."""
-    found = shown(prometheus, panel, ONCE)
-    if panel["type"] == "stat" and panel["title"] not in KNOWN_ZEROS:
-        assert 0.0 not in found
-    counts = all(re.search(r"\b(rate|increase)\(", target["expr"]) for target in panel["targets"])
-    if counts and not any("_over_time(" in target["expr"] for target in panel["targets"]):
-        assert found == []
+def test_one_scrape_makes_no_zero(prometheus: Prometheus) -> None:
+    """After one scrape no query fails, and a number that takes two scrapes is absent, not 0."""
+    for board, panel in PANELS:
+        found = shown(prometheus, panel, ONCE)
+        if panel["type"] == "stat" and panel["title"] not in KNOWN_ZEROS:
+            assert 0.0 not in found, (board, panel["title"])
+        counts = all(re.search(r"\b(rate|increase)\(", target["expr"]) for target in panel["targets"])
+        if counts and not any("_over_time(" in target["expr"] for target in panel["targets"]):
+            assert found == [], (board, panel["title"])
 
 
 def by_rules(expression: str) -> bool:
-    """Whether all that an expression asks for comes from rules; the size of the run only says which runs are chosen."""
+    """Return whether an expression reads series of rules only, apart from the size of the run."""
     names = set(re.findall(r"\b[a-z_]\w*(?::\w+)*(?=\{)", expression, re.IGNORECASE)) - {"torch_train_world_size"}
     return bool(names) and all(":" in name or name.startswith("ALERTS") for name in names)
 
 
-@pytest.mark.slow
-@PARAMETERS
-def test_a_sentence_says_what_is_missing(prometheus: Prometheus, panel: Json) -> None:
-    """The panel has one; it is true of a run that is there, and names the rules or the device where only these are missing."""
-    text, expressions = sentence(panel), [target["expr"] for target in panel["targets"]]
-    assert text
-    for run in (SEVERAL, ONCE):
-        if not shown(prometheus, panel, run):
-            assert text != "No run in this time range", run
-            assert text != "No run is being scraped now", run
-    if all(map(by_rules, expressions)):
-        assert "rules" in text
-    if all(re.search(r"\btorch_(gpu|cuda)_", expression) for expression in expressions):
-        assert re.search("GPU|CUDA", text)
+def test_a_sentence_says_what_is_missing(prometheus: Prometheus) -> None:
+    """The text of an empty panel is true of a present run, and names the rules or the device if only these are missing."""
+    for board, panel in PANELS:
+        text, expressions = sentence(panel), [target["expr"] for target in panel["targets"]]
+        assert text not in ("", "No data"), (board, panel["title"])
+        if text in ("No run in this time range", "No run is being scraped now"):
+            assert all(shown(prometheus, panel, run) for run in (SEVERAL, ONCE)), (board, panel["title"])
+        if all(map(by_rules, expressions)):
+            assert "rules" in text, (board, panel["title"])
+        if all(re.search(r"\btorch_(gpu|cuda)_", expression) for expression in expressions):
+            assert re.search("GPU|CUDA", text), (board, panel["title"])
 
 
 def test_a_run_without_ranks_gpus_and_rules_is_shown(prometheus: Prometheus) -> None:
-    """Only panels about what it does not have are empty."""
+    """Only panels about missing hardware, ranks, rules or events are empty."""
     empty = {panel["title"] for _, panel in PANELS if not shown(prometheus, panel, SEVERAL)}
     reasons = (
         "rules|GPU|CUDA|Needs|Every gradient|No error|No step|No chosen layer|No layer was dead|No layer was frozen|"

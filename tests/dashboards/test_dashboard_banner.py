@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import yaml
 from tests.support.grafana import ALL, dashboards, interpolated, panels
 from tests.support.tools import PATIENCE, REPOSITORY, find
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 PROMETHEUS = REPOSITORY / "dashboards" / "prometheus"
 QUERIES = {(query.dashboard, query.panel, query.ref): query.expr for board in dashboards().values() for query in panels(board)}
@@ -30,14 +31,14 @@ STATES = ("initialising", "training", "evaluating", "finished", "failed")
 
 
 def panel(title: str, ref: str = "A", *, span: str = "1h", dashboard: str = "Training overview", job: str = ALL) -> str:
-    """What Grafana asks for a panel, with all variables at All but `job`."""
+    """Return the query of a panel with all variables at All but `job`."""
     chosen = {"job": job, "run": ALL, "rank": ALL, "layer": ALL}
     return interpolated(QUERIES[dashboard, title, ref], chosen, "4m", span=span)
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of run a as Prometheus sees it, by the minute: from its first scrape up to its last one."""
+    """A process of run a in Prometheus, from the minute of its first scrape to that of its last one."""
 
     instance: str
     first: int
@@ -52,11 +53,11 @@ class Process:
     counted: tuple[tuple[str, float], ...] = ()
 
     def values(self, value: object) -> str:
-        """The same value at each scrape, and then none."""
+        """Return the same value at each scrape, and then none."""
         return f"{f'_x{self.first} ' if self.first else ''}{value}x{self.last - self.first} stale"
 
     def gauges(self) -> Iterator[tuple[str, str]]:
-        """What it shows beside its state."""
+        """Yield its gauges apart from the state."""
         start = 60 * (self.first if self.started is None else self.started)
         yield "torch_train_world_size", self.values(self.world)
         yield "torch_train_start_timestamp_seconds", self.values(start)
@@ -67,7 +68,7 @@ class Process:
             yield "torch_train_last_activity_timestamp_seconds", growing if self.active is None else self.values(60 * self.active)
 
     def series(self) -> Iterator[dict[str, str]]:
-        """All of it, and `up` of its target, which is 0 once it no longer answers."""
+        """Yield its series and `up` of its target, which is 0 after the last scrape."""
         target = f'job="{self.instance.partition(":")[0]}", instance="{self.instance}"'
         own = f'run="a", rank="{self.rank}", {target}'
         for state in STATES:
@@ -122,7 +123,14 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         text = json.dumps({"rule_files": rules, "evaluation_interval": "1m", "tests": tests})
         (folder / f"{name}.yml").write_text(text, encoding="utf-8")
     command = [find("promtool"), "test", "rules", *sorted(folder.iterdir())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        env=os.environ | {"GOGC": "off", "GOMEMLIMIT": "400MiB"},
+    )
     parts = re.split(r"^Unit Testing:  \S*/(\w+)\.yml$", done.stdout + done.stderr, flags=re.MULTILINE)
     said = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert said.keys() == SCENES.keys(), done.stdout + done.stderr
@@ -130,18 +138,18 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def state(number: int) -> dict[str, dict[str, float]]:
-    """The run's state, and the two alerts that are about one: each holds in its own state only."""
+    """Return the run's state and the two alerts about a state, each of which fires in its own state only."""
     fired = {"TrainingTargetDown": DOWN, "TrainingFailed": FAILED}
     alerts = {f"group({ALERTS[name]})": {"{}": 1.0} if number == own else {} for name, own in fired.items()}
     return {panel("State"): {'{run="a"}': number}, **alerts}
 
 
 FILE = Process("node:9100", 0, 300, "failed", active=10)
-"""What a rank that failed after 10 minutes left to node_exporter."""
+"""The text file of a rank that failed after 10 minutes."""
 
 BEFORE = [Process(f"train:{rank}", 0, 100, rank=rank, world=2) for rank in (0, 1)]
 ALONE = Process("train:2", 103, 300)
-"""Rank 0 of a run that goes on with one rank."""
+"""Rank 0 of a run that continues with one rank."""
 
 
 def shown_rank(number: float) -> Asked:
@@ -164,7 +172,7 @@ def failed_rank_is_failed() -> Iterator[Scene]:
 
 @scene
 def failure_before_an_elastic_restart_is_hidden() -> Iterator[Scene]:
-    """A failure that the run went on without is not shown."""
+    """A failure after which the run continued is not shown."""
     left = Process("node:9101", 0, 300, "failed", rank=1, active=10)
     yield of([left, Process("train:2", 20, 300)], 60, state(TRAINING))
 
@@ -252,7 +260,7 @@ def nan_before_the_first_scrape() -> Iterator[Scene]:
 
 
 def stalled(seconds: float) -> Asked:
-    """The stall by panel and by alert; the panel shows 0, which it calls No, where the alert is silent."""
+    """Return the stall by panel and by alert; the panel shows 0 where the alert is silent."""
     return {panel("Stalled for"): {'{run="a"}': seconds}, ALERTS["TrainingStalled"]: {'{run="a"}': seconds} if seconds else {}}
 
 

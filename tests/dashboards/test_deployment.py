@@ -25,7 +25,7 @@ Tree = Mapping[str, Any]
 
 
 def composed(directory: Path, **environment: str) -> Tree:
-    """The compose file as Docker Compose understands it: all defaults filled in, all paths whole. It needs no daemon for that."""
+    """Return the compose file as Docker Compose resolves it, without a daemon."""
     command = [find("docker-compose"), "-f", directory / "compose.yaml", "config", "--format", "json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -35,7 +35,7 @@ def composed(directory: Path, **environment: str) -> Tree:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All that the command `assets` writes."""
+    """Return the folder that the command `assets` writes."""
     directory = tmp_path_factory.mktemp("assets")
     assert cli.main(["assets", "--out", str(directory)]) == 0
     return directory
@@ -43,29 +43,30 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def services(written: Path) -> Tree:
-    """The services of the compose file that `assets` has written."""
+    """Return the services of the compose file that `assets` writes."""
     found: Tree = composed(written)["services"]
     assert tuple(sorted(found)) == SERVICES
     return found
 
 
 def on_host(service: Tree, path: str) -> Path:
-    """Where a path in a container is on the host."""
+    """Return the path on the host of a path in a container."""
     for volume in service["volumes"]:
         if volume["type"] == "bind" and PurePosixPath(path).is_relative_to(volume["target"]):
             return Path(volume["source"]) / PurePosixPath(path).relative_to(volume["target"])
     pytest.fail(f"nothing is mounted at {path}")
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_images_have_exact_versions(services: Tree) -> None:
-    """Each is the project's own image, of one version to the last number."""
+    """Each image is the project's own, with an exact version."""
     for name, image in (("prometheus", "prom/prometheus"), ("alertmanager", "prom/alertmanager"), ("grafana", "grafana/grafana")):
         assert re.fullmatch(rf"{image}:v?\d+\.\d+\.\d+", services[name]["image"])
 
 
+@pytest.mark.server
 def test_services_are_for_this_host_alone(services: Tree) -> None:
-    """Every port is bound to the loopback address, and to the same number as in the container."""
+    """Every port is bound to the loopback address, with the same number as in the container."""
     ports = {name: [(each["host_ip"], each["published"], each["target"]) for each in services[name]["ports"]] for name in SERVICES}
     assert ports == {
         "alertmanager": [("127.0.0.1", "9093", 9093)],
@@ -74,8 +75,9 @@ def test_services_are_for_this_host_alone(services: Tree) -> None:
     }
 
 
+@pytest.mark.server
 def test_services_are_watched_and_keep_their_data(services: Tree) -> None:
-    """Each has a health check against its own port, a named volume for its data, and what it reads of ours read-only."""
+    """Each service has a health check on its port, a named volume for its data, and read-only mounts of our files."""
     for name in SERVICES:
         (port,) = services[name]["ports"]
         assert f"http://127.0.0.1:{port['target']}/" in services[name]["healthcheck"]["test"][-1]
@@ -84,8 +86,9 @@ def test_services_are_watched_and_keep_their_data(services: Tree) -> None:
         assert all(each.get("read_only") for each in services[name]["volumes"] if each["type"] == "bind")
 
 
+@pytest.mark.server
 def test_there_is_no_secret_and_no_known_password(services: Tree) -> None:
-    """No variable holds a secret, and Grafana makes no account, so that none has the well-known password."""
+    """No variable holds a secret, and Grafana creates no account with the default password."""
     variables = {key: value for service in services.values() for key, value in (service.get("environment") or {}).items()}
     assert not [key for key in variables if re.search("PASSWORD|SECRET|TOKEN|KEY", key) and not key.endswith("__FILE")]
     assert variables["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
@@ -93,8 +96,9 @@ def test_there_is_no_secret_and_no_known_password(services: Tree) -> None:
     assert variables["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
 
 
+@pytest.mark.server
 def test_everything_that_is_mounted_or_named_is_there(services: Tree) -> None:
-    """Each folder on the host exists, and so does each file that a command, a variable or a provider names in a container."""
+    """Each mounted folder exists, and each file that a command, a variable or a provider names."""
     for service in services.values():
         assert [each["source"] for each in service["volumes"] if each["type"] == "bind" and not Path(each["source"]).is_dir()] == []
     for name in ("prometheus", "alertmanager"):
@@ -109,9 +113,9 @@ def test_everything_that_is_mounted_or_named_is_there(services: Tree) -> None:
     assert "training.json" in found
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_sd_dir_is_mounted_into_prometheus(written: Path, tmp_path: Path) -> None:
-    """With TORCH_GRAD_EXPORTER_SD_DIR, the exporter's own variable, that folder is mounted in the place of the fixed target."""
+    """TORCH_GRAD_EXPORTER_SD_DIR replaces the folder of the fixed target."""
     for environment, folder in (
         ({}, written / "provisioning" / "targets"),
         ({"TORCH_GRAD_EXPORTER_SD_DIR": str(tmp_path)}, tmp_path),
@@ -122,7 +126,7 @@ def test_sd_dir_is_mounted_into_prometheus(written: Path, tmp_path: Path) -> Non
 
 
 def test_the_data_source_is_fixed_in_one_place() -> None:
-    """The uids of the data sources stand in their own file alone, and Grafana knows the scrape interval that Prometheus has."""
+    """The uids of the data sources occur in one file, and Grafana has the scrape interval of Prometheus."""
     sources = yaml.safe_load((PROVISIONING / "grafana" / "datasources" / "prometheus.yaml").read_text())["datasources"]
     by_type = {each["type"]: each for each in sources}
     uids = {each["uid"] for each in sources}
@@ -134,8 +138,9 @@ def test_the_data_source_is_fixed_in_one_place() -> None:
     assert by_type["prometheus"]["jsonData"]["timeInterval"] == prometheus["global"]["scrape_interval"]
 
 
+@pytest.mark.server
 def test_services_find_each_other(services: Tree) -> None:
-    """The addresses in the configurations are names of services, with the ports that these listen on."""
+    """The addresses in the configurations are the names and ports of the services."""
     prometheus = yaml.safe_load((PROVISIONING / "prometheus" / "prometheus.yml").read_text())
     sources = yaml.safe_load((PROVISIONING / "grafana" / "datasources" / "prometheus.yaml").read_text())["datasources"]
     asked = [each["url"].removeprefix("http://") for each in sources]
@@ -160,7 +165,7 @@ def test_prometheus_loads_what_is_provisioned(tmp_path: Path) -> None:
 
 
 def targets(real: Prometheus) -> dict[str, str]:
-    """What Prometheus scrapes, by job; nothing before it answers."""
+    """Return the targets of Prometheus by job; empty before it is ready."""
     with contextlib.suppress(OSError):
         data = real.get("/api/v1/targets")
         assert isinstance(data, dict)
@@ -169,19 +174,19 @@ def targets(real: Prometheus) -> dict[str, str]:
 
 
 def rule_files(directory: Path) -> list[Path]:
-    """The files of rules that `assets` has written."""
+    """Return the rule files that `assets` writes."""
     return [path for path in sorted((directory / "prometheus").glob("*.yml")) if re.search(r"\.(rules|alerts)\.yml$", path.name)]
 
 
 def manifests(path: Path) -> list[Tree]:
-    """The documents of a file for Kubernetes."""
+    """Return the documents of a manifest."""
     found: list[Tree] = list(yaml.safe_load_all(path.read_text()))
     return found
 
 
 @pytest.mark.slow
 def test_names_in_kubernetes_are_allowed_and_differ(written: Path) -> None:
-    """Each object has a name that Kubernetes takes, of its own within its kind."""
+    """Each object has a valid name, unique within its kind."""
     objects = [each for path in sorted((written / "kubernetes").iterdir()) for each in manifests(path)]
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
     assert len(set(names)) == len(names)
@@ -190,7 +195,7 @@ def test_names_in_kubernetes_are_allowed_and_differ(written: Path) -> None:
         assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_custom_resources_match_the_operator(written: Path) -> None:
     """Models of the operator's definitions accept each PodMonitor and PrometheusRule."""
     from cloudcoil.models.prometheus_operator import v1  # noqa: PLC0415 - takes seconds
@@ -205,9 +210,9 @@ def test_custom_resources_match_the_operator(written: Path) -> None:
             assert model.model_dump(mode="json", by_alias=True, exclude_unset=True) == document
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_rules_in_kubernetes_are_those_of_prometheus(written: Path, tmp_path: Path) -> None:
-    """Each PrometheusRule has the groups of one file, and promtool takes them."""
+    """Each PrometheusRule has the groups of one file, and promtool accepts them."""
     documents = manifests(written / "kubernetes" / "rules.yaml")
     assert [each["spec"] for each in documents] == [yaml.safe_load(path.read_text()) for path in rule_files(written)]
     for number, document in enumerate(documents):
@@ -219,7 +224,7 @@ def test_rules_in_kubernetes_are_those_of_prometheus(written: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_dashboards_in_kubernetes_are_those_of_grafana(written: Path) -> None:
-    """Each dashboard is a ConfigMap that Grafana's sidecar takes, unchanged and below the limit of 1 MiB."""
+    """Each dashboard is an unchanged ConfigMap with the label of Grafana's sidecar, below the limit of 1 MiB."""
     documents = manifests(written / "kubernetes" / "dashboards.yaml")
     found = {name: text for document in documents for name, text in document["data"].items()}
     assert found == {path.name: path.read_text() for path in (written / "grafana").glob("*.json")}
@@ -231,7 +236,7 @@ def test_dashboards_in_kubernetes_are_those_of_grafana(written: Path) -> None:
 
 
 def test_pods_are_scraped_as_the_rules_need_it(written: Path) -> None:
-    """Eight ports of each kind of job, no pod by both: `run` and `rank` of the series stay, and the target has the run too."""
+    """Each monitor scrapes eight ports of a kind of job, keeps `run` and `rank`, and no pod is scraped by both."""
     monitors = manifests(written / "kubernetes" / "podmonitor.yaml")
     keys = {}
     for monitor in monitors:

@@ -61,24 +61,6 @@ def test_every_duration_of_the_rules_can_be_read() -> None:
     assert max(found) == dt.timedelta(hours=1).total_seconds()
 
 
-def test_a_problem_begins_after_its_for() -> None:
-    """A problem begins once, at the first evaluation after its `for`."""
-    episodes = Followed(SLOW)
-    begun = [now for now in range(100) if episodes.told([slow], now)]
-    assert begun == [60]
-
-
-def test_flapping_in_keep_firing_for_is_one_problem() -> None:
-    """A problem that comes and goes within `keep_firing_for` begins once and ends after it."""
-    episodes = Followed(SLOW)
-    changes = []
-    for now in range(400):
-        holds = now <= 60 or (now < 300 and now // 20 % 2 == 1)
-        changes += [(now, begins) for begins, _, _ in episodes.told([slow] if holds else [], now)]
-    last_held = max(now for now in range(300) if now // 20 % 2 == 1)
-    assert changes == [(60, True), (last_held + 30, False)]
-
-
 @pytest.mark.slow
 def test_any_history_is_judged_as_by_a_naive_loop() -> None:
     """For random histories, begins and ends are those of a loop over the whole past as Prometheus describes it."""
@@ -139,13 +121,6 @@ def test_findings_of_one_kind_are_one_problem() -> None:
     ((_, problem),) = episodes.changes(both, 0)
     assert problem.text == "Device 0. Device 1."
     assert episodes.told(both[1:], 1) == []
-
-
-def test_an_alert_of_the_run_is_one_problem() -> None:
-    """An alert of the whole run is one problem, whichever layer its text names."""
-    episodes = Followed(AT_ONCE)
-    assert len(episodes.changes([Problem("AtOnce", "critical", "In a, b.", "a", ("b",))], 0)) == 1
-    assert episodes.changes([Problem("AtOnce", "critical", "In b.", "b")], 1) == []
 
 
 def test_the_end_ends_what_no_longer_holds() -> None:

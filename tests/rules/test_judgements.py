@@ -1,9 +1,8 @@
-"""The two judgements of each rule agree: of generated histories promtool says the same as a process does of itself.
+"""The two judgements of each rule agree: promtool and a process find the same in generated histories.
 
-Histories lie on one grid: Prometheus scrapes each minute, and the process remembers at the same moments. What is left is a band in
-which the two may differ. `increase` extrapolates over the ends of a series that is younger than its window: where a process would
-judge otherwise with all thresholds 15 % higher or lower, the two are not compared. A window of Prometheus 2 has both its ends, one
-of Prometheus 3 the last alone: nor are they compared where a process would judge otherwise had it remembered a second later.
+Prometheus scrapes each minute, and the process remembers at the same moments. The two are not compared where the process would
+judge otherwise with all thresholds 15 % higher or lower, as `increase` extrapolates over the ends of a short series, nor where it
+would judge otherwise a second later, as a window of Prometheus 2 has both its ends and one of Prometheus 3 only the last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.rules import THRESHOLDS, Watch
 
 MINUTE = 60
-STORIES = 80
+STORIES = 40
 """Histories of one seed."""
 
 BAND = 0.15
@@ -203,7 +202,7 @@ def scaled(story: Story, by: float, limits: Mapping[str, float]) -> Problems:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1,))])
 def test_promtool_and_the_process_judge_alike(seed: int, tmp_path: Path) -> None:
     """For each random history and alert, promtool and the process find the same layers, outside of the band."""
     chance = Chance(seed)

@@ -13,7 +13,6 @@ from tests.inspection.nan_origin.causes import NAN, Function, around
 from tests.matrix.harness import OTHERS
 from tests.support.tools import find
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.rules.origin import origin
 
 ALERTS = Path(__file__).parents[2] / "dashboards/prometheus"
 TIME = {"run": "a", "rank": "0", "job": "t", "instance": "h:0"}
@@ -84,23 +83,3 @@ def test_an_alerts_description_names_the_place(alert: str, group: str, metric: s
     file.write_text(yaml.safe_dump(whole), encoding="utf-8")
     done = subprocess.run([find("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_place_goes_before_a_parameter() -> None:
-    """Of several places the last one that is not a parameter counts."""
-    places = {("a", "forward", "nan"): 3.0, ("b", "backward", "inf"): 9.0, ("c", "parameter", "nan"): 10.0}
-
-    class Table:
-        def items(self) -> list[tuple[tuple[str, str, str], float]]:
-            return [*places.items()]
-
-    class Values:
-        def table(self, _spec: object) -> Table:
-            return Table()
-
-    class Context:
-        values = Values()
-
-    assert origin(Context()) == "b gave Inf in the backward, at step 9. "  # type: ignore[arg-type]
-    places.clear()
-    assert origin(Context()) == ""  # type: ignore[arg-type]

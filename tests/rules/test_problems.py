@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from tests.rules.test_rules import ALERTS, promtool, rules
 from tests.rules.test_rules import RULES as RECORDS
 from tests.support.catalogue import by_constant
 from torch_grad_exporter.collectors.training import STATES
-from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
+from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.rules import Problem, Values, Watch, memory
 from torch_grad_exporter.rules.context import LAYERS, THRESHOLDS
 from torch_grad_exporter.rules.watch import RULES, SEVERITIES
@@ -477,20 +476,13 @@ CASES = {
         "CudaMemoryFragmented",
         "info",
         [run(**device(CUDA_MEMORY_INACTIVE_SPLIT=301, CUDA_MEMORY_RESERVED=1000))],
-        [
-            run(**device(CUDA_MEMORY_INACTIVE_SPLIT=300, CUDA_MEMORY_RESERVED=1000)),
-            run(**device(CUDA_MEMORY_INACTIVE_SPLIT=0, CUDA_MEMORY_RESERVED=0)),
-            run("finished", **device(CUDA_MEMORY_INACTIVE_SPLIT=301, CUDA_MEMORY_RESERVED=1000)),
-        ],
+        [run(**device(CUDA_MEMORY_INACTIVE_SPLIT=split, CUDA_MEMORY_RESERVED=of)) for split, of in ((300, 1000), (0, 0))],
     ),
     "throttled": case(
         "GpuThrottled",
         "warning",
         [run(**gpu(GPU_THROTTLED__hw_thermal=grows(0.101)))],
-        [
-            run(**gpu(GPU_THROTTLED__hw_thermal=grows(0.099), GPU_THROTTLED__power=grows(1), GPU_THROTTLED__sync_boost=grows(1))),
-            run(age=300, **gpu(GPU_THROTTLED__hw_thermal=900)),
-        ],
+        [run(**gpu(GPU_THROTTLED__hw_thermal=grows(0.099), GPU_THROTTLED__power=grows(1), GPU_THROTTLED__sync_boost=grows(1)))],
     ),
     "memory errors": case(
         "GpuEccErrors",
@@ -499,7 +491,6 @@ CASES = {
         [
             run(**gpu(GPU_ECC_ERRORS__uncorrected=7, GPU_ECC_ERRORS__corrected=jump(9))),
             run(**gpu(GPU_ECC_ERRORS__uncorrected=jump(8, before=7, ago=3660))),
-            run(age=300, **gpu(GPU_ECC_ERRORS__uncorrected=7)),
         ],
     ),
     "underused": case(
@@ -510,51 +501,33 @@ CASES = {
             run(**gpu(GPU_UTILIZATION=0.5)),
             run(**gpu(GPU_UTILIZATION=jump(0, before=1.0, ago=60))),
             run(once_trained(660), **gpu(GPU_UTILIZATION=0.0)),
-            starting(**gpu(GPU_UTILIZATION=0.0)),
         ],
     ),
-    "host memory": case("HostMemoryPressure", "warning", [run(**host(99.0))], [run(**host(100.0)), run("finished", **host(99.0))]),
-    "container memory": case(
-        "HostMemoryPressure",
-        "warning",
-        [run(**container(901))],
-        [run(**container(900)), run(CONTAINER_MEMORY_LIMIT=1000.0, **host(1.0))],
-    ),
+    "host memory": case("HostMemoryPressure", "warning", [run(**host(99.0))], [run(**host(100.0))]),
+    "container memory": case("HostMemoryPressure", "warning", [run(**container(901))], [run(**container(900))]),
     "over budget": case(
         "ExporterOverBudget",
         "warning",
         [run(**budget(0.0121, 0.0121))],
-        [
-            run(**budget(0.012, 0.5)),
-            run(**budget(0.03, 0.0119)),
-            run(**budget(0.5, 0.5, budget=0)),
-            run("finished", **budget(1, 1)),
-        ],
+        [run(**budget(0.012, 0.5)), run(**budget(0.03, 0.0119)), run(**budget(0.5, 0.5, budget=0))],
     ),
     "longest interval": case(
         "ExporterBlind",
         "warning",
         [run(**interval(4096, taken=9, samples=9, EXPORTER_OVERHEAD_BUDGET=0.01))],
-        [
-            run(**interval(4095, taken=9, samples=9, EXPORTER_OVERHEAD_BUDGET=0.01)),
-            run(**interval(8192, taken=9, samples=9)),
-        ],
+        [run(**interval(4095, taken=9, samples=9, EXPORTER_OVERHEAD_BUDGET=0.01)), run(**interval(8192, taken=9, samples=9))],
     ),
     "no samples": case(
         "ExporterBlind",
         "warning",
         [run(**interval(10, taken=21, samples=0)), run(**interval(10, taken=grows(22.5 / 1800), samples=5))],
-        [
-            run(**interval(10, taken=20, samples=0)),
-            run(**interval(10, taken=grows(18.9 / 1800), samples=5)),
-            run(**interval(10, taken=grows(1), samples=jump(6, before=5, ago=1740))),
-        ],
+        [run(**interval(10, taken=20, samples=0)), run(**interval(10, taken=grows(18.9 / 1800), samples=5))],
     ),
     "failing": case(
         "ExporterCollectorFailing",
         "warning",
         [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 0.0, ("host",): 1.0})],
-        [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 1.0}), run("finished", EXPORTER_COLLECTOR_SUCCESS={("gpu",): 0.0})],
+        [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 1.0})],
     ),
     "losing samples": case("ExporterSkippingSamples", "warning", [run(**lost(0.101))], [run(**lost(0.099)), run(**lost(0.0))]),
     "not clipped": case(
@@ -587,31 +560,14 @@ CASES = {
     "action failing": case(
         "ActionFailing",
         "warning",
-        [
-            run(EXPORTER_ACTIONS={("tell", "failed"): jump(1), ("tell", "done"): jump(5)}),
-            run("evaluating", EXPORTER_ACTIONS={("Stop", "refused"): jump(2, before=1), ("Stop", "failed"): jump(1)}),
-            run(age=599, EXPORTER_ACTIONS={("tell", "failed"): 1.0}),
-        ],
-        [
-            run(EXPORTER_ACTIONS={("tell", "done"): jump(1), ("tell", "dropped"): jump(1), ("tell", "failed"): 3.0}),
-            run(EXPORTER_ACTIONS={("tell", "failed"): jump(1, ago=660)}),
-            run("finished", EXPORTER_ACTIONS={("tell", "failed"): jump(1)}),
-            run(age=600, EXPORTER_ACTIONS={("tell", "failed"): 1.0}),
-        ],
+        [run(EXPORTER_ACTIONS={("tell", "failed"): jump(1), ("tell", "done"): jump(5)})],
+        [run(EXPORTER_ACTIONS={("tell", "done"): jump(1), ("tell", "dropped"): jump(1), ("tell", "failed"): 3.0})],
     ),
     "notifications failing": case(
         "NotificationsFailing",
         "warning",
-        [
-            run(EXPORTER_NOTIFICATIONS={("log", "sent"): jump(5), ("webhook", "failed"): jump(1)}),
-            run(EXPORTER_NOTIFICATIONS={("webhook", "failed"): jump(3), ("webhook", "dropped"): jump(3)}),
-            run(age=599, EXPORTER_NOTIFICATIONS={("webhook", "dropped"): 1.0}),
-        ],
-        [
-            run(EXPORTER_NOTIFICATIONS={("webhook", "sent"): jump(1), ("webhook", "failed"): 3.0}),
-            run(EXPORTER_NOTIFICATIONS={("webhook", "failed"): jump(1, ago=660)}),
-            run("finished", EXPORTER_NOTIFICATIONS={("webhook", "failed"): jump(1)}),
-        ],
+        [run(EXPORTER_NOTIFICATIONS={("webhook", result): jump(3)}) for result in ("failed", "dropped")],
+        [run(EXPORTER_NOTIFICATIONS={("webhook", "sent"): jump(1), ("webhook", "failed"): 3.0})],
     ),
     "folded": case("ExporterFoldedLayers", "info", [run(EXPORTER_LAYERS_FOLDED=1.0)], [run(EXPORTER_LAYERS_FOLDED=0.0)]),
 }
@@ -625,24 +581,6 @@ def test_a_rule_fires_beyond_its_limits_only(case: Case) -> None:
         assert sorted(story.found) == sorted([case.problem, *case.beside])
     for story in case.right:
         assert story.found == []
-
-
-SAID = re.compile(r"([\d.]+)(%| minutes| seconds)?")
-UNITS = {"%": 0.01, " minutes": 60.0, " seconds": 1.0, "": 1.0}
-
-WITHOUT_A_NUMBER = {"TrainingFailed", "TrainingStoppedItself", "ExporterCollectorFailing"}
-"""Alerts on what is or is not; of the others some conditions have no number either."""
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_problems_value_stands_in_its_text(case: Case) -> None:
-    """The value of a problem stands in its text, rounded."""
-    for problem in (problem for story in case.wrong for problem in story.problems):
-        if problem.value is None or problem.layer is not None:
-            continue
-        assert problem.alert not in WITHOUT_A_NUMBER
-        said = [(float(text.rstrip(".")), UNITS[unit]) for text, unit in SAID.findall(problem.text) if text != "."]
-        assert any(abs(problem.value / unit - number) <= 0.5 for number, unit in said), (problem.value, problem.text)
 
 
 # The alert rules
@@ -666,13 +604,6 @@ NOT_HERE = {
 def shipped() -> dict[tuple[str, str], str]:
     """The expression of each alert and severity."""
     return {(rule["alert"], rule["labels"]["severity"]): rule["expr"] for path in ALERTS for rule in rules(path)}  # type: ignore[index]
-
-
-def numbers(expression: str) -> tuple[float, ...]:
-    """Return all numbers in an expression but 0 and 1, durations in seconds."""
-    found = re.findall(r"(?<![\w:.])(\d[\d.]*(?:e-?\d+)?)([smhd]?)\b", re.sub(r'"[^"]*"', "", expression))
-    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-    return tuple(float(number) * units[unit] for number, unit in found if unit or number not in ("0", "1"))
 
 
 def test_each_alert_is_judged_or_cannot_be() -> None:
@@ -708,7 +639,7 @@ def told(found: Iterable[tuple[str, str, str | None]], alert: str, severity: str
 
 @pytest.mark.server
 def test_promtool_says_the_same(tmp_path: Path) -> None:
-    """In each of the runs above, promtool finds each alert for the same layers as the process."""
+    """In each of these runs promtool finds each alert for the same layers as the process."""
     stories = {
         f"{name}, {kind} {number}": story
         for name, case in CASES.items()
@@ -746,24 +677,11 @@ def test_nothing_known_is_nothing_wrong() -> None:
         assert watch.rates(values, NOW + 60) == {}
 
 
-def test_an_absent_state_is_unknown() -> None:
-    """Without the collector `training` only problems that need no state are found."""
-    unknown = made(
-        None, GRAD_NONFINITE_STEPS={("a", "stepped"): 1.0}, TRAIN_LAST_ACTIVITY_TIMESTAMP=NOW, **layer(GRAD_DEAD_RATIO=1.0)
-    )
-    assert unknown.state() is None
-    assert made("initialising").state() == "initialising"
-    told = [(problem.alert, problem.layer) for problem in Watch().problems(unknown, NOW)]
-    assert told == [("TrainingNonFiniteGradients", None), ("LayerDead", "x")]
-    assert Watch().problems(made(None), NOW) == []
-
-
 def test_the_worst_stands_first() -> None:
     """Critical problems come before warnings, and these before information."""
     metrics = {"EXPORTER_LAYERS_FOLDED": 1.0, "TRAIN_LOSS_NONFINITE": 1.0, "TRAIN_LOSS_SPIKES": 3.0}
     severities = [one.severity for one in Watch().problems(made(**metrics, **layer(GRAD_DEAD_RATIO=0.6)), NOW)]
     assert severities == ["critical", "warning", "info", "info"]
-    assert SEVERITIES == ("critical", "warning", "info")
 
 
 def test_many_layers_are_summarized() -> None:
@@ -774,41 +692,20 @@ def test_many_layers_are_summarized() -> None:
     assert [problem.value for problem in told] == [1.0] * LAYERS + [None]
     text = "Layer <img src=x>: more than 90 % of its units are dead."
     assert replace(told[0], first_steps="") == Problem("LayerDead", "warning", text, "<img src=x>")
-    (rule,) = [rule for rule in RULES if rule.name == "LayerDead"]
-    assert {problem.first_steps for problem in told} == {rule.first_steps}
     assert told[-1].text.startswith("42 more layers: ")
     assert (told[0].others, told[-1].others) == ((), tuple(names[LAYERS:]))
-    nine = Watch().problems(made(GRAD_DEAD_RATIO={(name,): 1.0 for name in names[:9]}), NOW)
-    assert nine[-1].text == "1 more layer: more than 90 % of its units are dead."
 
 
-@pytest.mark.parametrize(
-    ("counts", "words", "layer", "others"),
-    [
-        ({}, "", None, ()),
-        ({("b", "nan"): 4.0}, ", in b", "b", ()),
-        ({("e", "inf"): 4.0, ("b", "nan"): 1.0, ("a", "inf"): 2.0}, ", in a, b, e", "a", ("b", "e")),
-        ({(name, "inf"): 4.0 for name in "bcdef"}, ", in b, c, d and 2 more", "b", ("c", "d", "e", "f")),
-    ],
-    ids=["none", "one", "three", "five"],
-)
-def test_nonfinite_layers_are_named(
-    counts: Mapping[tuple[str, str], float], words: str, layer: str | None, others: tuple[str, ...]
-) -> None:
+def test_nonfinite_layers_are_named() -> None:
     """A problem names the layers whose elements were not finite within the window, in the order of the model."""
     before = {(name, kind): 3e8 + 1 for kind in ("nan", "inf") for name in "abcdef"}
+    counts = {("e", "inf"): 4.0, ("b", "nan"): 1.0, ("a", "inf"): 2.0}
     after = {row: count + 1000 * counts.get(row, 0.0) for row, count in before.items()}
-    taken, skipped = outcomes(stepped=2.0), {"TRAIN_SKIPPED_STEPS": 30.0, **optimizer(TRAIN_STEPS=0.0), **outcomes(skipped=30.0)}
-    told = []
-    for metrics in (taken, skipped):
-        watch = Watch()
-        watch.remember(made(GRAD_NONFINITE_ELEMENTS=before), NOW - 1000)
-        told += watch.problems(made(GRAD_NONFINITE_ELEMENTS=after, **metrics), NOW)
-    assert [one.text for one in told] == [
-        f"Gradients were NaN or Inf in 2 unskipped steps, in the last 5 minutes{words}.",
-        f"Gradients were NaN or Inf: 30 steps skipped and 0 taken in the last 10 minutes{words}.",
-    ]
-    assert {(one.layer, one.others) for one in told} == {(layer, others)}
+    watch = Watch()
+    watch.remember(made(GRAD_NONFINITE_ELEMENTS=before), NOW - 1000)
+    (told,) = watch.problems(made(GRAD_NONFINITE_ELEMENTS=after, **outcomes(stepped=2.0)), NOW)
+    assert told.text == "Gradients were NaN or Inf in 2 unskipped steps, in the last 5 minutes, in a, b, e."
+    assert (told.layer, told.others) == ("a", ("b", "e"))
 
 
 def test_a_window_is_no_longer_than_the_run() -> None:
@@ -819,12 +716,6 @@ def test_a_window_is_no_longer_than_the_run() -> None:
         assert texts[0] == f"The loss jumped 48 times {words}."
         assert texts[1].startswith("40% of the time since the start" if age == 60 else "40% of the time in the last 5 minutes")
         assert texts[2] == f"The global gradient norm spiked 3 times {words}."
-    norms = {("x",): 1e-9, ("y",): 0.0, ("z",): 1.0}
-    told = [(one.layer, one.text) for one in Watch().problems(made(GRAD_NORM=norms), NOW)]
-    assert told == [
-        ("y", "Layer y: its norm is zero."),
-        ("x", "Layer x: its norm is less than a ten-millionth of the largest layer's norm."),
-    ]
 
 
 # What is remembered
@@ -832,14 +723,10 @@ def test_a_window_is_no_longer_than_the_run() -> None:
 
 def test_a_new_counter_has_grown_from_zero() -> None:
     """A counter that is new has grown from zero."""
-    spikes = run(age=5, TRAIN_LOSS_SPIKES=3.0).found
-    assert spikes == [("LossSpike", "warning", None)]
     watch = Watch()
     watch.remember(made(GRAD_GLOBAL_NORM_SPIKES={("a",): 9.0}), NOW - 601)
     now = made(GRAD_GLOBAL_NORM_SPIKES={("a",): 9.0, ("b",): 3.0})
-    assert [problem.text for problem in watch.problems(now, NOW)] == [
-        "The global gradient norm spiked 3 times in the last 10 minutes."
-    ]
+    assert [problem.alert for problem in watch.problems(now, NOW)] == ["GradientExploding"]
 
 
 def test_hardware_counters_grow_from_the_first_look() -> None:
@@ -852,23 +739,12 @@ def test_hardware_counters_grow_from_the_first_look() -> None:
     assert texts == ["GPU 1: 2 uncorrected memory errors in the last hour."]
 
 
-def test_a_gpu_is_underused_only_after_five_minutes() -> None:
-    """Nothing is said of a GPU's use in the first five minutes."""
-    idle = gpu(GPU_UTILIZATION=0.0)
-    assert run(age=240, **idle).found == []
-    assert run(age=300, **idle).found == [("GpuUnderused", "info", None)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("metrics", "minutes", "alert"),
     [
         ({"TRAIN_LOSS_NONFINITE": 1.0}, 5, "TrainingNonFiniteLoss"),
-        ({"TRAIN_PHASE_SECONDS": {("data",): 9.0, ("forward",): 1.0}}, 5, "DataLoaderStarvation"),
         (optimizer(GRAD_GLOBAL_NORM_SPIKES=3.0), 10, "GradientExploding"),
-        (device(CUDA_ALLOC_RETRIES=1.0), 10, "CudaAllocRetries"),
-        ({"EXPORTER_ACTIONS": {("tell", "failed"): 1.0}}, 10, "ActionFailing"),
-        ({"EXPORTER_CAPTURES_SKIPPED": {("edited",): 9.0}}, 15, "ExporterSkippingSamples"),
         (gpu(GPU_ECC_ERRORS__uncorrected=1.0), 60, "GpuEccErrors"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -886,9 +762,6 @@ def test_a_counter_is_forgotten_after_its_window(metrics: dict[str, Any], minute
             told.append(second)
     assert told == [second for second in looks if second <= told[-1]]
     assert 60 * minutes - 5 <= told[-1] <= 60 * minutes + (memory.OFTEN if minutes <= 10 else memory.SELDOM)
-    assert 60 * minutes in {number for (name, _), text in shipped().items() if name == alert for number in numbers(text)} | {
-        memory.MINUTES_5
-    }
 
 
 @pytest.mark.slow
@@ -937,9 +810,6 @@ def test_a_clock_set_back_makes_nothing_wrong() -> None:
     back = NOW + 1200 - 3600
     watch.remember(old, back)
     assert watch.problems(old, back) == []
-    for second in range(15, 120, 15):
-        watch.remember(old, back + second)
-    assert watch.problems(old, back + 120) == []
     new = watch.problems(made(TRAIN_START_TIMESTAMP=NOW - 9e4, TRAIN_LOSS_NONFINITE=5.0), back + 120)
     assert [problem.text for problem in new] == ["The loss was NaN or Inf 1 time in the last 5 minutes."]
 
@@ -970,14 +840,3 @@ def test_rules_do_not_see_removed_layers() -> None:
     assert sum(value for _, value in values.rows(c.GRAD_NONFINITE_ELEMENTS)) == 521.0
     only = Values([Family(c.GRAD_CAPTURES, np.array([7.0]), LabelRows((("(removed)",),)))])
     assert only.table(c.GRAD_CAPTURES).rows == ()
-
-
-def test_memories_of_users_rules_are_exact() -> None:
-    """A counter above 2**24, remembered for a rule of the user, is not rounded."""
-    spec = Spec("others_total", Kind.COUNTER, "Of a rule from elsewhere.", ("layer",))
-    assert spec not in memory.REMEMBERED
-    remembered = memory.Memory(spec, 60.0)
-    remembered.remember(Values([family(spec, {("x",): 1e9 + 33})]), 0.0)
-    found = remembered.before(0.0)
-    assert found is not None
-    assert found[1].numbers.tolist() == [1e9 + 33]

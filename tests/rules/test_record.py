@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.rules.test_problems import Metrics, c, device, family, layer, optimizer
-from torch_grad_exporter.metrics.families import Spec
-from torch_grad_exporter.rules import RULES, Alert, Finding, Problem, Record, Rule, RuleContext, Values, Watch
-from torch_grad_exporter.rules.record import EVERY, MOST, Moment, Wrong
-from torch_grad_exporter.rules.values import Table
+from torch_grad_exporter.rules import Finding, Record, Rule, RuleContext, Values, Watch
+from torch_grad_exporter.rules.record import EVERY, Moment, Wrong
 
 Rows = float | Mapping[tuple[str, ...], float]
 
@@ -89,32 +87,6 @@ def test_memory_does_not_count_in_samples() -> None:
     """Memory that is full for 400 samples in no time is no problem yet."""
     record = Record()
     assert by_samples(record, 1, 400, HOST_MEMORY_TOTAL=100.0, HOST_MEMORY_AVAILABLE=1.0) == []
-    assert {rule.name for rule in RULES if rule.by_samples} == {
-        "TrainingNonFiniteLoss", "LossSpike", "DataLoaderStarvation", "TrainingNonFiniteGradients", "GradientExploding",
-        "GradientVanishing", "LayerDead", "LayerWithoutGradient", "LayerNotUpdating",
-    }  # fmt: skip
-
-
-def test_rules_by_samples_read_samples_only() -> None:
-    """Rules that count in samples read only metrics that are collected at samples."""
-    seen: set[Spec] = set()
-
-    class Reading(Values):
-        def table(self, spec: Spec) -> Table:
-            seen.add(spec)
-            return super().table(spec)
-
-        def one(self, spec: Spec, *labels: str) -> float | None:
-            seen.add(spec)
-            return super().one(spec, *labels)
-
-    watch = Watch([rule for rule in RULES if rule.by_samples], by_samples=True)
-    found = Reading([family(c.TRAIN_STATE, {("training",): 1.0}), family(c.GRAD_GLOBAL_NORM, {("",): 1.0})])
-    watch.problems(found, START)
-    names = {spec.name for spec in seen} - {"torch_gpu_utilization_ratio", "torch_nonfinite_origin_step"}
-    assert len(names) > 10
-    assert all(name.startswith(("torch_grad_", "torch_train_", "torch_weight_", "torch_layer_")) for name in names), names
-    assert not any(name.startswith("torch_grad_exporter_") for name in names)
 
 
 # By the clock
@@ -197,15 +169,6 @@ def test_rules_without_metrics_are_left_out() -> None:
     assert "TrainingFailed" in record.there
     record.of_scrape(values(TRAIN_PHASE_SECONDS={("data",): 1.0}), Moment(START, 1, 1), ())
     assert "DataLoaderStarvation" in record.there
-
-
-def test_the_number_of_problems_is_bounded() -> None:
-    """The number of recorded problems is bounded."""
-    rule = Rule(name="Each", alerts=(Alert("warning", "x", summary="Layer {{ $labels.layer }}."),))
-    record = Record([rule])
-    problems = [Problem("Each", "warning", "It is.", str(number)) for number in range(MOST + 5)]
-    record.of_scrape(values(), Moment(START, 1, 1), problems)
-    assert len(record.wrong) == MOST
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""Nine kinds of training under a real Prometheus with the shipped rules: one that is well, and what goes wrong in the others.
+"""Nine kinds of training under a real Prometheus with the shipped rules: a healthy one, and one with each fault.
 
-All train well at first, and the dashboards know them; then each goes its way. The waits of the alerts (`for`) are a sixtieth of
-those that are shipped, so that minutes are seconds; expressions and thresholds are the same.
+All train normally at first; then the faults begin. The `for` of each alert is a sixtieth of the shipped one; expressions and
+thresholds are the shipped ones.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import AGC, Event, Freeze, Log, MaxNorm, Measurements, ScaleLearningRate
 
 PACE = 0.12
-"""Seconds of a forward pass, but for what is computed."""
+"""Seconds that a forward pass sleeps."""
 LOADING = 0.015
-"""Seconds for which each batch lets wait."""
+"""Seconds that each batch takes."""
 BATCH, WIDTH = 16, 16
 CLIP = 0.5
 WARM_SAMPLES = 30
-"""More than any statistic needs before something goes wrong: a baseline of norms judges from its 20th sample on."""
+"""Samples before the faults: a baseline of norms needs 20."""
 DEAD_WINDOW = 20
 NAN_STEPS, EXPLODING_STEPS = 7, 5
-"""For how many steps gradients are NaN, or 10,000 times as large."""
+"""Steps with NaN gradients, and with gradients 10,000 times as large."""
 LAYERS = 292
 SLOWER = 2
-"""A straggler needs so many times the time of the other ranks."""
+"""Time of a step of the straggler over that of the other ranks."""
 
 CONFIGURATION = """
 global: {{scrape_interval: {scrape}s, scrape_timeout: 1s, evaluation_interval: 1s}}
@@ -59,7 +59,7 @@ scrape_configs:
 
 
 class Perceptron(torch.nn.Module):
-    """Three layers, the second beside a shortcut, so that it can be dead alone; the forward pass takes some time."""
+    """A slow model of three layers, the second with a residual connection, so that it can die alone."""
 
     def __init__(self, pace: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Perceptron(torch.nn.Module):
 
 
 class Deep(torch.nn.Module):
-    """292 layers, each of which hands on a little less of the gradient: over all of them five decades."""
+    """A model of 292 layers whose gradient falls by five decades from the last to the first."""
 
     def __init__(self, pace: float) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Deep(torch.nn.Module):
 
 
 class Training:
-    """A rank's loop, a step at a time; what is public is for faults to change."""
+    """The training of a rank, one step at a time; faults change its attributes."""
 
     def __init__(self, name: str, rank: int, folder: str, hardware: Hardware | None) -> None:
         torch.manual_seed(rank)
@@ -115,13 +115,13 @@ class Training:
         self.loader = iter(self.exporter.watch_loader(_batches()))
         self.teacher = torch.randn(WIDTH, 4, generator=torch.Generator().manual_seed(7)) / 4
         self.factor = 1.0
-        """What each gradient is multiplied by."""
+        """Factor of each gradient."""
         for parameter in self.model.parameters():
             parameter.register_hook(lambda gradient: gradient * self.factor)
         self.steps = 0
 
     def step(self, *, loss: float | None = None) -> None:
-        """One step; `loss` is observed instead of what it is."""
+        """Make a step; observe `loss` instead of the real loss."""
         rate = 0.05 * min(1.0, (self.steps + 1) / 60) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, self.steps / 900)))
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad()
@@ -150,17 +150,17 @@ def _batches() -> Iterator[torch.Tensor]:
         yield torch.randn(BATCH, WIDTH)
 
 
-# What goes wrong: each goes on for ever, or ends.
+# Faults: each continues forever or ends the run.
 
 
 def well(training: Training) -> None:
-    """Nothing does."""
+    """Train without a fault."""
     while True:
         training.step()
 
 
 def nan_gradients(training: Training) -> None:
-    """For some steps the gradients are NaN, and the loss is."""
+    """Make some steps with NaN gradients and losses."""
     training.factor = math.nan
     for _ in range(NAN_STEPS):
         training.step(loss=math.nan)
@@ -169,7 +169,7 @@ def nan_gradients(training: Training) -> None:
 
 
 def exploding(training: Training) -> None:
-    """Five steps in a quarter of a second have gradients 10,000 times as large. Clipping keeps them from the weights."""
+    """Make five fast steps with gradients 10,000 times as large, which clipping keeps from the weights."""
     pace, training.model.pace = training.model.pace, 0.01  # type: ignore[assignment]
     training.factor = 1e4
     for _ in range(EXPLODING_STEPS):
@@ -180,32 +180,32 @@ def exploding(training: Training) -> None:
 
 
 def dead(training: Training) -> None:
-    """No unit of the second layer is ever above zero again."""
+    """Kill all units of the second layer."""
     with torch.no_grad():
         training.model.get_parameter("second.bias").fill_(-1e4)
     well(training)
 
 
 def failing(training: Training) -> None:
-    """An exception ends the run."""
+    """Fail with an exception."""
     training.step()
     raise RuntimeError
 
 
 def finishing(training: Training) -> None:
-    """The run ends as it should, at once."""
+    """Finish after a step."""
     training.step()
 
 
 def warming_up(training: Training) -> None:
-    """The GPU's values change from step to step, and heat holds it back for a tenth of the time."""
+    """Train on a fake GPU with changing values, throttled by heat for a tenth of the time."""
     while True:
         training.step()
         weather(training)
 
 
 def weather(training: Training) -> None:
-    """What the made GPU says after a step."""
+    """Change the values of the fake GPU after a step."""
     assert training.hardware is not None
     gpu, wave = training.hardware.gpu, math.sin(training.steps / 25)
     gpu.utilization, gpu.celsius = int(80 + 15 * wave), int(68 + 8 * wave)
@@ -216,9 +216,9 @@ def weather(training: Training) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A run: what it does after it has trained well, with how many ranks, which model, how fast, and the exporter's options.
+    """A kind of run: its fault, ranks, model, pace and the exporter's options.
 
-    `acts`: rules and conditions, and what is to be done on them. `unseen`: no scrape sees its end.
+    `acts`: pairs of rule or condition and action. `unseen`: no scrape sees its end.
     """
 
     then: Callable[[Training], None] = well
@@ -232,12 +232,12 @@ class Kind:
 
 
 def exploded(m: Measurements) -> bool:
-    """A norm was 100 times as large as it ever is."""
+    """Return whether a norm spiked."""
     return m.last("torch_grad_global_norm_spikes_total") > 0
 
 
 def broken(event: Event) -> None:
-    """An action that fails."""
+    """Fail as an action."""
     raise OSError(event.name)
 
 
@@ -270,17 +270,17 @@ RUNS: Mapping[str, Kind] = {
     "deep": Kind(model=Deep, pace=0.6),
     "gpu": Kind(warming_up, hardware=True, options={"every": "auto", "overhead_budget": 0.05}),
 }
-"""By the name of the run. The last rank of several is the slow one."""
+"""The runs by name. The last of several ranks is slow."""
 PROCESSES = sum(kind.ranks for kind in RUNS.values())
 ENDED = ("raises", "raises-lingers", "killed", "ends")
-"""Those that train no more once things have gone wrong."""
+"""Runs that end when the faults begin."""
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch_grad_exporter", "tests.support.nine_runs"])
 
 
 def _main(name: str, rank: int, folder: str, begin: Begin) -> None:
-    """The process of a rank."""
+    """Run the process of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     kind = RUNS[name]
@@ -311,7 +311,7 @@ def hide(port: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The Prometheus that watches, and the Unix times at which the runs were started and at which things went wrong."""
+    """Prometheus, and the Unix times at which the runs started and their faults began."""
 
     prometheus: Prometheus
     started: float
@@ -319,16 +319,15 @@ class Scene:
     scrape: int = 1
 
     def seconds(self) -> float:
-        """For how long there has been something to see."""
+        """Return the seconds since the runs started."""
         return time.time() - self.started
 
 
 @contextlib.contextmanager
 def running(directory: Path, scrape: int = 1) -> Iterator[Scene]:
-    """All runs, from the moment on at which things have gone wrong and Prometheus has seen which processes are gone.
+    """Start all runs, wait until their faults have begun and Prometheus has seen the ended ones, and yield the scene.
 
-    `scrape`: seconds from one scrape to the next. An exporter collects at most once in about a second, so that of the scrapes of
-    each second, every other one brings nothing new.
+    `scrape`: seconds between scrapes. An exporter collects about once a second, so faster scrapes show nothing new.
     """
     folder, rules = directory / "sd", directory / "rules"
     folder.mkdir()
@@ -354,13 +353,13 @@ def running(directory: Path, scrape: int = 1) -> Iterator[Scene]:
 
 
 def quickened(text: str) -> str:
-    """A file of rules that is evaluated each second, whose alerts wait a second for each minute."""
+    """Return a rule file evaluated each second, with a second for each minute of `for`."""
     text = re.sub(r"\binterval: \w+", "interval: 1s", text)
     return re.sub(r"^( +for: \d+)m$", r"\1s", text, flags=re.MULTILINE)
 
 
 def count(prometheus: Prometheus, expression: str) -> int:
-    """The value of an expression without labels; 0 where there is none, or no answer yet."""
+    """Return the value of an expression without labels; 0 without a series or an answer."""
     with contextlib.suppress(OSError):
         return sum(int(value) for _, value in prometheus.query(expression))
     return 0
