@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,19 +12,14 @@ import pytest
 from benchmarks import abuse_crowd, abuse_storm
 from benchmarks.abuse_clients import Manner, exchange
 from benchmarks.abuse_victim import Victim, kept, settled
-from benchmarks.scraped import SERIES
 from benchmarks.scraper import Scraper, outcome
-from tests.support.tools import PATIENCE, eventually
+from tests.support.tools import eventually
 
 SEND_BUFFER = Path("/proc/sys/net/ipv4/tcp_wmem")
 """The smallest, usual and largest size of what the kernel takes of an answer before the client reads it."""
 
 PACE = 0.005
 """Seconds between two steps of a victim, which leave the core to its server and to other tests."""
-
-
-SERIES_OF_AN_IDLE_LAYER = 23
-"""Of a layer that the last step gave no gradient: its counters and histogram."""
 
 
 @pytest.fixture(scope="module")
@@ -76,45 +70,32 @@ def test_clients_that_hang_up_leave_nothing() -> None:
 
 @pytest.mark.full
 def test_300_half_open_connections_are_closed(victim: Victim) -> None:
-    """Silent, dripping and endless connections are closed within 15 s; scrapes beside them take less than a second."""
-
-    def is_in_time() -> bool:
-        siege = abuse_crowd.besiege(victim)
-        result = abuse_crowd.complaints(siege)
-        assert all(" after " in item for item in result), result
-        assert (siege.connections, siege.outcomes) == (300, {"200"})
-        assert siege.largest >= 100  # they were there
-        return not result and len(siege.scrapes) >= 20
-
-    assert eventually(is_in_time)
+    """Silent, dripping and endless connections are all closed, and scrapes beside them are answered, without more threads."""
+    siege = abuse_crowd.besiege(victim)
+    # How long it takes is measured by `make soak`, on a machine without other work.
+    assert [item for item in abuse_crowd.complaints(siege) if " after " not in item] == []
+    assert siege.freed is not None
+    assert (siege.connections, siege.outcomes) == (300, {"200"})
+    assert siege.largest >= 100  # they were there
 
 
 # Many scrapes
 
 
 @pytest.mark.full
-def test_50_scrapes_a_second_beside_training() -> None:
-    """With 10,000 series all scrapes are answered with 200 while the training goes on, and nothing is left."""
-    with Victim(layers=SERIES // SERIES_OF_AN_IDLE_LAYER, pace=PACE) as victim:
-        assert outcome(victim.url) == "200"
-        before = victim.state()
-        scraper = Scraper(victim.url, 50.0)
-        began = time.monotonic()
-        with scraper.on():
-            assert eventually(lambda: time.monotonic() > began + 1 and victim.state().steps > before.steps + 20)
-        took = time.monotonic() - began
-        scrapes = scraper.end()
-        series = sum(not line.startswith(b"#") for line in lines(victim.url))
-        after = settled(victim, before)  # the last answer may still be closing
-        assert set(scrapes.outcomes) == {"200"}
-        # No faster than they are answered, on a machine with other work.
-        assert scrapes.outcomes["200"] >= 0.6 * took / max(0.02, np.diff(scrapes.moments).mean())
-        assert series >= 9500
-        assert kept(before, after) == []
-        assert victim.log() == ""
-
-
-def lines(url: str) -> list[bytes]:
-    """A scrape."""
-    with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
-        return list(answer)
+def test_50_scrapes_a_second_beside_training(victim: Victim) -> None:
+    """All of 50 scrapes a second are answered with 200 while the training goes on, and nothing is left."""
+    assert outcome(victim.url) == "200"
+    before = victim.state()
+    scraper = Scraper(victim.url, 50.0)
+    began = time.monotonic()
+    with scraper.on():
+        assert eventually(lambda: time.monotonic() > began + 1 and victim.state().steps > before.steps + 20)
+    took = time.monotonic() - began
+    scrapes = scraper.end()
+    after = settled(victim, before)  # the last answer may still be closing
+    assert set(scrapes.outcomes) == {"200"}
+    # No faster than they are answered, on a machine with other work.
+    assert scrapes.outcomes["200"] >= 0.6 * took / max(0.02, np.diff(scrapes.moments).mean())
+    assert kept(before, after) == []
+    assert victim.log() == ""
