@@ -54,22 +54,6 @@ def test_thousands_of_siblings_are_shown_in_ranges() -> None:
     assert table.folded == 3000
 
 
-@pytest.mark.slow
-def test_freezing_renames_no_other_layer() -> None:
-    """An unchanged model keeps its labels, and freezing a layer renames no other."""
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(1000)])
-    index = LayerIndex({"": model})
-    before = index.table
-    assert before.layers[:2] == ("0-4", "5-9")
-    assert len(before.layers) == 200
-    assert index.refresh() is before
-    model[999].requires_grad_(requires_grad=False)
-    model[5].requires_grad_(requires_grad=False)
-    after = index.refresh()
-    assert after.layers == before.layers
-    assert len(after.tracked) == len(before.tracked) - 4
-
-
 def test_blocks_that_fold_by_depth_keep_their_names() -> None:
     """96 transformer blocks of 20 modules are shown by block, or by part if those fit."""
     numbered = [f"blocks.{block}.{part}" for block in range(96) for part in range(20)]
@@ -89,14 +73,6 @@ def test_the_number_that_varies_most_makes_the_range() -> None:
         "stage1.layer0_conv10-19",
     ]
     assert rows([f"layer_{n:04}" for n in range(600)])[1] == "layer_2-3"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("siblings", [301, 600, 601, 1499, 3001, 20_000])
-def test_a_flat_model_has_a_third_of_the_rows(siblings: int) -> None:
-    """Any number of siblings, numbered from 0 or 1, has from 100 to 300 rows."""
-    for first in (0, 1):
-        assert 100 <= len(rows([f"blocks.{first + number}" for number in range(siblings)])) <= 300
 
 
 def as_folded_by_depth(names: Sequence[str], most: int) -> list[str]:

@@ -174,17 +174,6 @@ def test_added_and_removed_modules_are_found() -> None:
     assert index.refresh() is index.table
 
 
-def test_lazy_modules_appear_when_they_are_made() -> None:
-    """A lazy layer is tracked with its real size from the refresh after its first forward."""
-    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
-    index = LayerIndex({"": model})
-    assert index.table.layers == ("1",)
-    model(torch.ones(1, 3))
-    table = index.refresh()
-    assert set(table.layers) == {"0", "1"}
-    assert sorted(table.elements.tolist()) == [2, 4, 8, 12]
-
-
 # Filters
 
 
@@ -200,23 +189,6 @@ def test_patterns_choose_layers(include: tuple[str, ...], exclude: tuple[str, ..
     """A layer is tracked if an include pattern matches its name and no exclude pattern does."""
     chosen = LayerFilter(tuple(map(re.compile, include)), tuple(map(re.compile, exclude)))
     assert set(LayerIndex({"": Root()}, chosen).table.layers) == expected
-
-
-# Folding
-
-
-def test_layers_fold_into_the_finest_depth_that_fits() -> None:
-    """Beyond the cap the labels are the longest common depth that fits, and the table says how many layers share one."""
-    pair = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(12)]
-    blocks = {f"block{b}": nn.ModuleDict({f"part{p}": pair[3 * b + p] for p in range(3)}) for b in range(4)}
-    model = nn.ModuleDict(blocks)
-    index = {most: LayerIndex({"": model}, max_layers=most).table for most in (24, 23, 12, 11, 4, 3, 1)}
-    assert {most: len(table.layers) for most, table in index.items()} == {24: 24, 23: 12, 12: 12, 11: 4, 4: 4, 3: 1, 1: 1}
-    assert {most: table.folded for most, table in index.items()} == {24: 0, 23: 24, 12: 24, 11: 24, 4: 24, 3: 24, 1: 24}
-    assert index[23].layers[:2] == ("block0.part0", "block0.part1")
-    assert index[4].layers == ("block0", "block1", "block2", "block3")
-    assert index[1].layers == ("model",)
-    assert all(len(table.tracked) == 48 for table in index.values())
 
 
 # Memory

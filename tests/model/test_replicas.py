@@ -62,18 +62,6 @@ def wrapped_later() -> Iterator[Exporter]:
 
 
 @contextmanager
-def alone_at_the_end() -> Iterator[Exporter]:
-    """The model is trained within its wrapper, and then without it."""
-    model = Perceptron()
-    with watching(model) as exporter:
-        train(DistributedDataParallel(model))
-        with torch.no_grad():
-            model(batch())
-        train(model)
-        yield exporter
-
-
-@contextmanager
 def parts_called() -> Iterator[Exporter]:
     """The forward of the model never runs; the wrapper is around the caller of its parts."""
     model = Perceptron()
@@ -119,7 +107,6 @@ def by_themselves() -> Iterator[Exporter]:
 
 CASES: dict[str, Callable[[], object]] = {
     "wrapped_later": wrapped_later,
-    "alone_at_the_end": alone_at_the_end,
     "parts_called": parts_called,
     "composed": composed,
     "two_models": two_models,
@@ -153,17 +140,19 @@ LAYERS = {"first", "second"}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("case", ["wrapped_later", "alone_at_the_end", "parts_called", "composed"])
+@pytest.mark.parametrize("case", ["wrapped_later", "parts_called", "composed"])
 def test_a_copy_is_shown_by_rank_0_only(shown: list[dict[str, set[str]]], case: str) -> None:
     """Rank 0 shows a replicated model, and rank 1 does not."""
     assert [ranks[case] for ranks in shown] == [LAYERS, set()]
 
 
+@pytest.mark.process
 def test_a_model_of_its_own_is_shown_by_both_ranks(shown: list[dict[str, set[str]]]) -> None:
     """Both ranks show a model that nothing reduces."""
     assert [ranks["by_themselves"] for ranks in shown] == [LAYERS, LAYERS]
 
 
+@pytest.mark.process
 def test_of_two_models_only_the_wrapped_is_a_copy(shown: list[dict[str, set[str]]]) -> None:
     """A wrapped model says nothing about another model of the exporter."""
     own, wrapped = ({f"{model}.{layer}" for layer in LAYERS} for model in ("own", "wrapped"))

@@ -57,7 +57,7 @@ def tensor(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
 
 LAYOUTS = [
     (names, chosen)
-    for names in (("dp", "fsdp", "tp"), ("pp", "dp", "tp"), ("stages", "dp_replicate", "dp_shard"))
+    for names in (("pp", "dp", "tp"), ("stages", "dp_replicate", "dp_shard"))
     for chosen in (names, names[1:], names[2:], names[1:2], ("+".join(names[1:]),))
 ]
 

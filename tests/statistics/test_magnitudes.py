@@ -79,12 +79,6 @@ def test_tensors_of_a_batch_have_a_row_each() -> None:
             compared(row[None], tensor)
 
 
-def test_what_lies_in_another_order_counts_once() -> None:
-    """A large transposed weight is read in parts, all of it once."""
-    tensor = torch.randn(600, 900).t()
-    compared(measured([tensor]), tensor)
-
-
 def test_nothing_is_read_from_a_device() -> None:
     """On the device `meta`, where any reading raises, a large tensor is measured in parts."""
     magnitudes = Magnitudes()

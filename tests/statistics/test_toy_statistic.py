@@ -161,10 +161,9 @@ def test_a_loss_scale_is_divided_out_by_its_power() -> None:
         (replace(TOY, name="moments"), "there is one of this name"),
         (replace(TOY, host=None), "give it a measure for the host"),
         (replace(TOY, device=None), "and one for devices"),
-        (replace(TOY, columns=()), "columns of different names"),
         (replace(TOY, columns=TOY.columns[:1] * 2), "columns of different names"),
     ],
-    ids=["a name that is taken", "no host", "no device", "no columns", "one column twice"],
+    ids=["a name that is taken", "no host", "no device", "one column twice"],
 )
 def test_what_cannot_be_measured_is_not_registered(wrong: Statistic, message: str) -> None:
     """A duplicate name, a missing measure and duplicate columns are refused."""
