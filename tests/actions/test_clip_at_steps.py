@@ -203,7 +203,7 @@ LOOPS: dict[str, Training] = {
 }
 CASES = [
     *(("plain", policy) for policy in POLICIES),
-    *(("scaled and fused", policy) for policy in ("MaxNorm", "MaxNorm by unit", "MaxValue", "LayerScale", "ZClip by layer")),
+    *(("scaled and fused", policy) for policy in ("MaxNorm by unit", "MaxValue", "ZClip by layer")),
     *((name, "AutoClip" if number % 2 else "AGC") for number, name in enumerate(LOOPS) if name != "plain"),
 ]
 """Each policy in a plain loop, each that divides by the loss scale itself, and each loop with a memory or with weights."""
