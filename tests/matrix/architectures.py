@@ -251,7 +251,7 @@ class Experts(nn.Module):
 def mixture_of_experts(run: Run) -> None:
     """Experts without a token in a step are missing, and their old gradients, zeroed in place, are not read."""
     model = Experts()
-    for _ in run.rounds(model, 8, set_to_none=False):
+    for _ in run.rounds(model, 6, set_to_none=False):
         loss = model(batch(3)).square().mean()
         run.backward(loss, unused=parameters_of(model, *model.idle))
 
@@ -261,7 +261,7 @@ def mixture_of_experts_without_gradients(run: Run) -> None:
     """Experts without a token in a step are missing where gradients are cleared to `None` as well."""
     model = Experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in run.rounds(model, 8, optimizer):
+    for _ in run.rounds(model, 6, optimizer):
         run.backward(model(batch(3)).square().mean())
 
 
@@ -269,7 +269,7 @@ def mixture_of_experts_without_gradients(run: Run) -> None:
 def mixture_of_experts_accumulated(run: Run) -> None:
     """An expert that is idle in one backward of a step and busy in the other has the gradient of the busy one."""
     model = Experts(6)
-    for _ in run.rounds(model, 8, set_to_none=False):
+    for _ in run.rounds(model, 6, set_to_none=False):
         idle = set(parameters_of(model, "experts"))
         for _ in range(2):
             loss = model(batch(2)).square().mean()
@@ -301,7 +301,7 @@ def stochastic_depth(run: Run) -> None:
     """Blocks that a step skips are missing, and their momentum's stale gradient is not theirs."""
     model = Skipping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for _ in run.rounds(model, 8, optimizer, set_to_none=False):
+    for _ in run.rounds(model, 6, optimizer, set_to_none=False):
         loss = model(batch()).square().mean()
         run.backward(loss, unused=parameters_of(model, *model.skipped))
 

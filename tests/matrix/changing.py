@@ -175,10 +175,10 @@ def module_added_with_its_own_group(run: Run) -> None:
     model = Growing()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
         model.more = nn.Linear(6, 3)
         optimizer.add_param_group({"params": list(model.more.parameters()), "lr": 0.1})
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
 
 
 @regime()
@@ -187,7 +187,7 @@ def layer_appended(run: Run) -> None:
     model = Stack()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
         for _ in range(2):
             model.blocks.append(nn.Linear(6, 6))
             optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
@@ -200,10 +200,10 @@ def layer_inserted(run: Run) -> None:
     model = Stack()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
         model.blocks.insert(0, nn.Linear(6, 6))
         optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
 
 
 BEFORE_THE_TAKEOVER = (
@@ -380,11 +380,11 @@ def layer_removed(run: Run, held: bool) -> None:
     optimizer = sgd(model)
     kept = []
     with run.watching(model, optimizer):
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
         kept.append(model.blocks.pop(1))
         if not held:
             kept.clear()
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
 
 
 @regime(held=[True, False])
@@ -396,12 +396,12 @@ def layer_removed_and_its_group(run: Run, held: bool) -> None:
     )
     kept = []
     with run.watching(model, optimizer):
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
         kept.append(model.blocks.pop(1))
         del optimizer.param_groups[0]
         if not held:
             kept.clear()
-        run.train(model, optimizer, 4)
+        run.train(model, optimizer, 3)
 
 
 @regime()

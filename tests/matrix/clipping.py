@@ -49,7 +49,7 @@ def clip_grad_norm_scraped_at_the_end(run: Run) -> None:
 def clip_grad_value(run: Run) -> None:
     """`clip_grad_value_` in every step shows the norm after it and the ratio, also where only some parameters are cut."""
     model = Perceptron()
-    for _ in run.rounds(model, 8):
+    for _ in run.rounds(model, 6):
         run.backward(model(batch()).square().sum() * 10)
         torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
 
@@ -69,7 +69,7 @@ def clip_of_groups(run: Run, limits: tuple[float, float]) -> None:
     """Clipping one of an optimizer's parameter groups, or each to a norm of its own, shows the ratio of the whole norms."""
     model = Perceptron()
     optimizer = torch.optim.SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.05)
-    for _ in run.rounds(model, 8, optimizer):
+    for _ in run.rounds(model, 6, optimizer):
         run.backward(model(batch()).square().sum())
         for limit, group in zip(limits, optimizer.param_groups, strict=True):
             torch.nn.utils.clip_grad_norm_(group["params"], limit)
@@ -79,7 +79,7 @@ def clip_of_groups(run: Run, limits: tuple[float, float]) -> None:
 def clip_of_each_parameter(run: Run) -> None:
     """Each parameter clipped on its own, as adaptive clipping does."""
     model = Perceptron()
-    for _ in run.rounds(model, 8):
+    for _ in run.rounds(model, 6):
         run.backward(model(batch()).square().sum())
         for parameter in model.parameters():
             torch.nn.utils.clip_grad_norm_(parameter, 0.1 * float(parameter.detach().norm()) + 1e-3)
@@ -92,7 +92,7 @@ def clip_of_one_optimizer_of_two(run: Run) -> None:
     weights = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.01)
     biases = torch.optim.SGD([model.first.bias, model.second.bias], lr=0.01)
     named = {"weights": weights, "biases": biases}
-    for _ in run.rounds(model, 8, named, named=True):
+    for _ in run.rounds(model, 6, named, named=True):
         run.backward(model(batch()).square().mean())
         torch.nn.utils.clip_grad_norm_([model.first.weight, model.second.weight], 0.01)
 
@@ -267,7 +267,7 @@ def nan_replaced_before_the_step(run: Run) -> None:
 def noise_before_the_step(run: Run) -> None:
     """Noise that is added after the backward is none of the backward's norm: it shows in what the optimizer saw."""
     model = Perceptron()
-    for _ in run.rounds(model, 8):
+    for _ in run.rounds(model, 6):
         run.backward(model(batch()).square().mean())
         for parameter in model.parameters():
             parameter.grad.add_(0.1 * torch.randn_like(parameter))

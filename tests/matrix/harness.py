@@ -196,7 +196,7 @@ class Run:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        steps: int = 3,
+        steps: int = 2,
         data: Callable[[], torch.Tensor] = batch,
         *,
         of: torch.nn.Module | None = None,
