@@ -1,4 +1,4 @@
-"""The demo as its user meets it: the real command line in a process of its own, scraped while it trains."""
+"""The demo, by its command line: what it prints, serves and does when something goes wrong."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Scrape:
         self._samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
 
     def rows(self, name: str, **labels: str) -> list[float]:
-        """The values of a metric's series that carry these labels."""
+        """Return the values of a metric's series with these labels."""
         return [s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items()]
 
     def total(self, name: str, **labels: str) -> float:
-        """Their sum; 0 where there are none."""
+        """Return their sum, 0 if there are none."""
         return sum(self.rows(name, **labels))
 
 
@@ -54,7 +54,7 @@ class Running:
         self.url = self.read_until(r"http://\S+/metrics").group()
 
     def read_until(self, pattern: str) -> re.Match[str]:
-        """Waits for a line on standard output; fails where the process ends without it."""
+        """Wait for a line on standard output; fail if the process ends without it."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
@@ -63,7 +63,7 @@ class Running:
         raise AssertionError(f"ended without {pattern!r}:\n{self.output}\n{self.errors}")
 
     def scrape_until(self, holds: Callable[[Scrape], bool]) -> Scrape:
-        """Scrapes until a scrape is as expected."""
+        """Scrape until a scrape is as expected."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline:
             scrape = Scrape(self.url)
@@ -73,19 +73,19 @@ class Running:
         raise AssertionError(f"not seen in {DEADLINE_SECONDS:.0f} s:\n{self.output}\n{self.errors}")
 
     def finish(self) -> int:
-        """Waits for the end; returns the exit code."""
+        """Wait for the end and return the exit code."""
         assert self.process.stdout is not None
         self.output += self.process.stdout.read()
         return self.process.wait(timeout=DEADLINE_SECONDS)
 
     def interrupt(self) -> int:
-        """Ctrl-C, then the end."""
+        """Send Ctrl-C and wait for the end."""
         self.process.send_signal(signal.SIGINT)
         return self.finish()
 
     @property
     def errors(self) -> str:
-        """What came on standard error so far."""
+        """The standard error so far."""
         return self._errors.read_text(errors="replace")
 
 
@@ -114,7 +114,7 @@ def command(*arguments: str) -> list[str]:
 
 @contextmanager
 def demos(folder: Path) -> Iterator[Start]:
-    """Starts demos; whatever still runs at the end is killed."""
+    """Start demos, and kill what still runs at the end."""
     processes: list[subprocess.Popen[str]] = []
     # A child inherits an ignored SIGINT, as a job in the background of a shell has it, but not a handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -144,7 +144,7 @@ def demos(folder: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts demos that end with the test."""
+    """Start demos that end with the test."""
     with demos(tmp_path) as start_:
         yield start_
 

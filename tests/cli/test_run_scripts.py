@@ -1,4 +1,4 @@
-"""Scripts that know nothing of the exporter, as unlike each other as people's are: under `run` they do the same, and are watched.
+"""Scripts without an exporter, as people write them: `run` does not change them and shows their gradients.
 
 Each of tests/cli/scripts/ trains and notes its own gradients in float64. Its output by itself and by `torch-grad-exporter run` has
 to be the same, bit by bit, and what the exporter shows in the end has to be what the script noted.
@@ -37,7 +37,7 @@ print(json.dumps(shown))
 
 @dataclass(frozen=True)
 class Expected:
-    """What is expected of a script: what is said of it, how many layers, rounds missed at the beginning, and trainings."""
+    """What is expected of a script: the log line, layers, rounds missed at the beginning, and trainings."""
 
     line: str
     layers: int
@@ -67,7 +67,7 @@ FULL = {"gan", "thread"}
 
 @pytest.fixture(scope="module")
 def plain(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each script prints without the exporter."""
+    """Return what each script prints without the exporter."""
     program = tmp_path_factory.mktemp("plain") / "program.py"
     program.write_text(PLAIN)
     ran = starter.start_file(program, str(SCRIPTS), *EXPECTED)
@@ -78,7 +78,7 @@ def plain(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in EXPECTED])
 def test_scripts_run_unchanged_with_right_numbers(plain: dict[str, str], starter: Starter, tmp_path: Path, name: str) -> None:
-    """A script prints the same, every layer shows what it recorded itself, and each training is saved, the last one as named."""
+    """A script prints the same, each layer has the norms that the script computed, and each training is saved."""
     expected, saved = EXPECTED[name], tmp_path / "run.json"
     variables = {"VALUES": str(tmp_path / "values"), "RECORD": str(tmp_path / "record")}
     options = ["--port", "off", "--every", "1", "--save", str(saved)]
@@ -97,7 +97,7 @@ def test_scripts_run_unchanged_with_right_numbers(plain: dict[str, str], starter
 
 
 def wrong(shown: dict[str, float], rounds: list[dict[str, float]], expected: Expected) -> list[str]:
-    """Return what is shown otherwise than the script noted it, of the last round of each layer and of all rounds together."""
+    """Return the differences from what the script noted, in the last round of each layer and in all rounds together."""
     found = [f"{name}: {value}" for name, value in shown.items() if name.startswith("torch_grad_exporter_errors_total") and value]
     noted = {layer: [one[layer] for one in rounds if layer in one] for layer in {layer: None for one in rounds for layer in one}}
     if len(noted) != expected.layers:
