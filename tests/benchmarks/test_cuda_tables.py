@@ -22,11 +22,3 @@ def test_a_table_is_made_without_a_gpu(table: object) -> None:
     assert [name for name in names if "by the programs" in name] == [f"{name} by the programs" for name in WHOLE]
     assert all(row[1] is not None for row in found["rows"])
     assert found["rows"][0][2] == 1
-
-
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """It refuses in a line."""
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert cuda.main([]) == 2
-    assert "no CUDA device" in capsys.readouterr().err

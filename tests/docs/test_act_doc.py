@@ -54,16 +54,6 @@ def test_the_first_example_stops_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert names["exporter"].should_stop
 
 
-def test_the_condition_of_the_second_example(capsys: pytest.CaptureFixture[str]) -> None:
-    """The condition holds after 100 samples and a minute of losses, and prints what it read."""
-    world = World()
-    example(1, exporter=world)
-    for at in range(100):
-        world.evaluate(float(at), **{NORM: 3.0 + at / 100, LOSS: 9.0, SAMPLE: float(at)})
-    world.act.close()
-    assert capsys.readouterr().out.startswith("restless at step 0: {'mean(torch_grad_global_norm, samples=100)': 3.49")
-
-
 @pytest.mark.parametrize("low", [None, CPU, AVAILABLE, NORM])
 def test_the_autoscaling_monitor(low: str | None) -> None:
     """A worker is added once CPU, memory and norm are high together long enough, and none if one of them is low."""

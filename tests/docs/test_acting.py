@@ -13,16 +13,14 @@ import pytest
 import torch
 
 import torch_grad_exporter
-from tests.actions.freeze.test_freeze import faint, step
 from tests.docs.test_act_doc import NORM, SAMPLE
 from tests.docs.test_commands import blocks
-from tests.docs.test_site import LINK, slug
+from tests.docs.test_site import slug
 from tests.support.acting import World
 from tests.support.notified import receiver
 from tests.support.scrape import errors, values
 from tests.support.tools import PATIENCE, REPOSITORY, eventually
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.actions import clip
 
 PAGE = REPOSITORY / "docs" / "acting.md"
 EXAMPLES = blocks(PAGE, "python")
@@ -32,12 +30,11 @@ OTHERS = {
     "stop-on-a-broken-loss",
     "stop-when-norms-stay-high",
     "a-smaller-learning-rate",
-    "layers-that-learn-nothing",
     "some-layers-only",
     "a-line-in-the-log",
     "a-message-to-a-webhook",
 }
-"""The sections whose examples clip nothing, each with a test of its own below."""
+"""The sections whose examples do not clip; each has a test below."""
 
 
 class Net(torch.nn.Module):
@@ -51,16 +48,11 @@ class Net(torch.nn.Module):
         return self.head(self.stem(x).relu())
 
 
-def section(page: Path, anchor: str) -> str:
-    """Return the part of a page from a heading to the next one."""
-    parts = re.split(r"^(?=##+ )", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    (found,) = (part for part in parts if slug(part.partition("\n")[0].lstrip("# ")) == anchor)
-    return found
-
-
 def example(anchor: str) -> str:
     """Return the example of a section that is not about clipping."""
-    (text,) = re.findall(r"^```python\n(.*?)^```", section(PAGE, anchor), re.MULTILINE | re.DOTALL)
+    parts = re.split(r"^(?=##+ )", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (section,) = (part for part in parts if slug(part.partition("\n")[0].lstrip("# ")) == anchor)
+    (text,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     return str(text)
 
 
@@ -93,28 +85,9 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 # The page as a whole
 
 
-def test_every_wish_has_an_example() -> None:
-    """Each row of the table of wishes links to a section with an example."""
-    table = PAGE.read_text(encoding="utf-8").partition("| you want | example |\n|---|---|\n")[2].partition("\n\n")[0]
-    links = LINK.findall(table)
-    assert len(links) == len(table.splitlines()) == 17
-    for link in links:
-        page, _, anchor = link.partition("#")
-        assert "```python" in section(PAGE.parent / (page or PAGE.name), anchor), link
-
-
-def test_every_policy_has_an_example() -> None:
-    """Each policy and the clipper stand in an example and in the table of policies."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name in clip.__all__:
-        assert any(f"{name}(" in one for one in EXAMPLES), name
-        assert name == "Clipper" or f"| `{name}(" in text, name
-        assert name == "Clipper" or any(f"clip={name}(" in one for one in EXAMPLES) or name == "AGC", name
-
-
 def test_every_example_is_run() -> None:
     """Each example is run by a test below."""
-    assert {*EXAMPLES} == {*CLIPS} | {example(anchor) for anchor in OTHERS}
+    assert {*EXAMPLES} == {*CLIPS} | {example(anchor) for anchor in (*OTHERS, "layers-that-learn-nothing")}  # see test_act_doc.py
 
 
 # What clips
@@ -235,25 +208,6 @@ def test_restless_norms_halve_the_learning_rate(norm: float) -> None:
         world.step_over()
     assert optimizer.param_groups[0]["lr"] == (0.05 if norm > 5 else 0.1)
     world.act.close()
-
-
-@pytest.mark.slow
-def test_the_faint_layer_is_frozen() -> None:
-    """The faint layer of a model is frozen after a hundred steps, and no other one."""
-    model = faint()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    layers = {"0": model[0], "faint": model[1].linear, "3": model[3]}
-
-    def frozen() -> list[str]:
-        return [name for name, layer in layers.items() if not layer.weight.requires_grad]
-
-    with watched(model) as exporter:
-        run(example("layers-that-learn-nothing"), exporter=exporter)
-        for _ in range(100):
-            step(model, optimizer)
-            assert frozen() == []
-        assert eventually(lambda: step(model, optimizer) or frozen() != [])
-        assert frozen() == ["faint"]
 
 
 @pytest.mark.slow

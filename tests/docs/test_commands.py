@@ -69,13 +69,6 @@ def test_the_ci_jobs_are_accepted(place: int) -> None:
     assert {*options.sources, str(options.junit)} == set(kept)
 
 
-def test_the_page_has_the_tolerances() -> None:
-    """The table of docs/in-ci.md has each comparison with its default."""
-    text = (REPOSITORY / "docs" / "in-ci.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", text, re.MULTILINE)
-    assert {name: float(share) for name, share in shown} == check.TOLERANCES
-
-
 def test_every_target_is_in_the_makefile() -> None:
     """Each `make TARGET` of a page is a target of the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))

@@ -44,10 +44,6 @@ def test_the_page_says_what_the_picture_shows(script: dict[str, Any]) -> None:
     assert table.startswith(f"{numbers['steps']} |")
     assert f"The largest norm is {numbers['largest']}, in the first steps, and the median is {numbers['median']}." in text
     assert PICTURE.stat().st_size < 150_000
-    # What the text concludes.
-    assert rows["MaxNorm(0.5)"] == pytest.approx(numbers["steps"] * 2 / 3, rel=0.05)
-    assert rows["AutoClip()"] > 0.85 * numbers["steps"]
-    assert rows["ZClip()"] < 20
 
 
 @pytest.mark.slow

@@ -19,11 +19,6 @@ from tests.support.models import Perceptron, sgd
 from tests.support.scrape import Key, values
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.collectors.activations import ACTIVATIONS
-from torch_grad_exporter.collectors.layer_times import METRICS
-from torch_grad_exporter.collectors.watched import WATCHED
-from torch_grad_exporter.inspection.explain import Verdict
-from torch_grad_exporter.integrations.hook_list import POINTS, PRIORITIES
 from torch_grad_exporter.integrations.session import running_exporter
 
 DOCS = REPOSITORY / "docs"
@@ -71,20 +66,6 @@ def test_the_first_example_prints_its_output(page: Path) -> None:
     assert printed(blocks(page, "python")[0], {}).split("\n") == shown.split("\n")
 
 
-def test_the_second_example_of_explain() -> None:
-    """The second example of docs/explain.md goes on from the first and shows a gradient."""
-    names: dict[str, Any] = {}
-    first, second = blocks(EXPLAIN, "python")
-    printed(first, names)
-    assert re.fullmatch(r"torch.Size\(\[4, 16\]\) tensor\(0\.\d+\)\n", printed(second, names))
-
-
-def test_every_verdict_is_on_the_page() -> None:
-    """The table of docs/explain.md has a line for each verdict and no other."""
-    listed = re.findall(r"^\| `(\w+)` \|", EXPLAIN.read_text(encoding="utf-8"), re.MULTILINE)
-    assert listed == [str(verdict) for verdict in Verdict]
-
-
 @pytest.mark.slow
 def test_the_walk_through_a_loss_prints_its_output() -> None:
     """The cells of docs/loss-does-not-fall.md print what the page shows, one after the other in one program."""
@@ -114,15 +95,6 @@ def test_the_example_of_layer_times(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_pages_name_their_metrics() -> None:
-    """The pages on activations and layer times name the declared metrics and no others."""
-    said = set(re.findall(r"torch_(?:activation|watch)_[a-z_]+", ACTIVATIONS_PAGE.read_text(encoding="utf-8")))
-    declared = {spec.name for section in (ACTIVATIONS, WATCHED) for spec in section.specs}
-    assert said <= declared
-    assert declared - said <= {"torch_activation_captures_total"}
-    assert all(spec.name in TIMES.read_text(encoding="utf-8") for spec in METRICS.specs)
-
-
 def test_the_example_of_the_hook_list(capsys: pytest.CaptureFixture[str]) -> None:
     """The example of docs/hook-list.md trains, prints and ends its exporter."""
     model = torch.nn.Linear(3, 3)
@@ -149,10 +121,3 @@ def test_an_exception_in_the_hook_list(tmp_path: Path) -> None:
     status = json.loads((tmp_path / "saved.json").read_text())["status"]
     assert (status["state"], status["ended_by"]) == ("failed", "ZeroDivisionError")
     assert running_exporter(model) is None
-
-
-def test_the_hook_list_has_all_points() -> None:
-    """docs/hook-list.md names every point and priority."""
-    text = HOOKS.read_text(encoding="utf-8")
-    assert all(f"`{point}`" in text for point in POINTS)
-    assert all(f"`{name}` {number}" in text for name, number in PRIORITIES.items())

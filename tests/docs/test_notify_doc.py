@@ -61,23 +61,23 @@ def test_the_first_example_notifies(caplog: pytest.LogCaptureFixture, monkeypatc
     assert names == {"{", "["}  # the webhook's, and the Alertmanager's
 
 
-def test_the_body_for_slack(tmp_path: Path) -> None:
-    """Slack gets JSON with a filled `text`."""
-    body, kind = sent(1, "slack", tmp_path)
-    text = "*LossSpike* (critical, firing): The loss jumped 3 times.\nRun run 7, rank 0, step 7. Look."
-    assert (json.loads(body), kind) == ({"text": text}, "application/json")
-
-
-def test_the_body_for_discord(tmp_path: Path) -> None:
-    """Discord gets JSON with a short `content`."""
-    body, kind = sent(2, "discord", tmp_path)
-    assert kind == "application/json"
-    assert json.loads(body) == {"content": "🔥 **LossSpike** in run 7 at step 7: The loss jumped 3 times."}
-
-
-def test_the_text_for_ntfy(tmp_path: Path) -> None:
-    """Ntfy gets plain text."""
-    assert sent(3, "ntfy", tmp_path) == (b"critical: The loss jumped 3 times. (run run 7, step 7)", "text/plain; charset=utf-8")
+@pytest.mark.parametrize(
+    ("number", "name", "body", "kind"),
+    [
+        (
+            1,
+            "slack",
+            {"text": "*LossSpike* (critical, firing): The loss jumped 3 times.\nRun run 7, rank 0, step 7. Look."},
+            "application/json",
+        ),
+        (2, "discord", {"content": "🔥 **LossSpike** in run 7 at step 7: The loss jumped 3 times."}, "application/json"),
+        (3, "ntfy", "critical: The loss jumped 3 times. (run run 7, step 7)", "text/plain; charset=utf-8"),
+    ],
+)
+def test_the_body_of_a_message(number: int, name: str, body: object, kind: str, tmp_path: Path) -> None:
+    """Slack gets JSON with `text`, Discord JSON with `content`, and ntfy plain text."""
+    found, content_type = sent(number, name, tmp_path)
+    assert (json.loads(found) if "json" in kind else found.decode(), content_type) == (body, kind)
 
 
 def test_the_page_has_the_fields_of_a_payload() -> None:

@@ -66,19 +66,12 @@ def test_links_of_pages_resolve(page: Path) -> None:
             assert not address.fragment or address.fragment in anchors(target), f"{link}: no such heading"
 
 
-def test_slugs_follow_the_rule_of_github() -> None:
-    """Code, punctuation and double spaces in headings become anchors as on GitHub."""
-    assert slug("`observe()`") == "observe"
-    assert slug("TLS & `pass_words`, or not") == "tls--pass_words-or-not"
-    assert slug("See [the page](page.md)") == "see-the-page"
-
-
 # The site
 
 
 @dataclass
 class Built(HTMLParser):
-    """One page of the site: its anchors, where its links lead, and what a browser loads for it."""
+    """A page of the site: its anchors, links and loaded files."""
 
     identifiers: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -88,7 +81,7 @@ class Built(HTMLParser):
         super().__init__()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes what an element refers to."""
+        """Record what an element refers to."""
         given = dict(attrs)
         self.identifiers.update(value for key in ("id", "name") if (value := given.get(key)))
         if tag == "a" and (address := given.get("href")):
@@ -98,7 +91,7 @@ class Built(HTMLParser):
 
 
 def build(site: Path) -> None:
-    """`make docs`, into another folder."""
+    """Build the site into a folder."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site],
         cwd=REPOSITORY, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=100, check=False,
@@ -107,7 +100,7 @@ def build(site: Path) -> None:
 
 
 def parsed(page: Path) -> Built:
-    """A page of the site."""
+    """Return a parsed page of the site."""
     built = Built()
     built.feed(page.read_text(encoding="utf-8"))
     return built
@@ -115,11 +108,11 @@ def parsed(page: Path) -> Built:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """A server of files on this host; its address."""
+    """Serve a folder and yield its address."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """A line for each request is none of a test."""
+            """Log nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -130,6 +123,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.full
+@pytest.mark.server
 def test_the_site_is_whole_and_self_contained(tmp_path: Path) -> None:
     """The site builds without a warning, all its links resolve, and a browser asks no other server."""
     build(tmp_path)
@@ -150,13 +144,3 @@ def test_the_site_is_whole_and_self_contained(tmp_path: Path) -> None:
             seen.page.goto(f"{url}/{name}", wait_until="networkidle")
         assert seen.origins() == {url}
         assert seen.complaints == []
-
-
-def test_each_framework_has_a_page_with_its_picture() -> None:
-    """Each page that docs/frameworks.md leads to shows a run that `make pictures` has drawn, and no picture is left over."""
-    text = (REPOSITORY / "docs" / "frameworks.md").read_text(encoding="utf-8")
-    pages = [REPOSITORY / "docs" / name for name in re.findall(r"\| \[[^]]+\]\(([\w-]+\.md)\) \|", text)]
-    assert len(pages) == 9
-    shown = {picture for page in pages for picture in re.findall(r"\(frameworks/([\w-]+\.png)\)", page.read_text(encoding="utf-8"))}
-    assert shown == {path.name for path in (REPOSITORY / "docs" / "frameworks").iterdir()}
-    assert {name.removesuffix(".png") for name in shown} == {page.stem for page in pages} - {"no-code"}

@@ -7,25 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from torch_grad_exporter.metrics.catalogue import Catalogue, Section
-from torch_grad_exporter.metrics.families import Kind, Spec
+from torch_grad_exporter.metrics.families import Spec
 
 Declare = Callable[[Section], Spec]
-
-
-def test_a_declaration_is_a_spec() -> None:
-    """A declaration returns the metric's spec, and the section has all of them in order."""
-    section = Section("Title")
-    made = (
-        section.gauge("a_bytes", "A.", "layer", unit="bytes", opt_in="weights"),
-        section.counter("b_total", "B.", older=True),
-        section.histogram("c_seconds", "C.", (1.0, 2.0), "kind", unit="seconds"),
-    )
-    assert section.specs == made
-    assert made == (
-        Spec("a_bytes", Kind.GAUGE, "A.", ("layer",), "bytes", opt_in="weights"),
-        Spec("b_total", Kind.COUNTER, "B.", older=True),
-        Spec("c_seconds", Kind.HISTOGRAM, "C.", ("kind",), "seconds", (1.0, 2.0)),
-    )
 
 
 @pytest.mark.parametrize(
@@ -60,15 +44,3 @@ def test_two_metrics_of_one_name_are_refused(second: str) -> None:
     for sections in ([one, other], [one, one]):
         with pytest.raises(ValueError, match="metrics of one name"):
             Catalogue(sections)
-
-
-def test_a_catalogue_has_all_metrics_by_name() -> None:
-    """A catalogue has its metrics in the order of declaration, and their labels without those of info metrics."""
-    one, other = Section("One"), Section("Other")
-    last = other.gauge("z", "Z.", "layer", "kind")
-    first = one.gauge("y_info", "Y.", "version")
-    second = one.gauge("a", "A.", "layer")
-    catalogue = Catalogue([one, other])
-    assert list(catalogue.items()) == [("y_info", first), ("a", second), ("z", last)]
-    assert len(catalogue) == 3
-    assert catalogue.labels == {"layer", "kind"}

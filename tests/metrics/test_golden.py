@@ -120,7 +120,6 @@ def made_up() -> str:
     return Renderer({"run": "golden", "rank": "0"}).render(families, Format.TEXT).decode()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("made", [scrape, made_up])
 @pytest.mark.server
 def test_promtool_finds_nothing_to_complain_about(made: Callable[[], str]) -> None:
