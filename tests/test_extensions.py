@@ -15,7 +15,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.extensions import toy_collector, toy_rule
-from tests.support.scrape import errors, value
+from tests.support.scrape import value
 from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.collectors import REGISTRY
@@ -159,14 +159,3 @@ def test_nothing_is_registered_twice() -> None:
     with pytest.raises(ValueError, match="ToyAskedOften"):
         RULES.register(toy_rule.RULE)
     assert REGISTRY.names == before
-
-
-def test_a_collector_that_fails_costs_only_itself() -> None:
-    """A collector that cannot be made counts as a failure, and all others are shown."""
-
-    def fail(_context: CollectorContext) -> Collector:
-        raise OSError("no such toy")
-
-    with contextlib.closing(REGISTRY.register(replace(toy_collector.COLLECTOR, make=fail))), trained() as exporter:
-        assert errors(exporter) == {"collector_toy": 1}
-        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3

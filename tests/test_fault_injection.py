@@ -222,21 +222,6 @@ def assorted() -> Scene:
     return Scene(model, step, {"moments": True, "nan_origin": "always"})
 
 
-def scaled() -> Scene:
-    """A fused optimizer under a gradient scaler, with overflows."""
-    model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def step(_exporter: Exporter | None, number: int) -> None:
-        optimizer.zero_grad()
-        scaler.scale(model(inputs()[number % 12]).square().mean() * (1e38 if number % 12 == 7 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update(1024.0)
-
-    return Scene(model, step)
-
-
 def clipping() -> Scene:
     """The exporter clips, to a limit that leaves every bit as it is."""
     scene = plain()
@@ -262,7 +247,7 @@ def replicated() -> Scene:
 
 
 SCENES: dict[str, Callable[[], Scene]] = {
-    scene.__name__: scene for scene in (observed, plain, by_hand, assorted, scaled, clipping, replicated)
+    scene.__name__: scene for scene in (observed, plain, by_hand, assorted, clipping, replicated)
 }
 QUIET = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
 
@@ -639,39 +624,3 @@ def test_an_output_that_raises() -> None:
         train(model, 3, lambda x: model(x)["out"])
         assert set(errors(exporter)) == {"forward_hook"}
         assert value(exporter, "torch_grad_captures_total", layer="first") == 3
-
-
-class Stubborn(torch.optim.SGD):
-    """An optimizer whose step raises on request."""
-
-    fails = False
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401 - those of the base class
-        if self.fails:
-            raise InjectedError("step")
-        return super().step(closure)
-
-
-def test_what_the_user_raises_in_training_passes() -> None:
-    """What a loader and an optimizer of the user raise reaches the user's loop, and the exporter goes on."""
-
-    def batches() -> Iterator[torch.Tensor]:
-        yield inputs()[0]
-        raise InjectedError("loader")
-
-    model = Perceptron()
-    optimizer = Stubborn(model.parameters(), lr=0.05)
-    with start_exporter(model, None, every=1, collectors=QUIET) as exporter:
-        for _ in range(3):
-            loader = iter(exporter.watch_loader(batches()))
-            optimizer.zero_grad()
-            model(next(loader)).square().mean().backward()
-            optimizer.fails = True
-            with pytest.raises(InjectedError, match="step"):
-                optimizer.step()
-            optimizer.fails = False
-            optimizer.step()
-            with pytest.raises(InjectedError, match="loader"):
-                next(loader)
-        assert value(exporter, "torch_train_steps_total", optimizer="Stubborn") == 3
-        assert errors(exporter) == {}

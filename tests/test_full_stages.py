@@ -215,15 +215,3 @@ def test_an_interrupt_within_a_log_passes() -> None:
     """An interrupt while a failure is logged reaches the user."""
     with watching(Perceptron()) as exporter, logging_to(Lines(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         exporter.observe(loss="abc")  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_thousands_of_failures_are_few_lines() -> None:
-    """A failure that comes 2,000 times is counted each time and logged once, or twice where it is switched off."""
-    kept = Lines()
-    with logging_to(kept), watching(Perceptron()) as exporter:
-        for _ in range(2000):
-            exporter.observe(loss="abc")  # type: ignore[arg-type]
-            exporter.step("abc")  # type: ignore[arg-type]
-        assert errors(exporter)["observe"] == 2000 + LIMIT
-    assert len(kept.lines) == 2

@@ -1,4 +1,4 @@
-"""Background threads: wakes, failures, ends and forks, and that no thread imports a module."""
+"""Background threads: signals and forks, and that no thread imports a module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,25 +25,6 @@ LONG = 3600.0
 
 
 @dataclass
-class Work:
-    """A call that is counted; `calls` is released once a call."""
-
-    during: Callable[[], object] = lambda: None
-    count: int = 0
-    calls: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-
-    def __call__(self) -> None:
-        self.count += 1
-        self.calls.release()
-        self.during()
-
-    def wait(self, times: int = 1) -> None:
-        """Wait for this many further calls."""
-        for _ in range(times):
-            assert self.calls.acquire(timeout=PATIENCE)
-
-
-@dataclass
 class Gate:
     """Blocks each thread that enters until it is opened."""
 
@@ -56,12 +37,6 @@ class Gate:
 
 
 @pytest.fixture
-def failures() -> list[Exception]:
-    """Return what guards have caught."""
-    return []
-
-
-@pytest.fixture
 def gate() -> Iterator[Gate]:
     """Return a gate that is opened at the end."""
     made = Gate()
@@ -70,73 +45,56 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def loop(failures: list[Exception]) -> Iterator[Callable[..., BackgroundLoop]]:
-    """Return a function that makes loops; each has ended when the test has."""
-    made: list[BackgroundLoop] = []
-
-    def make(*work: Callable[[], object], **options: object) -> BackgroundLoop:
-        made.append(BackgroundLoop("test", *work, **{"guard": Guard(failures.append), **options}))  # type: ignore[arg-type]
-        return made[-1]
-
-    before = named("torch-grad-exporter-test")
-    yield make
-    for background in made:
-        assert background.close(PATIENCE)
-    assert named("torch-grad-exporter-test") == before
+def loop(gate: Gate) -> Iterator[BackgroundLoop]:
+    """Return a loop without pauses that hangs in its first call, at the gate; it has ended when the test has."""
+    made = BackgroundLoop("test", gate, pause=0.0, guard=Guard([].append))
+    made.start()
+    assert gate.inside.wait(PATIENCE)
+    yield made
+    gate.opened.set()
+    assert made.close(PATIENCE)
+    assert not [thread for thread in threading.enumerate() if thread.name == "torch-grad-exporter-test"]
 
 
-def named(name: str) -> list[threading.Thread]:
-    """Return the running threads of that name."""
-    return [thread for thread in threading.enumerate() if thread.name == name]
-
-
-def test_closing_from_a_signal_handler(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
+def test_closing_from_a_signal_handler(loop: BackgroundLoop, gate: Gate) -> None:
     """Signal handlers that wake and close at any moment, also within the same call, block no thread."""
     closed = list[bool]()
 
     def handler(*_: object) -> None:
-        one.wake()
-        closed.append(one.close(0.0))
+        loop.wake()
+        closed.append(loop.close(0.0))
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        one = loop(gate, pause=0.0)
-        one.start()
-        assert gate.inside.wait(PATIENCE)
         signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
         while len(closed) < 300:  # from one bytecode to the next of these three
-            one.wake()
-            one.stop()
-            assert not one.join(0.0002)
+            loop.wake()
+            loop.stop()
+            assert not loop.join(0.0002)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
     assert not any(closed)
     gate.opened.set()
-    assert one.join(PATIENCE)
+    assert loop.join(PATIENCE)
 
 
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_in_a_forked_child(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
+def test_in_a_forked_child(loop: BackgroundLoop, gate: Gate) -> None:
     """A forked child neither starts, wakes, stops nor waits for the parent's threads, which go on."""
-    work = Work(gate)
     unstarted = BackgroundThread("child", functools.partial(os._exit, 1))
-    one = loop(work, pause=0.0)
-    one.start()
-    assert gate.inside.wait(PATIENCE)
     child = os.fork()
     if child == 0:
         signal.alarm(int(PATIENCE))
-        one.wake()
+        loop.wake()
         unstarted.start()
-        right = not one.running and one.close(LONG) and one.join() and not unstarted.running and unstarted.join()
+        right = not loop.running and loop.close(LONG) and loop.join() and not unstarted.running and unstarted.join()
         os._exit(0 if right and threading.active_count() == 1 else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     gate.opened.set()
-    work.wait(3)
-    assert (one.running, one.stopping) == (True, False)
+    assert (loop.running, loop.stopping) == (True, False)
 
 
 IMPORTS = """

@@ -111,40 +111,6 @@ def test_the_number_of_the_next_node() -> None:
     assert before <= number
 
 
-@pytest.mark.parametrize("hidden", ["_register_hook_dict", "_backward_hooks"])
-def test_gradients_of_outputs_are_hooked(hidden: str) -> None:
-    """A tensor is hooked by `register_hook` where its node or the tensor shows no dictionary of hooks."""
-    hooked: list[object] = []
-    node = types.SimpleNamespace(_register_hook_dict=pytest.fail) if hidden == "_register_hook_dict" else object()
-    tensor: Any = types.SimpleNamespace(grad_fn=node, register_hook=hooked.append)
-    if hidden == "_backward_hooks":
-        setattr(tensor, hidden, None)
-    autograd.on_gradient(tensor, print)
-    assert hooked == [print]
-
-
-def test_an_optimizer_that_hides_its_hooks() -> None:
-    """An optimizer without a table of hooks before its step is taken for one that has hooks."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    assert not optimizers.has_step_hooks(optimizer)
-    delattr(optimizer, "_optimizer_step_pre_hooks")
-    assert optimizers.has_step_hooks(optimizer)
-
-
-def test_a_step_among_the_callers() -> None:
-    """Within an optimizer's step the step is known, outside it is not."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    known: list[bool] = []
-
-    def closure() -> float:
-        known.append(optimizers.called_from_step(sys._getframe()))
-        return 0.0
-
-    closure()
-    optimizer.step(closure)
-    assert known == [False, True]
-
-
 def test_the_scale_of_a_gradient_scaler() -> None:
     """A scaler that hides its scale is asked for it; an unused and a missing one have none."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
