@@ -14,6 +14,7 @@ import pytest
 
 from tests.dashboards.many_runs import GPU_RUN, running
 from tests.support.grafana import each_panel, interpolated, panels
+from tests.support.nine_runs import slowly
 from tests.support.real_prometheus import Prometheus
 from tests.support.real_prometheus import running as a_prometheus
 from tests.support.tools import REPOSITORY, eventually
@@ -98,7 +99,7 @@ def test_there_are_dashboards() -> None:
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.dashboard}: {query.panel}: {query.expression[:40]}")
 def test_query_yields_data(prometheus: Prometheus, query: Query) -> None:
     """A query yields data with all variables at All."""
-    assert eventually(lambda: found(prometheus, query) > 0)
+    assert eventually(slowly(lambda: found(prometheus, query) > 0))
 
 
 def test_panels_that_need_hardware_are_documented(prometheus: Prometheus) -> None:
@@ -157,4 +158,4 @@ def test_legends_have_their_labels(prometheus: Prometheus, file: Path) -> None:
                 seen = {name for labels, _ in prometheus.series(expression, so_far()) for name in labels if labels[name]}
                 return names <= seen
 
-            assert not names or eventually(are_there), (panel["title"], target["expr"], names)
+            assert not names or eventually(slowly(are_there)), (panel["title"], target["expr"], names)

@@ -303,7 +303,7 @@ def test_query_shows_its_runs_within_limits(panel: Callable[..., Panel], board: 
         about = known == expected.runs or (title in LARGEST and known != set() and known <= expected.runs)
         return about and not (target.get("instant") and wrong())  # the past will not change
 
-    assert eventually(is_there), (expected.runs ^ runs_of(asked[-1]), wrong()[:5], target["expr"])
+    assert eventually(nine_runs.slowly(is_there)), (expected.runs ^ runs_of(asked[-1]), wrong()[:5], target["expr"])
     assert not wrong(), (expected, wrong()[:5])
 
 

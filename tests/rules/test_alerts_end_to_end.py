@@ -1,7 +1,7 @@
-"""From a fault in real training to the pager: the shipped rules in a real Prometheus and a real Alertmanager.
+"""A fault in real training reaches the pager through the shipped rules, a real Prometheus and a real Alertmanager.
 
-Two dozen runs train well, and nothing may fire; then each goes wrong in its own way. Durations are a sixtieth of the shipped ones,
-so that minutes are seconds; thresholds are the same.
+Two dozen runs train normally, and nothing may fire; then the faults begin. Durations are a sixtieth of the shipped ones; thresholds
+are the shipped ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.faulty import PACE, Fault, Run, Training
+from tests.support.nine_runs import slowly
 from tests.support.real_alertmanager import Alertmanager, Webhook, alertmanager, shortened, webhook
 from tests.support.real_prometheus import Prometheus, running
 from tests.support.real_victoria import flushing, victoria
 from tests.support.tools import PATIENCE, REPOSITORY, eventually, machine_of_its_own
 from torch_grad_exporter.config.option import UNSET
 
-# In `make test-full`: by `make test` each rule has its unit tests, and both its judgements the same histories.
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full, pytest.mark.server]
 
 RULES = sorted((REPOSITORY / "dashboards" / "prometheus").glob("*.yml"))
@@ -54,19 +54,19 @@ scrape_configs:
       - {{source_labels: [service_instance_id], target_label: instance}}
       - {{regex: (service|host|process)_.*, action: labeldrop}}
 """
-"""Debian's Prometheus takes no OTLP. VictoriaMetrics does, and gives it on, with `job` and `instance` as Prometheus makes them."""
+"""Debian's Prometheus does not accept OTLP: VictoriaMetrics forwards it, with `job` and `instance` like in Prometheus."""
 
 
-# Faults: each is called in place of a step.
+# Faults: each replaces a step.
 
 
 def plain(training: Training) -> None:
-    """Nothing is wrong."""
+    """Train without a fault."""
     training.step()
 
 
 def evaluating(training: Training) -> None:
-    """The loop evaluates and makes no step: nothing is wrong."""
+    """Evaluate without steps, which is not a fault."""
     training.model.eval()
     with torch.no_grad():
         training.wrapped(torch.randn(8, 16))
@@ -74,39 +74,39 @@ def evaluating(training: Training) -> None:
 
 
 def finishing(training: Training) -> None:
-    """The run ends as it should: nothing is wrong."""
+    """Finish, which is not a fault."""
     raise SystemExit
 
 
 def failing(training: Training) -> None:
-    """An exception ends the run."""
+    """Fail with an exception."""
     raise RuntimeError
 
 
 def sleeping(training: Training) -> None:
-    """The loop hangs."""
+    """Hang."""
     time.sleep(600)
 
 
 def nan_gradient(training: Training) -> None:
-    """One layer's gradient is NaN, and the optimizer uses it."""
+    """Step on a NaN gradient of a layer."""
     training.layer("first").weight.register_hook(lambda gradient: gradient * torch.nan)
     while True:
         training.step()
 
 
 def nan_loss(training: Training) -> None:
-    """The loss that is observed is NaN."""
+    """Observe a NaN loss."""
     training.step(loss=float("nan"))
 
 
 def loss_spikes(training: Training) -> None:
-    """The loss that is observed jumps now and then."""
+    """Observe a loss that spikes in every eighth step."""
     training.step(loss=1e3 if training.steps % 8 == 0 else None)
 
 
 def exploding(training: Training) -> None:
-    """Gradients are 10,000 times as large now and then, and are cut back before they are used."""
+    """Scale the gradients by 10,000 in every eighth step, and undo it before the step."""
     scale = 1e4 if training.steps % 8 == 0 else 1.0
 
     def cut() -> None:
@@ -118,7 +118,7 @@ def exploding(training: Training) -> None:
 
 
 def vanishing(training: Training) -> None:
-    """A trillionth of its gradient reaches the first layer."""
+    """Scale the gradient of the first layer by 1e-12."""
     for parameter in training.layer("first").parameters():
         parameter.register_hook(lambda gradient: gradient * 1e-12)
     while True:
@@ -126,7 +126,7 @@ def vanishing(training: Training) -> None:
 
 
 def dead(training: Training) -> None:
-    """No unit of the first layer is ever above zero again."""
+    """Kill all units of the first layer."""
     with torch.no_grad():
         training.layer("first").bias.fill_(-1e4)
     while True:
@@ -134,7 +134,7 @@ def dead(training: Training) -> None:
 
 
 def without_gradient(training: Training) -> None:
-    """A bias is cut off from the loss."""
+    """Detach a bias from the loss."""
     third = training.layer("third")
     third.forward = lambda x: F.linear(x, third.weight, third.bias.detach())  # type: ignore[method-assign]
     while True:
@@ -142,7 +142,7 @@ def without_gradient(training: Training) -> None:
 
 
 def not_updating(training: Training) -> None:
-    """The last layer has a group of its own, whose learning rate is 0."""
+    """Give the last layer a parameter group with learning rate 0."""
     still = list(training.layer("third").parameters())
     (group,) = training.optimizer.param_groups
     group["params"] = [parameter for parameter in group["params"] if all(parameter is not one for one in still)]
@@ -152,30 +152,30 @@ def not_updating(training: Training) -> None:
 
 
 def starving(training: Training) -> None:
-    """Batches come late."""
+    """Delay the batches."""
     training.late = 0.3
     training.step()
 
 
 def slow(training: Training) -> None:
-    """Steps take four times as long."""
+    """Make steps four times as long."""
     time.sleep(3 * PACE)
     training.step()
 
 
 def one_is_slow(training: Training) -> None:
-    """One rank's batches come late, and the other waits."""
+    """Delay the batches of one rank, for which the other waits."""
     training.late = 0.5 * training.rank
     training.step()
 
 
 def one_stops(training: Training) -> None:
-    """One rank hangs while the other goes on."""
+    """Hang on one rank while the other continues."""
     (sleeping if training.rank else plain)(training)
 
 
 def failing_collector(training: Training) -> None:
-    """What reads this process fails."""
+    """Break the collector of the process."""
 
     def broken(*_: object) -> None:
         raise OSError("no server there")
@@ -186,7 +186,7 @@ def failing_collector(training: Training) -> None:
 
 
 def losing_samples(training: Training, every: int = 3) -> None:
-    """Functions of torch that measure gradients and that this training does not use fail in every third step."""
+    """Break torch functions that only the exporter uses, in every third step."""
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any, **options: Any) -> Any:  # noqa: ANN401 - as torch has them
@@ -203,12 +203,12 @@ def losing_samples(training: Training, every: int = 3) -> None:
 
 
 def blind(training: Training) -> None:
-    """No sample can be read."""
+    """Lose every sample."""
     losing_samples(training, every=1)
 
 
 def worsening(training: Training) -> None:
-    """The hardware is short of memory, hot, idle and faulty."""
+    """Make the hardware short of memory, hot, idle and faulty."""
     assert training.hardware is not None
     training.hardware.worsen()
     training.step()
@@ -216,19 +216,19 @@ def worsening(training: Training) -> None:
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 PAGER, TEAM, NOBODY = "pager", "team", ""
-"""The receivers. Alerts that are only for the dashboards, or follow from another one, notify nobody."""
+"""The receivers. Alerts for dashboards only, and inhibited ones, notify nobody."""
 BUDGET = {"every": "auto", "overhead_budget": 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A fault and its alerts with their receivers. `also`: alerts that may follow besides."""
+    """A fault and its alerts with their receivers. `also`: further alerts that may follow."""
 
     fault: Fault
     told: dict[str, str]
     also: frozenset[str] = frozenset()
     killed: bool = False
-    """The process is killed in place of the fault."""
+    """Kill the process instead of the fault."""
     delay: float = 0.0
     """Seconds after the other faults."""
 
@@ -239,7 +239,7 @@ GPU = {
 }  # fmt: skip
 SLOWER = frozenset({"ThroughputRegression"})
 PUSHED = {"sd_dir": UNSET, "otlp_interval": 1.0}
-"""Options of a run that no one can find to scrape."""
+"""Options of a run that is not discovered, so not scraped."""
 
 CASES = {
     "healthy": Case(Fault(plain), {}),
@@ -274,7 +274,7 @@ CASES = {
 }
 
 ENDING = {"fails", "killed", "pushed", "finishes", "finishes-slowly"}
-"""Those that are not there any more once their fault has begun."""
+"""Runs that end with their fault."""
 
 NOT_HERE = {
     "LossNotImproving": "takes two windows of 6 hours, 12 minutes here; its unit tests have to do",
@@ -288,20 +288,20 @@ NOT_HERE = {
 
 
 SHORTEST_FOR = 8
-"""Seconds. Prometheus takes up to 5 until it no longer scrapes a target whose file is gone; 2 minutes are long beside that."""
+"""Seconds. Prometheus takes up to 5 to drop a target whose file is gone; the shipped 2 minutes are longer."""
 
 
 PUSH_SECONDS = 6
-"""Three pushes would be 3; as much again for a machine on which two dozen runs train."""
+"""Three pushes, and as much again for a busy machine."""
 
 
 def hastened(text: str) -> str:
-    """A file of rules with a second for each minute."""
+    """Return a rule file with a second for each minute."""
     seconds = {"m": 1, "h": 60}
     text = re.sub(r"\binterval: \w+", "interval: 1s", text)
     text = re.sub(r"\b(\d+)([mh])\b", lambda found: f"{int(found[1]) * seconds[found[2]]}s", text)
     text = re.sub(r"\bfor: (\d+)s", lambda found: f"for: {max(SHORTEST_FOR, int(found[1]))}s", text)
-    # What is down stays so until it is looked at.
+    # A target stays down until the test reads it.
     text = re.sub(r"(max_over_time\(up|last_over_time\([^\[]*)\[60s\]", r"\1[1h]", text)
     text = text.replace("torch_train_state[3s]", f"torch_train_state[{PUSH_SECONDS}s]")
     lines = [
@@ -318,34 +318,31 @@ EVALUATED = """
         expr: vector(1)
         labels: {{file: {file}}}
 """
-"""One more rule of a file, the times of whose samples are those at which the rules of the file were evaluated."""
+"""A rule that records when the rules of its file were evaluated."""
 
 
 @dataclass(slots=True)
 class Servers:
-    """What runs beside the training."""
+    """The servers, and the start of each fault."""
 
     prometheus: Prometheus
     alertmanager: Alertmanager
     webhook: Webhook
     began: dict[str, float]
-    """By run, the Unix time at which its fault began; for those of `SOON`, at which it had been there for a step."""
+    """By run, the Unix time at which its fault began; for runs of `SOON`, after its first step."""
 
     def active(self) -> set[tuple[str, str]]:
-        """Run and name of all alerts that Prometheus fires just now."""
+        """Return run and name of the alerts that fire in Prometheus."""
         found = self.prometheus.query('ALERTS{alertstate="firing"}')
         return {(labels.get("run", ""), labels["alertname"]) for labels, _ in found}
 
     def has_gaps(self, run: str) -> bool:
-        """Whether a scrape of a run that was there has failed, as on a machine with too much other work.
-
-        What it says of itself is then not what it is: no alert can be expected to be silent.
-        """
+        """Return whether a scrape of the run failed, as on a busy machine; then no alert is expected to be silent."""
         until = self.began[run] if run in ENDING else math.inf
         return any(at < until and not up for at, up in self.prometheus.recorded(f'up{{run="{run}"}}', 0.0))
 
     def known(self) -> dict[tuple[str, str], float]:
-        """Run and name of all alerts that Alertmanager has, with the Unix time at which the first of that kind began to fire."""
+        """Return run and name of the alerts in Alertmanager, each with the Unix time of its first onset."""
         found: dict[tuple[str, str], float] = {}
         for alert in self.alertmanager.alerts():
             key = alert["labels"].get("run", ""), alert["labels"]["alertname"]
@@ -356,7 +353,7 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Prometheus and Alertmanager beside all runs, which have gone wrong by now."""
+    """Start the servers and all runs, and wait until the faults have begun."""
     directory = tmp_path_factory.mktemp("alerts")
     folder, rules = directory / "sd", directory / "rules"
     for each in (folder, rules):
@@ -378,7 +375,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def _go_wrong(servers: Servers, folder: Path, endpoint: str, stack: contextlib.ExitStack) -> None:
-    """Starts all runs, sees that all is well, and lets the faults begin."""
+    """Start all runs, check that no alert fires, and begin the faults."""
     pushing = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": endpoint}
 
     def start(name: str) -> Run:
@@ -393,7 +390,7 @@ def _go_wrong(servers: Servers, folder: Path, endpoint: str, stack: contextlib.E
     processes = sum(run.fault.ranks for run in runs.values())
     there = 'count(count by (run, rank) (torch_train_state{state="training"} == 1))'
     assert later(lambda: servers.prometheus.value(there) == processes)
-    time.sleep(3 * SCRAPE)  # alerts without `for` had their chance
+    time.sleep(3 * SCRAPE)  # for alerts without `for`
     assert servers.active() == set()
     runs |= {name: start(name) for name, case in CASES.items() if case.fault.late}
     first = time.time()
@@ -408,14 +405,7 @@ def _go_wrong(servers: Servers, folder: Path, endpoint: str, stack: contextlib.E
 
 def later(condition: Callable[[], bool]) -> bool:
     """Wait for a condition that is expensive to read."""
-
-    def is_true() -> bool:
-        if condition():
-            return True
-        time.sleep(0.3)
-        return False
-
-    return eventually(is_true, 3 * PATIENCE)
+    return eventually(slowly(condition), 3 * PATIENCE)
 
 
 ALERTS = [(name, alert) for name, case in CASES.items() for alert in case.told]
@@ -443,7 +433,7 @@ SOON = {
     ("pushed", "TrainingPushStopped"): PUSH_SECONDS + SHORTEST_FOR,
     ("cut-off", "LayerWithoutGradient"): 15,
 }
-"""Faults that are there at once, without a statistic or a window that has to fill, and the seconds of `for`."""
+"""Faults without a statistic or window to fill, and the seconds of their `for`."""
 
 
 @pytest.mark.parametrize(("run", "alert"), SOON, ids=str)
@@ -463,7 +453,7 @@ def test_a_fault_is_reported_in_time(servers: Servers, run: str, alert: str) -> 
 
 
 def test_nothing_else_is_reported(servers: Servers) -> None:
-    """Healthy, evaluating and finished runs are silent, and no fault sets off an alert of another one."""
+    """Healthy, evaluating and finished runs are silent, and no fault fires an alert of another one."""
     expected = {(run, alert) for run, alert in ALERTS} | {(run, alert) for run, case in CASES.items() for alert in case.also}
     told = {(run, alert) for _, alert, run in servers.webhook.firing()}
     gaps = {run for run in CASES if servers.has_gaps(run)}

@@ -103,17 +103,6 @@ def test_a_worse_problem_has_not_ended() -> None:
     ]  # fmt: skip
 
 
-def test_a_problem_critical_at_once_is_told_once() -> None:
-    """A problem that is critical at once is not a warning in addition."""
-    alerts = [Alert(severity, "x", for_="1m", summary="It waits.") for severity in ("warning", "critical")]
-    episodes = Followed(Rule(name="Waits", alerts=tuple(alerts)))
-    found = []
-    for now in range(200):
-        problem = Problem("Waits", "critical" if now < 100 else "warning", "It waits.")
-        found += [(now, one.severity, begins) for begins, one in episodes.changes([problem], now)]
-    assert found == [(60, "critical", True), (100, "warning", True), (100, "critical", False)]
-
-
 def test_findings_of_one_kind_are_one_problem() -> None:
     """Two devices with the same alert are one problem with both in its text."""
     episodes = Followed(AT_ONCE)
@@ -130,13 +119,6 @@ def test_the_end_ends_what_no_longer_holds() -> None:
     assert episodes.told([slow], 60) == [(True, "Slow", None)]
     failed = Problem("Failed", "critical", "An exception ended the training.")
     assert episodes.told([failed], 61, last=True) == [(True, "Failed", None), (False, "Slow", None)]
-
-
-def test_the_end_begins_no_young_problem() -> None:
-    """A problem younger than its `for` at the end never begins."""
-    episodes = Followed(SLOW)
-    episodes.told([slow], 0)
-    assert episodes.told([slow], 30, last=True) == []
 
 
 def test_the_number_of_problems_is_bounded() -> None:

@@ -284,7 +284,6 @@ CASES = {
         [
             run(**active(300.5, 1.0)),
             run(**active(500.5, 100)),
-            run(**active(1800.5, 900)),
             run(**active(6001, 4000)),
             run(**active(6001, jump(1, before=4000))),
             run("evaluating", **active(1801, 1.0)),
@@ -294,7 +293,6 @@ CASES = {
         [
             run(**active(300, 1.0)),
             run(**active(500, 100)),
-            run(**active(1800, 900)),
             run(**active(6000, 4000)),
             run(**active(5999, jump(1, before=4000))),
             run("evaluating", **active(1800, 1.0)),
@@ -788,18 +786,6 @@ def test_the_slowest_step_is_remembered_for_a_day() -> None:
     for hour in range(30):
         longest.remember(made(TRAIN_SLOWEST_STEP=3600.0 if hour == 0 else 1.0), NOW + 3600 * hour)
         assert longest.seconds() == (3600.0 if hour <= 24 else 1.0)
-
-
-def test_an_hour_keeps_its_slowest_step() -> None:
-    """A pause is compared with the slowest step of the hour, not with the last one."""
-    start = NOW // 3600 * 3600
-    for pause, stalled in ((1200.0, []), (1800.0, ["TrainingStalled"])):
-        watch = Watch()
-        for minute, slowest in ((0, 1.0), (1, 1000.0), (2, 1.0)):
-            now = start + 60 * minute
-            values = made(TRAIN_LAST_ACTIVITY_TIMESTAMP=now - pause, TRAIN_SLOWEST_STEP=slowest)
-            watch.remember(values, now)
-        assert [problem.alert for problem in watch.problems(values, now)] == stalled
 
 
 def test_a_clock_set_back_makes_nothing_wrong() -> None:

@@ -133,31 +133,6 @@ def test_a_failed_run_has_failed_at_once() -> None:
     assert [(one.alert, one.severity) for one in record.wrong] == [("TrainingFailed", "critical")]
 
 
-def test_the_end_begins_no_long_wait() -> None:
-    """A problem first seen at the last judgement has not held for its `for`."""
-    record, watch = Record(), Watch()
-    by_samples(record, 1, 200, **small(1.0))
-    at_clock(record, watch, 9, "finished", samples=201, **small(1e-5))
-    assert record.wrong == []
-
-
-def test_a_scrape_between_samples_ends_no_wait() -> None:
-    """The larger norm of a scrape does not end the wait of samples."""
-    record, watch = Record(), Watch()
-    by_samples(record, 1, 20, **small(1e-5))
-    at_clock(record, watch, 1, samples=20, **small(1.0))
-    assert len(by_samples(record, 21, 44, **small(1e-5))) == 1
-
-
-def test_later_samples_are_judged_by_scrapes() -> None:
-    """After the first samples each scrape counts as many samples as came since the one before."""
-    record, watch = Record(), Watch()
-    by_samples(record, 1, 8, **small(1.0))
-    for seconds, samples in ((15, 30), (30, 60), (45, 110)):
-        at_clock(record, watch, seconds, samples=samples, **small(1e-5))
-    assert [(one.alert, one.first) for one in record.wrong] == [("GradientVanishing", 30)]
-
-
 # What is kept
 
 

@@ -158,22 +158,3 @@ def test_rules_ask_for_what_exists(path: Path) -> None:
         for names in re.findall(r"\b(?:by|on|group_left|group_right|without) \(([^)]*)\)", rule["expr"]):
             grouped = set(names.replace(" ", "").split(",")) - {""}
             assert grouped <= of_these | OF_PROMETHEUS | {"run", "rank", "layer"}, rule
-
-
-def parenthesis(text: str) -> str:
-    """Return the content of the parenthesis with which the text begins."""
-    assert text.startswith("(")
-    depth = 0
-    for position, character in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if depth == 0:
-            return text[1:position].strip()
-    raise AssertionError(text)
-
-
-@pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
-def test_divisions_are_guarded(path: Path) -> None:
-    """A divisor is kept above a number, as a division by 0 is NaN or infinite."""
-    for rule in rules(path):
-        for division in re.finditer(r"(?:^|\s)/ (?:on \(\w+\) group_left \(\) )?", rule["expr"]):
-            assert re.search(r" > \d+$", parenthesis(rule["expr"][division.end() :])), rule

@@ -340,7 +340,7 @@ def running(directory: Path, scrape: int = 1) -> Iterator[Scene]:
         begin, started = CONTEXT.Event(), time.time()
         processes = {(name, rank): _start(stack, name, rank, folder, begin) for name in RUNS for rank in range(RUNS[name].ranks)}
         warm = f"count(torch_grad_exporter_captures_total >= {WARM_SAMPLES})"
-        assert eventually(lambda: count(prometheus, warm) == PROCESSES, 2 * PATIENCE), "not all runs train"
+        assert eventually(slowly(lambda: count(prometheus, warm) == PROCESSES), 5 * PATIENCE), "not all runs train"
         assert eventually(
             lambda: 0 < time.time() - prometheus.value('timestamp(up{run="explodes"})') < 0.2
         )  # five steps until the next
@@ -348,8 +348,20 @@ def running(directory: Path, scrape: int = 1) -> Iterator[Scene]:
         processes["killed", 0].kill()
         scene = Scene(prometheus, started, time.time(), scrape)
         there = f"count(up == 1) == {PROCESSES - len(ENDED)} and count(up == 0) == {len(ENDED) - 1}"
-        assert eventually(lambda: count(prometheus, there) > 0), "not all have ended that should"
+        assert eventually(slowly(lambda: count(prometheus, there) > 0)), "not all have ended that should"
         yield scene
+
+
+def slowly(condition: Callable[[], bool]) -> Callable[[], bool]:
+    """Return the condition with a pause after a failed check, for conditions that a server evaluates."""
+
+    def is_true() -> bool:
+        if condition():
+            return True
+        time.sleep(0.2)
+        return False
+
+    return is_true
 
 
 def quickened(text: str) -> str:
