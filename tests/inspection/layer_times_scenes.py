@@ -175,35 +175,6 @@ def only_sampled_training_steps(clock: Clock) -> tuple[Times, Times]:
         return seconds, passes(**{"0": 4 * 0.5})
 
 
-class Fails(nn.Module):
-    """A layer that raises the first time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.failed = nn.Parameter(torch.ones(4)), False
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.failed:
-            self.failed = True
-            raise MemoryError
-        return x * self.scale
-
-
-@scene
-def a_forward_that_raises(clock: Clock) -> tuple[Times, Times]:
-    """A layer that raised is not open in the next forward."""
-    model = nn.Sequential(Layer(clock, 0.5), Layer(clock, 4.0, owns=False), Fails())
-    with timed(model) as exporter:
-        try:
-            model(torch.randn(3, 4))
-        except MemoryError:
-            clock.takes(1e6)
-        train(model)
-        seconds = shown(exporter)
-        return seconds, {**seconds, "0 forward": 2 * 0.5, "0 backward": 1.0, "2 forward": 0.0, "2 backward": 0.0}
-
-
 class Checkpointed(nn.Module):
     """A part that is computed again in the backward."""
 

@@ -163,17 +163,15 @@ def test_outputs_of_all_kinds() -> None:
         exporter.close()
         both = torch.cat(outputs)
         assert len(outputs) == 2
-        assert value(exporter, "torch_activation_rms", layer="twice") == pytest.approx(float(both.square().mean().sqrt()), rel=1e-6)
-        second = outputs[1]
-        assert value(exporter, "torch_activation_rms", layer="nested") == pytest.approx(2 * float(second.square().mean().sqrt()))
-        size = math.sqrt(5) * float(second.square().mean().sqrt())
-        assert value(exporter, "torch_activation_rms", layer="complex") == pytest.approx(size)
-        layers = {dict(labels)["layer"] for name, labels in values(exporter) if name == "torch_activation_rms"}
-        assert layers == {"twice", "nested", "complex", "scalar", "attention", "lstm"}
-        assert value(exporter, "torch_activation_dead_ratio", layer="scalar") is None
-        rms = value(exporter, "torch_activation_rms", layer="scalar")
-        assert value(exporter, "torch_activation_grad_norm", layer="scalar") == pytest.approx(2 * (rms or 0.0))
-        assert value(exporter, "torch_activation_modules_left_out", reason="output") == 3
+        found = values(exporter)
+        rms = {dict(labels)["layer"]: number for (name, labels), number in found.items() if name == "torch_activation_rms"}
+        size = float(outputs[1].square().mean().sqrt())
+        expected = {"twice": float(both.square().mean().sqrt()), "nested": 2 * size, "complex": math.sqrt(5) * size}
+        assert {layer: rms[layer] for layer in expected} == pytest.approx(expected)
+        assert rms.keys() - expected == {"scalar", "attention", "lstm"}
+        assert found[key("torch_activation_grad_norm", layer="scalar")] == pytest.approx(2 * rms["scalar"])
+        assert key("torch_activation_dead_ratio", layer="scalar") not in found
+        assert found[key("torch_activation_modules_left_out", reason="output")] == 3
 
 
 def test_forwards_that_do_not_train_do_not_count() -> None:

@@ -104,12 +104,10 @@ def test_training_is_the_same(wrapper: str) -> None:
         dist.destroy_process_group()
 
 
-class Output(OrderedDict):
+@dataclass
+class Predicted(OrderedDict):
     """A dictionary that is also a dataclass, as in Transformers."""
 
-
-@dataclass
-class Predicted(Output):
     logits: torch.Tensor | None = None
     hidden: tuple[torch.Tensor, ...] | None = None
     loss: torch.Tensor | None = None

@@ -115,22 +115,6 @@ CASES.update({name: functools.partial(between, *row) for name, row in BETWEEN.it
 
 
 @case
-def no_grad_block_of_an_inner_module() -> Planted:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                x = x * 2
-                return self.linear(x)  # cut
-
-    model = nn.Sequential(Frozen(), nn.Linear(4, 3))
-    return Planted(classified(model), model, {"0.": "detached_at"}, "0.linear", "torch.no_grad()")
-
-
-@case
 def inference_mode() -> Planted:
     model = Two()
 

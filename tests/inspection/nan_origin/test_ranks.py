@@ -20,8 +20,6 @@ from torch_grad_exporter import start_exporter
 
 pytestmark = pytest.mark.process
 
-WRAPPERS = ("ddp", "fsdp2")
-
 
 def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
     """Take two steps, in the second of which rank 1 makes a NaN in its batch or in the backward of a module."""
@@ -49,8 +47,7 @@ def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("where", ["batch", "backward"])
+@pytest.mark.parametrize(("wrapper", "where"), [("ddp", "batch"), ("fsdp2", "backward")])
 def test_a_nan_of_another_rank(wrapper: str, where: str, tmp_path: Path) -> None:
     """The rank that made a NaN names the place; the other rank says that it came with the reduction."""
     run_ranks(rank_main, str(tmp_path), wrapper, where)
