@@ -378,12 +378,6 @@ def black_hole(liar: Liar, connection: socket.socket) -> None:
         pass
 
 
-def deaf(liar: Liar, connection: socket.socket) -> None:
-    """Take nothing, so that a large request does not even leave."""
-    del connection
-    liar.over.wait(PATIENCE)
-
-
 def drips(start: bytes, drop: bytes, pause: float = 0.05) -> Callable[[Liar, socket.socket], None]:
     """Begin an answer and go on with a drop at a time."""
 
@@ -404,6 +398,5 @@ def cut_body(liar: Liar, connection: socket.socket) -> None:
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
 
-SLOW_HEADERS = drips(b"HTTP/1.1 200 OK\r\nX-A: ", b"a")
 ENDLESS_BODY = drips(OK + b"\r\n", bytes(65536), 0)
 ENDLESS_HEADERS = drips(b"HTTP/1.1 200 OK\r\n", b"X-A: " + 1000 * b"a" + b"\r\n", 0)
