@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import threading
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.support.notified import Receiver
 from tests.support.servers import serving
 from tests.support.tools import PATIENCE, REPOSITORY, find
 
@@ -44,41 +43,29 @@ class Notification:
         return alerts
 
 
-class Webhook:
-    """Takes whatever is posted to it. `received` grows, in the order of arrival."""
+class Webhook(Receiver):
+    """Takes whatever is posted to it."""
 
     def __init__(self) -> None:
-        received: list[Notification] = []
+        super().__init__()
+        self.url = self.root
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                received.append(Notification(self.path.rpartition("/")[2], body))
-                self.send_response(200)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+    @property
+    def received(self) -> list[Notification]:
+        """What came, in the order of arrival."""
+        return [Notification(asked.path.rpartition("/")[2], asked.json) for asked in list(self.asked)]
 
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self.received = received
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+    def told(self, status: str) -> list[tuple[str, str, str]]:
+        """Receiver, alert and run of each notification of this status."""
+        return [(each.receiver, each.name, each.run) for each in self.received if each.body["status"] == status]
 
     def firing(self) -> list[tuple[str, str, str]]:
-        """Receiver, alert and run of each notification that said that something is wrong."""
-        return [(each.receiver, each.name, each.run) for each in self.received if each.body["status"] == "firing"]
+        """Those that said that something is wrong."""
+        return self.told("firing")
 
     def resolved(self) -> list[tuple[str, str, str]]:
-        """The same of those that said that it is over."""
-        return [(each.receiver, each.name, each.run) for each in self.received if each.body["status"] == "resolved"]
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Those that said that it is over."""
+        return self.told("resolved")
 
 
 class Alertmanager:

@@ -53,25 +53,10 @@ enable_compiled_autograd: Any = getattr(compiled_autograd, "_enable", None) or c
 """Compiles the backwards within, by a function that compiles a graph."""
 
 __all__ = [
-    "VERSION",
-    "WARNINGS",
-    "CPUOffloadPolicy",
-    "CommDebugMode",
-    "DTensor",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "Partial",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "clip_grads_with_norm_",
-    "enable_compiled_autograd",
-    "fully_shard",
-    "get_total_norm",
-    "let_torch_warn",
-    "need",
-    "recompiled",
-]
+    "VERSION", "WARNINGS", "CPUOffloadPolicy", "CommDebugMode", "DTensor", "MixedPrecisionPolicy", "OffloadPolicy",
+    "Partial", "Placement", "Replicate", "Shard", "clip_grads_with_norm_", "enable_compiled_autograd", "fully_shard",
+    "get_total_norm", "let_torch_warn", "need", "recompiled",
+]  # fmt: skip
 
 
 def need(major: int, minor: int, what: str) -> None:
