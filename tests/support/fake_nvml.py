@@ -12,8 +12,6 @@ from typing import Any
 import pynvml
 import pytest
 
-MIG_ENABLED = pynvml.NVML_DEVICE_MIG_ENABLE
-
 
 @dataclass
 class FakeGpu:
@@ -82,7 +80,7 @@ class FakeDriver:
         if name in ("nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"):
             return getattr(self, f"_{name}")(*arguments)
         gpu = self.gpus[ctypes.cast(arguments[0], ctypes.c_void_p).value - 1000]
-        return gpu.lost or gpu.errors.get(name, 0) or getattr(self, f"_{name}")(gpu, *arguments[1:]) or pynvml.NVML_SUCCESS
+        return gpu.lost or gpu.errors.get(name, 0) or ANSWERS[name](gpu, *arguments[1:]) or pynvml.NVML_SUCCESS
 
     def _nvmlDeviceGetCount_v2(self, count: Any) -> int:
         target(count).value = sum(gpu.listed for gpu in self.gpus)
@@ -100,48 +98,43 @@ class FakeDriver:
         ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p)).contents.value = 1000 + number
         return self.gpus[number].lost
 
-    def _nvmlDeviceGetUUID(self, gpu: FakeGpu, text: Any, length: Any) -> None:
-        text.value = gpu.uuid.encode()
 
-    def _nvmlDeviceGetName(self, gpu: FakeGpu, text: Any, length: Any) -> None:
-        text.value = gpu.name.encode()
+def fill(reference: Any, **values: object) -> None:
+    """Write into what `ctypes.byref` points to."""
+    for name, value in values.items():
+        setattr(target(reference), name, value)
 
-    def _nvmlDeviceGetMigMode(self, gpu: FakeGpu, current: Any, pending: Any) -> None:
-        target(current).value = MIG_ENABLED if gpu.partitioned else 0
 
-    def _nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu, rates: Any) -> None:
-        target(rates).gpu, target(rates).memory = gpu.utilization, 99
+def memory_v2(gpu: FakeGpu, memory: Any) -> int:
+    """Answer the second version of the call, which must be asked for by its number."""
+    fill(memory, used=gpu.used, reserved=gpu.reserved)
+    return 0 if target(memory).version == pynvml.nvmlMemory_v2 else pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
 
-    def _nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, memory: Any) -> None:
-        target(memory).used = gpu.used + gpu.reserved
 
-    def _nvmlDeviceGetMemoryInfo_v2(self, gpu: FakeGpu, memory: Any) -> int:
-        if target(memory).version != pynvml.nvmlMemory_v2:
-            return pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
-        target(memory).used, target(memory).reserved = gpu.used, gpu.reserved
-        return pynvml.NVML_SUCCESS
+def temperature(gpu: FakeGpu, sensor: Any, value: Any) -> int:
+    """Answer for the only sensor that there is."""
+    fill(value, value=gpu.celsius)
+    return 0 if sensor.value == pynvml.NVML_TEMPERATURE_GPU else pynvml.NVML_ERROR_INVALID_ARGUMENT
 
-    def _nvmlDeviceGetPowerUsage(self, gpu: FakeGpu, value: Any) -> None:
-        target(value).value = gpu.milliwatts
 
-    def _nvmlDeviceGetTemperature(self, gpu: FakeGpu, sensor: Any, value: Any) -> int:
-        target(value).value = gpu.celsius
-        return pynvml.NVML_SUCCESS if sensor.value == pynvml.NVML_TEMPERATURE_GPU else pynvml.NVML_ERROR_INVALID_ARGUMENT
-
-    def _nvmlDeviceGetTemperatureV(self, gpu: FakeGpu, temperature: Any) -> None:
-        target(temperature).temperature = gpu.celsius
-
-    def _nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: Any, value: Any) -> None:
-        target(value).value = gpu.clocks[kind.value]
-
-    def _nvmlDeviceGetTotalEnergyConsumption(self, gpu: FakeGpu, value: Any) -> None:
-        target(value).value = gpu.millijoules
-
-    def _nvmlDeviceGetViolationStatus(self, gpu: FakeGpu, policy: Any, status: Any) -> None:
-        target(status).violationTime, target(status).referenceTime = gpu.nanoseconds[policy.value], 5
-
-    def _nvmlDeviceGetTotalEccErrors(self, gpu: FakeGpu, kind: Any, counter: Any, value: Any) -> None:
-        target(value).value = gpu.ecc[kind.value, counter.value]
+ANSWERS: dict[str, Callable[..., int | None]] = {
+    "nvmlDeviceGetUUID": lambda gpu, text, _: setattr(text, "value", gpu.uuid.encode()),
+    "nvmlDeviceGetName": lambda gpu, text, _: setattr(text, "value", gpu.name.encode()),
+    "nvmlDeviceGetMigMode": lambda gpu, current, _: fill(current, value=pynvml.NVML_DEVICE_MIG_ENABLE if gpu.partitioned else 0),
+    "nvmlDeviceGetUtilizationRates": lambda gpu, rates: fill(rates, gpu=gpu.utilization, memory=99),
+    "nvmlDeviceGetMemoryInfo": lambda gpu, memory: fill(memory, used=gpu.used + gpu.reserved),
+    "nvmlDeviceGetMemoryInfo_v2": memory_v2,
+    "nvmlDeviceGetPowerUsage": lambda gpu, value: fill(value, value=gpu.milliwatts),
+    "nvmlDeviceGetTemperature": temperature,
+    "nvmlDeviceGetTemperatureV": lambda gpu, value: fill(value, temperature=gpu.celsius),
+    "nvmlDeviceGetClockInfo": lambda gpu, kind, value: fill(value, value=gpu.clocks[kind.value]),
+    "nvmlDeviceGetTotalEnergyConsumption": lambda gpu, value: fill(value, value=gpu.millijoules),
+    "nvmlDeviceGetViolationStatus": lambda gpu, policy, status: fill(
+        status, violationTime=gpu.nanoseconds[policy.value], referenceTime=5
+    ),
+    "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, counter, value: fill(value, value=gpu.ecc[kind.value, counter.value]),
+}
+"""The functions about one GPU."""
 
 
 def target(reference: Any) -> Any:
