@@ -122,7 +122,6 @@ class FiredHooks:
 # PyTorch
 
 
-@pytest.mark.process
 def test_full_backward_hook_wraps_outputs() -> None:
     """A full backward hook breaks an in-place ReLU beside it and fires too early; the exporter registers none."""
 
@@ -285,6 +284,7 @@ def test_ddp_post_accumulate_hook_sees_local_gradient(ranks: list[dict[str, dict
         assert one["errors"] == {}
 
 
+@pytest.mark.process
 def test_fsdp2_loses_hooks(ranks: list[dict[str, dict[str, object]]]) -> None:
     """Under FSDP2 tensor hooks never fire and older post-accumulate hooks are lost; the exporter looks for the parameters again."""
     need(2, 7, "FSDP2 on a CPU")
@@ -294,6 +294,7 @@ def test_fsdp2_loses_hooks(ranks: list[dict[str, dict[str, object]]]) -> None:
         assert found["errors"] == {}
 
 
+@pytest.mark.process
 def test_fsdp2_offload_waits_for_a_hook(ranks: list[dict[str, dict[str, object]]]) -> None:
     """FSDP2 copies a gradient to the CPU with the device waiting if its parameter has such a hook; the exporter sets none."""
     need(2, 13, "a copy of FSDP2 that such a hook makes wait")
@@ -684,7 +685,6 @@ def test_autograd_grad_fires_tensor_hooks() -> None:
         assert errors(exporter) == {}
 
 
-@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_create_graph_gives_gradients_with_a_graph() -> None:
     """After `backward(create_graph=True)` gradients carry a graph; what is measured is detached and keeps none of it."""
@@ -753,6 +753,7 @@ def test_sparse_gradients_raise_and_mislead() -> None:
         assert errors(exporter) == {}
 
 
+@pytest.mark.process
 def test_norm_of_dtensors_hides_a_collective(ranks: list[dict[str, dict[str, object]]]) -> None:
     """`get_total_norm` over DTensors communicates and raises beside plain tensors; the exporter measures the local parts alone."""
     need(2, 7, "FSDP2 on a CPU")
@@ -840,7 +841,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
     """A hook added after the first compiled call is ignored, one with a side effect breaks the graph; the exporter's do neither."""
 
@@ -1150,7 +1151,7 @@ def test_bucket_bounds_from_numpy_float32() -> None:
     assert max(len(repr(bound)) for bound in bounds) <= len("3.16e-05")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_last_value_gauge_misses_spikes() -> None:
     """A last-value gauge that is scraped every 75 steps shows few of 20 spikes; counter, histogram and recent maximum have all."""
     spikes = {30 + 13 * i for i in range(20)}
@@ -1192,7 +1193,7 @@ def test_run_and_rank_become_exported_labels(tmp_path: Path, monkeypatch: pytest
     assert names == {"training": {"run", "rank"}, "without": {"run", "rank", "exported_run", "exported_rank"}}
 
 
-@pytest.mark.process
+@pytest.mark.server
 def test_gauge_whose_name_ends_in_sum() -> None:
     """`promtool` refuses a gauge whose name ends in `_sum`; no metric of the exporter ends like the parts of a histogram."""
     text = "# HELP torch_grad_sum A gauge.\n# TYPE torch_grad_sum gauge\ntorch_grad_sum 1\n"

@@ -179,6 +179,7 @@ def test_two_ranks_show_what_numpy_computes(name: str, rank: int, found: list[di
         assert mine["shown"][step] == pytest.approx(expected, rel=1e-6), step
 
 
+@pytest.mark.process
 def test_observed_samples_replace_batch_sizes(found: list[dict[str, dict[str, list[object]]]]) -> None:
     """Where samples are observed, they count from the ninth step on, and each estimate is numpy's."""
     sizes = [BATCHES[0], *[0] * 8, *[OBSERVED] * (STEPS - 9)]

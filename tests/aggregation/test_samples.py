@@ -55,7 +55,7 @@ def nans(training: Training) -> float | None:
     return training.layer("nonfinite_elements_total", "a", kind="nan")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_nan_before_a_hang_is_counted_after_1_s() -> None:
     """A NaN that no step follows shows after a second; the finite layer waits for the end of the round, each counts once."""
     with Training() as training:
@@ -75,7 +75,7 @@ def test_a_nan_before_a_hang_is_counted_after_1_s() -> None:
         assert errors(training.exporter) == {}
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_finite_sample_waits_for_its_step() -> None:
     """A finite sample enters no sum before its step, however late that is, and each sum once."""
     with Training() as training:
@@ -188,6 +188,9 @@ def test_what_is_not_finite_enters_no_sum() -> None:
         assert training.layer("norm_recent_max", "a") == 2
         assert training.outcomes() == {"stepped": 2}
         assert [training.whole(f"global_norm_distribution_{name}") for name in ("count", "sum")] == [2, 4]
+        for norm in (3.0, 1.0):
+            training.round(a=norm)
+        assert training.layer("norm_recent_max", "a") == 3
 
 
 @pytest.mark.parametrize("norms", [(1e200, 1e200), (1e-200, 1e-200), (INF, 1e200)])

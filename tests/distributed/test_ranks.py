@@ -30,6 +30,8 @@ from tests.support.tools import eventually
 from tests.support.torch_versions import VERSION, fully_shard, need
 from torch_grad_exporter import start_exporter
 
+pytestmark = pytest.mark.process
+
 WORLD = 4
 STEPS = 3
 LAYERS = ("norm", "first", "second")
@@ -228,7 +230,6 @@ def showing(found: Found, layout: str, name: str, **labels: str) -> list[int]:
     return [rank for rank, ranks in enumerate(found) if key(name, **labels) in ranks[layout][-1]]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_squares_of_all_ranks_add_up_to_one_process(found: Found, layout: str) -> None:
     """However a layer is cut or copied, the sum over ranks is the square of the norm of the whole, and so are the totals."""
@@ -247,7 +248,6 @@ def test_squares_of_all_ranks_add_up_to_one_process(found: Found, layout: str) -
         assert 0 < bad <= sum(gradient.numel() for gradient in references[0][layer])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_distributions_of_weights_add_up(found: Found, layout: str) -> None:
     """However a layer is cut or copied, over all ranks each element is in its bucket once for each of the two steps."""
