@@ -104,21 +104,6 @@ def test_backwards_count_while_layers_are_frozen() -> None:
         assert reads_after_backward(exporter)
 
 
-def test_gradients_that_the_user_sets() -> None:
-    """Where no backward is seen in two rounds, gradients are read at the step from the third round on."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with watching(model) as exporter:
-        for step in range(1, 6):
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            seen = whole(model)
-            optimizer.step()
-            if step >= 3:
-                assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
-                assert not reads_after_backward(exporter)
-
-
 def test_a_step_ends_an_evaluation_without_the_root() -> None:
     """After an evaluation training goes on by way of submodules: the state is `training` with the first step."""
     model = Perceptron()

@@ -78,7 +78,7 @@ def frames_of_ours() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("scene")
-@pytest.mark.parametrize("compiled", [root, parent, forward_and_backward])
+@pytest.mark.parametrize("compiled", [root, pytest.param(parent, marks=pytest.mark.full), forward_and_backward])
 def test_sampling_compiles_nothing_more(compiled: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> None:
     """Hooks that come and go, and exporters, cost no graph, no break and no recompilation, and are not compiled."""
     model = Perceptron()

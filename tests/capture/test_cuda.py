@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,37 +289,6 @@ def test_the_last_sample_survives_a_device_assert() -> None:
     assert "nonfinite 1.0" in done.stdout, done.stdout + done.stderr
 
 
-class WithLoss(Perceptron):
-    """Returns a loss, like models of Transformers."""
-
-    def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        squares = super().forward(x).square()
-        return {"loss": squares.mean() if num_items_in_batch is None else squares.sum() / num_items_in_batch}
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_loss_of_a_round(whole: bool) -> None:
-    """Losses of micro-batches are added up or averaged on the device, and nothing waits for them."""
-    model, told = WithLoss(), {"num_items_in_batch": torch.tensor(5)} if whole else {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs = [torch.randn(size, 6) for size in (2, 3, 4)]
-    with start_exporter(model, port=None, every=1) as exporter:
-        for _ in range(6):
-            optimizer.zero_grad()
-            with nothing_waits():
-                losses = []
-                for x in inputs:
-                    loss = model(x, **told)["loss"]
-                    loss.backward()
-                    losses.append(loss.detach())
-                optimizer.step()
-            torch.cuda.synchronize()
-            expected = torch.stack(losses).double()
-            shown = float(expected.sum() if whole else expected.mean())
-            assert eventually(lambda shown=shown: value(exporter, "torch_train_loss") == pytest.approx(shown, rel=1e-5))
-        assert errors(exporter) == {}
-
-
 # Phases in the time of the GPU
 
 CYCLES = {"forward": 10_000_000, "backward": 20_000_000, "optimizer": 40_000_000}
@@ -399,36 +367,4 @@ def test_phases_are_those_of_the_gpu(every: int) -> None:
         assert found["data"] == 0
         assert sum(found[phase] for phase in CYCLES) >= begin.elapsed_time(end) / 1000
         assert value(exporter, "torch_grad_exporter_untimed_steps_total", what="phases") == 0
-        assert errors(exporter) == {}
-
-
-def test_a_slow_loader_is_in_the_phase_data() -> None:
-    """A slow loader is in the phase `data` if the GPU waits for it, and not if work on the GPU hides it."""
-    seconds = 0.05
-    spins = [0]
-
-    def batches() -> Iterator[torch.Tensor]:
-        while True:
-            time.sleep(seconds)
-            yield torch.randn(5, 6)
-
-    model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer.register_step_post_hook(lambda *_: spin(spins[0]))
-    with start_exporter(model, None, every=1, overhead_budget=0.9) as exporter:
-        loader = iter(exporter.watch_loader(batches()))
-        shares = []
-        for cycles in (0, 1_000_000_000):  # half a second, more or less
-            spins[0] = cycles
-            step(model, optimizer, next(loader))
-            before = shown(exporter)
-            for _ in range(6):
-                step(model, optimizer, next(loader))
-            torch.cuda.synchronize()
-            for _ in range(3):
-                step(model, optimizer, torch.randn(5, 6))
-                torch.cuda.synchronize()
-            shares.append((shown(exporter)["data"] - before["data"]) / (6 * seconds))
-        assert shares[0] > 0.7
-        assert shares[1] < 0.5
         assert errors(exporter) == {}

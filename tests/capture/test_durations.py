@@ -8,7 +8,6 @@ import time
 import pytest
 
 from tests.capture.scenes import (
-    COUNTED,
     DURATION,
     REGIMES,
     Loop,
@@ -67,18 +66,6 @@ def test_durations_go_from_step_to_step(regime: str) -> None:
             exporter.close()
             assert loop.is_slowest(value(exporter, SLOWEST))
             assert loop.durations_are_right(exporter)
-
-
-def test_the_slowest_step_outlasts_a_call() -> None:
-    """A slow step among counted rounds stays the slowest when a call of the user comes between later rounds."""
-    loop = TimedLoop()
-    with watching(loop.model, **COUNTED) as exporter:
-        loop.until_counted(exporter)
-        loop.step(pause=0.3)
-        for _ in range(3):
-            loop.step()
-        exporter.step()
-        assert loop.is_slowest(value(exporter, SLOWEST))
 
 
 class Slow(float):

@@ -131,18 +131,15 @@ def rounds(
     model: torch.nn.Module,
     body: Callable[[int, Any, torch.optim.Optimizer], float | None],
     *,
-    clear: bool = True,
     set_to_none: bool = True,
-    watch_inner: bool = False,
     **options: object,
 ) -> None:
     """Train; `body` runs the backwards of a step and returns the norm to expect."""
     wrapped = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    with run.watching(model if watch_inner else wrapped):
+    with run.watching(wrapped):
         for step in range(STEPS):
-            if clear:
-                optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad(set_to_none=set_to_none)
             expected = body(step, wrapped, optimizer)
             optimizer.step()
             run.check(expected)
@@ -161,18 +158,6 @@ def no_sync(run: Loop, *, hidden: int = 8, synchronised: bool = False) -> None:
         return UNKNOWN if synchronised else expected
 
     rounds(run, model, body)
-
-
-def never_cleared(run: Loop) -> None:
-    """Never clear: gradients from before are not this rank's own."""
-    model = Perceptron()
-
-    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
-        expected = alone(model, squared(step))
-        squared(step)(wrapped).backward()
-        return expected if step == 0 else UNKNOWN
-
-    rounds(run, model, body, clear=False)
 
 
 def thrown_away(run: Loop) -> None:
@@ -254,18 +239,6 @@ def sparse(run: Loop) -> None:
     rounds(run, model, body)
 
 
-def past_the_wrapper(run: Loop) -> None:
-    """Call the model without the wrapper: nothing is reduced, and the norm is unknown."""
-    model = Perceptron()
-
-    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
-        expected = alone(model, squared(step))
-        squared(step)(model if step == 2 else wrapped).backward()
-        return UNKNOWN if step == 2 else expected
-
-    rounds(run, model, body, watch_inner=True)
-
-
 def powersgd() -> tuple[Any, Any]:
     """Return a hook that compresses."""
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
@@ -284,14 +257,12 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "no_sync": no_sync,
     "no_sync, a large layer": lambda run: no_sync(run, hidden=1 << 15),  # its sums are measured in pieces
     "each backward reduced": lambda run: no_sync(run, synchronised=True),
-    "never cleared": never_cleared,
     "thrown away": thrown_away,
     "averaged by the user": averaged_by_the_user,
     "used on one rank": branches,
     "an old gradient": lambda run: branches(run, old_gradient=True),
     "loss scale": scaled,
     "sparse": sparse,
-    "past the wrapper": past_the_wrapper,
 }
 SELDOM = ("static graph", "compiled wrapper")
 

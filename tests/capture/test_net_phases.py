@@ -125,24 +125,6 @@ def test_a_checkpointed_root_stays_in_the_backward(stops_early: bool) -> None:
         assert phases(exporter)["backward"] - before["backward"] >= 4 * SLOW
 
 
-def test_a_step_that_raised_is_over() -> None:
-    """Code after a step that raised, and after the next backward, is outside of the phases."""
-    loop = Loop("nowhere")
-    with watching(loop) as exporter:
-        loop.step()
-
-        def fail() -> float:
-            raise RuntimeError("the user's own")
-
-        with pytest.raises(RuntimeError, match="the user's own"):
-            loop.optimizer.step(fail)
-        loop(batch()).square().mean().backward()
-        before = phases(exporter)
-        time.sleep(SLOW)
-        loop.optimizer.step()
-        assert phases(exporter)["outside"] - before["outside"] >= SLOW
-
-
 def test_an_evaluation_is_outside_of_the_phases() -> None:
     """Forwards in evaluation mode or without gradients are not in the phase `forward`."""
     loop = Loop("forward")

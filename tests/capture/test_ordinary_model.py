@@ -6,7 +6,6 @@ import copy
 import io
 import multiprocessing
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,6 +51,7 @@ def saved(model: torch.nn.Module) -> torch.nn.Module:
     return torch.load(buffer, weights_only=False)
 
 
+@pytest.mark.slow
 def test_a_model_that_has_its_exporter_is_copied(attached: Attached) -> None:
     """A copy of a model with the exporter as an attribute has the same one, a loaded one has none; each trains by itself."""
     attached.model.exporter = attached.exporter
@@ -186,21 +186,13 @@ def exported_strictly(model: torch.nn.Module) -> str:
     return torch.export.export(model, (torch.ones(5, 6),), strict=True).graph_module.code
 
 
-def traced(model: torch.nn.Module) -> str:
-    """Return the graph of `torch.jit.trace`, and its warnings: torch's own batch norm has one."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", torch.jit.TracerWarning)
-        graph = torch.jit.trace(model, torch.ones(5, 6), check_trace=False).code
-    return str(graph) + "".join(str(warning.message) for warning in warned if warning.category is torch.jit.TracerWarning)
-
-
 def symbolic(model: torch.nn.Module) -> str:
     """Return the graph of `torch.fx`."""
     return torch.fx.symbolic_trace(model).code
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [exported, exported_strictly, traced, symbolic])
+@pytest.mark.parametrize("form", [exported, exported_strictly, symbolic])
 def test_other_forms_have_nothing_of_us(attached: Attached, form: Callable[[torch.nn.Module], str]) -> None:
     """Each way to turn a model into a graph gives the same graph as without an exporter, and training goes on."""
     before = attached.counted()

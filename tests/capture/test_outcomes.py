@@ -20,7 +20,6 @@ from tests.capture.scenes import (
     STATE,
     STEPS,
     Fallible,
-    Headed,
     Loop,
     clearing,
     loss_of,
@@ -291,46 +290,3 @@ def test_a_step_that_a_fused_optimizer_left_out(every: int, place: str) -> None:
         assert value(exporter, SKIPPED) == 1
         assert value(exporter, STEPS, optimizer="SGD") == step
         assert outcomes(exporter) == ({"skipped": 1} if every == 1 else {})
-
-
-def test_one_of_two_fused_optimizers_skips() -> None:
-    """With two optimizers under one scaler a round is skipped only if both leave their step out."""
-    model = Headed()
-    optimizers = {
-        "SGD": torch.optim.SGD(model.first.parameters(), lr=0.01, fused=True),
-        "Adam": torch.optim.Adam(model.second.parameters(), lr=0.01, fused=True),
-    }
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    with watching(model) as exporter:
-        for step in range(9):
-            model.zero_grad()
-            scaler.scale(loss_of(model)).backward()
-            bad = {2: [model.first], 4: [model.second], 6: [model.first, model.second]}.get(step, [])
-            for layer in bad:
-                layer.weight.grad.fill_(math.inf)
-            for optimizer in optimizers.values():
-                scaler.step(optimizer)
-            scaler.update()
-        assert value(exporter, STEPS, optimizer="SGD") == 7
-        assert value(exporter, STEPS, optimizer="Adam") == 7
-        assert value(exporter, SKIPPED) == 1
-
-
-def test_an_optimizer_within_backward_stops() -> None:
-    """Of two optimizers that step within the backward one stops: from then on only the other one's steps count."""
-    model = Headed()
-    optimizers = {"SGD": torch.optim.SGD(model.first.parameters()), "Adam": torch.optim.Adam(model.second.parameters())}
-    with watching(model) as exporter:
-
-        def stepping(optimizer: torch.optim.Optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        model.first.bias.register_post_accumulate_grad_hook(lambda _: stepping(optimizers["SGD"]))
-        model.second.bias.register_post_accumulate_grad_hook(lambda _: stepping(optimizers["Adam"]))
-        for step in range(8):
-            model.head_only = step >= 5
-            loss_of(model).backward()
-        assert value(exporter, STEPS, optimizer="SGD") == 5
-        assert value(exporter, STEPS, optimizer="Adam") == 8
-        assert value(exporter, BACKWARDS) == 8

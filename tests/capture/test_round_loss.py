@@ -211,29 +211,6 @@ def test_losses_shown_are_those_of_whole_rounds(loop: Loop) -> None:
         assert errors(exporter) == {}
 
 
-@pytest.mark.parametrize("clears_first", [True, False])
-def test_a_closure_that_is_called_often(loop: Loop, clears_first: bool) -> None:
-    """LBFGS shows the loss of its last evaluation, whether the closure clears before or after the forward."""
-    loop.optimizer = torch.optim.LBFGS(loop.model.parameters(), max_iter=4)
-    with watching(loop) as exporter:
-        for _ in range(4):
-            found = []
-
-            def closure(found: list[float] = found) -> torch.Tensor:
-                if clears_first:
-                    loop.optimizer.zero_grad()
-                (loss,) = loop.losses((5,))
-                if not clears_first:
-                    loop.optimizer.zero_grad()
-                loss.backward()
-                found.append(loss.item())
-                return loss
-
-            loop.optimizer.step(closure)
-            assert len(found) > 1
-            assert value(exporter, LOSS) == pytest.approx(found[-1], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     "make",
     [lambda loss: loss.bfloat16().reshape(1, 1), lambda loss: loss.detach()],

@@ -9,13 +9,11 @@ from tests.capture.scenes import (
     BACKWARDS,
     CAPTURES,
     COUNTED,
-    LAYER_CAPTURES,
     MISSING,
     NORM,
     REGIMES,
     SKIPPED,
     STEPS,
-    Headed,
     Loop,
     each_regime,
     loss_of,
@@ -163,26 +161,6 @@ def test_an_optimizer_that_reports_nothing() -> None:
 
 
 # What a cleared backward reached
-
-
-def test_a_cleared_backward_that_reached_more() -> None:
-    """With two passes to a step, a layer that only the first one reached has no gradient."""
-    model = Headed()
-    optimizer = sgd(model)
-    with watching(model) as exporter:
-        for step in range(1, 5):  # after four such steps two passes are taken for an accumulation
-            optimizer.zero_grad(set_to_none=step == 1)
-            model.head_only = False
-            loss_of(model).backward()
-            optimizer.zero_grad(set_to_none=step == 1)
-            model.head_only = True
-            loss_of(model).backward()
-            seen = norm(p.grad.double() for p in model.second.parameters())
-            optimizer.step()
-            assert value(exporter, "torch_grad_norm", layer="second") == pytest.approx(seen)
-            assert value(exporter, LAYER_CAPTURES, layer="second") == step
-            assert value(exporter, MISSING, layer="first") == 2
-            assert not value(exporter, LAYER_CAPTURES, layer="first")
 
 
 def test_a_cleared_backward_around_the_root() -> None:

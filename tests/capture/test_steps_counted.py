@@ -55,6 +55,22 @@ def test_counts_are_exact(regime: str, backwards: int) -> None:
 
 
 @pytest.mark.slow
+def test_counts_are_exact_with_a_large_budget() -> None:
+    """Where the budget pays for all hooks, steps, backwards, durations and skipped steps of a long run are exact."""
+    loop = Loop()
+    with watching(loop.model, every=512, overhead_budget=0.9) as exporter:
+        for skipped in (0, 3):
+            for _ in range(skipped):
+                loop.backward()
+            for _ in range(700):
+                loop.step()
+            assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+            assert value(exporter, BACKWARDS) == loop.steps + skipped
+            assert value(exporter, f"{DURATION}_count") == loop.steps - 1
+            assert value(exporter, SKIPPED) == skipped
+
+
+@pytest.mark.slow
 def test_examples_of_counted_rounds_are_estimated() -> None:
     """With a short last batch in each epoch the examples of counted rounds are right within 10 %."""
     loop, examples = Loop(), 0

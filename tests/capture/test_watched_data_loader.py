@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.programs import Starter
@@ -145,21 +145,6 @@ def test_persistent_workers_end_with_the_loader(exporter: Exporter) -> None:
         assert eventually(lambda: not workers[0][0].is_alive())
     finally:
         gc.enable()
-
-
-class Stream(IterableDataset[int]):
-    """Numbers without a length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-def test_a_stream_has_no_length(exporter: Exporter) -> None:
-    """A loader over a stream yields it and raises `TypeError` for its length."""
-    one = exporter.watch_loader(DataLoader(Stream(), batch_size=None))
-    assert list(one) == [0, 1, 2]
-    with pytest.raises(TypeError, match="has no len"):
-        len(one)
 
 
 class Epochs(DataLoader[Any]):
