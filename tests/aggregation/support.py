@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -116,8 +114,3 @@ def _gradient(parameter: nn.Parameter, given: float | torch.Tensor) -> torch.Ten
     gradient = torch.zeros_like(parameter)
     gradient.view(-1)[0] = given
     return gradient
-
-
-def codes(grid: Mapping[str, Any]) -> np.ndarray:
-    """Return the codes of a saved grid, shape (records, layers); 0 is absent, 65535 not finite."""
-    return np.frombuffer(base64.b64decode(grid["codes"]), "<u2").reshape(len(grid["times"]), len(grid["layers"]))

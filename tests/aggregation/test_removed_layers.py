@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.aggregation.support import Given, Training, codes
+from tests.aggregation.support import Given, Training
 from tests.support.scrape import Key, errors, key, values
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
@@ -194,20 +194,6 @@ def test_a_new_layer_has_none_of_a_removed_ones_past() -> None:
         assert "torch_grad_norm_zscore" in of_layer(found, "b")[0]
         gauges, counters = of_layer(found, REMOVED)
         assert (gauges, [counters[f"torch_grad_{name}"] for name in names]) == (set(), [30, 30, pytest.approx(33), 0])
-
-
-@pytest.mark.full
-def test_a_layer_that_came_back_is_in_the_history(tmp_path: Path) -> None:
-    """A record of several samples has a layer that was removed and added again, though it counts fewer samples than before."""
-    with Changing("a", "b") as training:
-        for _ in range(605):  # each of the first 600 samples has a record of its own
-            training.round(a=3.0, b=4.0)
-        training.remove("a")
-        training.round(b=4.0)
-        training.add("a")
-        training.round(a=5.0)
-        grid = training.saved(tmp_path)["layers"]["zero_ratio"]["recent"]
-    assert codes(grid)[-1][grid["layers"].index("a")] != 0
 
 
 def test_a_folded_label_stays_while_one_module_exists() -> None:

@@ -229,16 +229,6 @@ def test_values_of_a_layer_are_over_all_its_elements() -> None:
         assert [training.layer(name, "a") for name in ("zero_units_ratio", "dead_ratio")] == [None, None]
 
 
-def test_parameters_without_a_gradient_are_counted() -> None:
-    """Parameters that the backward did not reach count for their layer, also where all of it was not reached."""
-    with Training() as training:
-        training.round(a=1.0)
-        assert [training.layer("missing_parameters", layer) for layer in "ab"] == [1, 1]
-        assert [training.layer("captures_total", layer) for layer in "ab"] == [1, 0]
-        training.round(a=1.0, a_bias=1.0, b=1.0)
-        assert [training.layer("missing_parameters", layer) for layer in "ab"] == [0, 0]
-
-
 @pytest.mark.full
 def test_the_recent_maximum_is_of_the_last_minute() -> None:
     """The largest finite norm is the recent maximum for a minute, then the largest one that came later."""

@@ -154,21 +154,6 @@ def test_a_file_is_never_half_written(tmp_path: Path) -> None:
     assert found == {200_000}
 
 
-def test_a_free_name_is_taken_back(tmp_path: Path) -> None:
-    """Of two jobs with one name the later one has the file, until that one has been dead for long."""
-    clock = Clock()
-    first = TargetFile(str(tmp_path), target(), clock=clock)
-    first.refresh()
-    TargetFile(str(tmp_path), target(port=9999)).refresh()
-    clock.now += TOUCH_SECONDS
-    first.refresh()
-    assert b"9999" in first.path.read_bytes()
-    os.utime(first.path, (0, 0))
-    clock.now += TOUCH_SECONDS
-    first.refresh()
-    assert b"9999" not in first.path.read_bytes()
-
-
 @pytest.mark.parametrize("port", [9100, 9200], ids=["same port", "another port"])
 def test_a_restarted_rank(port: int, tmp_path: Path) -> None:
     """A restarted rank takes over the file, and the process before it neither touches nor removes it."""

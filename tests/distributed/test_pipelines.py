@@ -30,14 +30,14 @@ def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def interleaved(rank: int, kind: type) -> tuple[dict[str, torch.nn.Module], Any]:
+def zero_bubble(rank: int) -> tuple[dict[str, torch.nn.Module], Any]:
     """Two stages on each rank."""
     stages = {f"stage{number}": torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for number in (rank, rank + RANKS)}
     pieces = [
         pipelining.PipelineStage(one, number, 2 * RANKS, torch.device("cpu"))
         for number, one in zip((rank, rank + RANKS), stages.values(), strict=True)
     ]
-    return stages, kind(pieces, MICRO_BATCHES, loss_fn=mean_square)
+    return stages, pipelining.ScheduleInterleavedZeroBubble(pieces, MICRO_BATCHES, loss_fn=mean_square)
 
 
 def sharded(rank: int) -> tuple[dict[str, torch.nn.Module], Any]:
@@ -50,8 +50,7 @@ def sharded(rank: int) -> tuple[dict[str, torch.nn.Module], Any]:
 
 
 KINDS = {
-    "interleaved": lambda rank: interleaved(rank, pipelining.ScheduleInterleaved1F1B),
-    "zero bubble": lambda rank: interleaved(rank, pipelining.ScheduleInterleavedZeroBubble),
+    "zero bubble": zero_bubble,
     "sharded": sharded,
 }
 
