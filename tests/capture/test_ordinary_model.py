@@ -192,7 +192,7 @@ def symbolic(model: torch.nn.Module) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [exported, exported_strictly, symbolic])
+@pytest.mark.parametrize("form", [exported, pytest.param(exported_strictly, marks=pytest.mark.full), symbolic])
 def test_other_forms_have_nothing_of_us(attached: Attached, form: Callable[[torch.nn.Module], str]) -> None:
     """Each way to turn a model into a graph gives the same graph as without an exporter, and training goes on."""
     before = attached.counted()
