@@ -210,15 +210,8 @@ def test_a_checkpoint_counts_once(reentrant: bool) -> None:
     torch.manual_seed(0)
     part = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.part = nn.Linear(4, 4), part
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(self.part, self.first(x), use_reentrant=reentrant).square().mean()
-
-    model, sizes = Model(), []
+    model, sizes = nn.ModuleDict({"first": nn.Linear(4, 4), "part": part}), []
+    model.forward = lambda x: torch.utils.checkpoint.checkpoint(part, model["first"](x), use_reentrant=reentrant).square().mean()
     part[0].register_forward_hook(lambda _m, _a, output: sizes.append(output.detach().double().square().mean().sqrt()))
     with watched(model) as exporter:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 4))

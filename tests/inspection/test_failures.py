@@ -13,12 +13,8 @@ from tests.inspection.support import EachOperation
 from tests.support.scrape import errors
 from torch_grad_exporter import start_exporter
 
-OPTIONS = {
-    "every": 1,
-    "activations": True,
-    "layer_times": True,
-    "collectors": dict.fromkeys(("host", "process", "container"), False),
-}
+OTHERS = dict.fromkeys(("host", "process", "container"), False)
+OPTIONS = {"every": 1, "activations": True, "layer_times": True, "collectors": OTHERS}
 
 
 class PlantedError(Exception):
@@ -70,11 +66,7 @@ def test_an_operation_that_fails() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seam",
-    [
-        (nn.Module, "register_forward_hook"),
-        (nn.Module, "register_forward_pre_hook"),
-        (torch.Tensor, "register_hook"),
-    ],
+    [(nn.Module, "register_forward_hook"), (nn.Module, "register_forward_pre_hook"), (torch.Tensor, "register_hook")],
     ids=lambda seam: seam[1],
 )
 def test_a_hook_that_is_refused(seam: tuple[object, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 
 import torch
 
@@ -152,13 +151,7 @@ def zero_gradients(run: Run) -> None:
 # Between steps
 
 
-@contextlib.contextmanager
-def with_gradients() -> Iterator[None]:
-    """Nothing: an evaluation without `no_grad`."""
-    yield
-
-
-@regime(evaluation=[torch.no_grad, torch.inference_mode, with_gradients])
+@regime(evaluation=[torch.no_grad, torch.inference_mode, contextlib.nullcontext])
 def evaluation_between_epochs(run: Run, evaluation: type) -> None:
     """Evaluation between epochs, and after the last step of one, changes nothing."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))

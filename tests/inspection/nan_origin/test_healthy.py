@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ class Model(nn.Module):
         return logits.masked_fill(torch.arange(4) == 3, -INF) if self.never else logits
 
 
-def healthy(seed: int, rounds: int, judge: Callable[[bool], None] = lambda _: None) -> int:
+def healthy(seed: int, rounds: int) -> int:
     """Train a random model and return the number of origins."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
@@ -88,7 +87,7 @@ def healthy(seed: int, rounds: int, judge: Callable[[bool], None] = lambda _: No
                     logits = model(torch.randint(0, 11, (6, 5)), mask)
                 loss = nn.functional.cross_entropy(logits.float(), torch.randint(0, 3, (6,)))
                 loss.backward()
-            judge(bool(torch.isfinite(loss)))
+            assert torch.isfinite(loss)
             optimizer.step()
             optimizer.zero_grad(set_to_none=chance.random() < 0.5)
         assert not errors(exporter)
@@ -96,16 +95,8 @@ def healthy(seed: int, rounds: int, judge: Callable[[bool], None] = lambda _: No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_masks_of_minus_infinity_are_no_origin(seed: int) -> None:
-    """Twelve rounds of each model have no origin."""
-    assert healthy(seed, 12) == 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("part", range(4))
-def test_healthy_rounds(part: int) -> None:
-    """Hundreds of rounds of twenty models with finite losses have no origin."""
-    seen: list[bool] = []
-    assert sum(healthy(100 + 20 * part + seed, 25, seen.append) for seed in range(20)) == 0
-    assert seen == [True] * 500
+@pytest.mark.parametrize("seeds", [range(4), *(pytest.param(range(n, n + 20), marks=pytest.mark.full) for n in (100, 120, 140))])
+def test_masks_of_minus_infinity_are_no_origin(seeds: range) -> None:
+    """Rounds with finite losses have no origin."""
+    for seed in seeds:
+        assert healthy(seed, 12) == 0

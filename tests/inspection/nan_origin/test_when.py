@@ -34,9 +34,11 @@ def loop(model: nn.Module, step: Step, steps: int, **options: object) -> dict[Pl
         return found(exporter)
 
 
-def ordinary(exporter: Exporter, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+def ordinary(
+    exporter: Exporter, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, data: torch.Tensor | None = None
+) -> None:
     """Take a step."""
-    model(torch.randn(4, 8)).square().mean().backward()
+    model(torch.randn(4, 8) if data is None else data).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -79,10 +81,7 @@ def test_consequences_are_not_another_origin() -> None:
     """A batch that makes all parameters NaN stays the only origin."""
 
     def step(exporter: Exporter, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        data = torch.full((4, 8), NAN) if number == 3 else torch.randn(4, 8)
-        model(data).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        ordinary(exporter, model, optimizer, number, torch.full((4, 8), NAN) if number == 3 else None)
 
     assert loop(around(), step, 9, nan_origin="always") == {("batch", "batch", "nan"): 3.0}
 
