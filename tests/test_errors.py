@@ -20,22 +20,6 @@ def fail() -> None:
     raise ValueError("broken")
 
 
-def test_boundaries_of_one_source_are_separate(errors: ErrorLog) -> None:
-    """Of two boundaries of one source, the one that fails each time is switched off after ten failures, the other goes on."""
-    failing, working, calls = errors.boundary("capture"), errors.boundary("capture"), list[str]()
-
-    def count_and_fail() -> None:
-        calls.append("failing")
-        fail()
-
-    for _ in range(60):
-        failing(count_and_fail)
-        working(calls.append, "working")
-    assert (calls.count("failing"), calls.count("working")) == (LIMIT, 60)
-    assert (failing.off, working.off) == (True, False)
-    assert errors.counts() == {"capture": LIMIT}
-
-
 def test_a_success_ends_the_row_of_failures(errors: ErrorLog) -> None:
     """A success after nine failures leaves a boundary on; ten failures in a row switch it off for good."""
     guard = errors.boundary("capture")

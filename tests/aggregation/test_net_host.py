@@ -108,15 +108,6 @@ def test_a_negative_norm_is_shown_as_nan() -> None:
 # What is observed and counted
 
 
-def test_what_was_counted_does_not_fall() -> None:
-    """Numbers of samples and tokens that are negative or not finite are left out."""
-    with started(Perceptron()) as exporter:
-        for given in (5.0, -3.0, math.nan, math.inf, 2.0):
-            exporter.observe(samples=given, tokens=10 * given)
-        assert value(exporter, "torch_train_samples_total") == 7
-        assert value(exporter, "torch_train_tokens_total") == 70
-
-
 @pytest.mark.parametrize(("positive", "judged_as_it_is"), [(127, True), (128, False)])
 def test_after_128_positive_losses_logarithms_count(positive: int, judged_as_it_is: bool) -> None:
     """A loss of 90 among losses that vary by factors around 1 is a spike only where fewer than 128 positive ones came before."""

@@ -72,19 +72,6 @@ def test_without_an_estimate_there_is_no_scale(samples: list[tuple[float, float]
     assert scale.value is None, why
 
 
-def test_batches_of_no_use_add_nothing() -> None:
-    """One rank alone, an unknown batch over all ranks and a gradient that is not finite change nothing."""
-    scale = NoiseScale()
-    for _ in range(30):
-        scale.add(2.0, 1.8, batch=4, whole=8)
-    before = scale.value
-    assert before == pytest.approx((0.2 / (1 / 8)) / 1.6)
-    for batch, whole in ((4, 4), (4, 0), (0, 8)):
-        scale.add(100.0, 1.0, batch=batch, whole=whole)
-    scale.add(np.inf, 1.0, batch=4, whole=8)
-    assert scale.value == before
-
-
 class Task:
     """A linear regression with noisy targets, whose gradient of a sample is known."""
 
