@@ -347,8 +347,8 @@ def running(directory: Path, scrape: int = 1) -> Iterator[Scene]:
         begin.set()
         processes["killed", 0].kill()
         scene = Scene(prometheus, started, time.time(), scrape)
-        there = f"count(up == 1) == {PROCESSES - len(ENDED)} and count(up == 0) == {len(ENDED) - 1}"
-        assert eventually(slowly(lambda: count(prometheus, there) > 0)), "not all have ended that should"
+        gone = 'count(max_over_time(up{run=~"raises|killed|ends"}[5s]) == 0)'
+        assert eventually(slowly(lambda: count(prometheus, gone) == 3), 3 * PATIENCE), "not all have ended that should"
         yield scene
 
 
