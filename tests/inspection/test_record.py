@@ -279,13 +279,7 @@ def test_a_compiled_model(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("model", "options", "kind"),
-    [
-        (7, {}, TypeError),
-        (network(), {"include": "layer4"}, ValueError),
-        (network(), {"include": "("}, ValueError),
-        (network(), {"limit": "1 MiB"}, TypeError),
-        (network(), {"limit": 0}, ValueError),
-    ],
+    [(7, {}, TypeError), (network(), {"include": "layer4"}, ValueError), (network(), {"limit": "1 MiB"}, TypeError)],
 )
 def test_wrong_arguments_raise(model: Any, options: dict[str, Any], kind: type[Exception]) -> None:  # noqa: ANN401 - some are wrong
     """The error names the argument and its value."""

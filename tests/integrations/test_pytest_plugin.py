@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -115,9 +114,3 @@ def test_nothing_is_imported_before_a_test_uses_it(tmp_path: Path) -> None:
         """,
     )
     assert code == 0, out
-
-
-def test_the_entry_point_is_declared() -> None:
-    """The distribution declares the plugin's entry point."""
-    points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    assert points["pytest11"] == {"torch_grad_exporter": PLUGIN}

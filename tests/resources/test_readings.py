@@ -41,18 +41,6 @@ def test_what_psutil_cannot_read_is_absent(error: Exception) -> None:
         attempt(lambda: fail(TypeError()), ABSENT)
 
 
-def test_counters_that_come_and_go_are_one_that_rises() -> None:
-    """The sum keeps what a vanished counter had and continues when it starts again."""
-    total = Rising[str]()
-    assert total({"a": 10.0}) == 10
-    assert total({"a": 12.0, "b": 5.0}) == 17
-    assert total({"a": 13.0}) == 18
-    assert total({}) == 18
-    assert total({"b": 2.0}) == 20  # Another "b" than the one that is gone.
-    assert total({"b": 1.0}) == 20
-    assert total({"b": 4.0}) == 23
-
-
 @pytest.mark.slow
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(0, 10**12))))
 def test_a_rising_sum_is_what_the_counters_gained(readings: list[dict[str, int]]) -> None:
