@@ -204,6 +204,33 @@ def test_forwards_that_do_not_train_do_not_count() -> None:
             agree(shown(exporter, name), expected[name], 1e-5)
 
 
+class Head(nn.Module):
+    """A frozen body below a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def test_outputs_below_which_all_is_frozen_are_shown() -> None:
+    """Where no module's output has a gradient, outputs are shown all the same, without one."""
+    model = Head()
+    kept = Kept(model, {"body": 1})
+    optimizer = torch.optim.SGD([model.scale], lr=0.1)
+    with watched(model) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            kept.clear()
+            model(torch.randn(5, 4)).square().mean().backward()
+            optimizer.step()
+        exporter.close()
+        agree(shown(exporter, "body"), kept.reference("body"), 1e-5)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_counts_once(reentrant: bool) -> None:
     """A checkpointed part shows each output once, and its gradients unless the checkpoint is reentrant."""
