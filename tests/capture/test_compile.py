@@ -178,7 +178,6 @@ def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Ten
     [
         (EAGER, True, 1),
         pytest.param(EAGER, False, 4, marks=pytest.mark.full),
-        pytest.param("inductor", True, 1, marks=pytest.mark.full),
     ],
 )
 def test_compiled_autograd(backend: str, whole: bool, every: int) -> None:

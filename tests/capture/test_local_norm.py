@@ -105,17 +105,13 @@ def simple(
     model: torch.nn.Module,
     *,
     hook: Callable[[], tuple[Any, Any]] | None = None,
-    compiled: bool = False,
     factor: float = 1.0,
     **options: object,
 ) -> None:
     """Run a plain loop around a wrapped model."""
-    if compiled:
-        torch.compiler.reset()
     wrapped: Any = DistributedDataParallel(model, **options)
     if hook is not None:
         wrapped.register_comm_hook(*hook())
-    wrapped = torch.compile(wrapped, backend="aot_eager") if compiled else wrapped
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 / factor)
     with run.watching(wrapped):
         for step in range(STEPS):
@@ -252,7 +248,6 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "powersgd hook": lambda run: simple(run, Perceptron(), hook=powersgd),
     "reentrant checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=True)),
     "checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=False)),
-    "compiled wrapper": lambda run: simple(run, Perceptron(), compiled=True),
     "beyond float32 squares": lambda run: simple(run, Perceptron(), factor=1e25),
     "no_sync": no_sync,
     "no_sync, a large layer": lambda run: no_sync(run, hidden=1 << 15),  # its sums are measured in pieces
@@ -264,7 +259,6 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "loss scale": scaled,
     "sparse": sparse,
 }
-SELDOM = ("static graph", "compiled wrapper")
 
 
 def observed(loop: Callable[[Loop], None], *, on: bool) -> Finding:
@@ -423,7 +417,7 @@ def waits(both: tuple[object, list[dict[str, Waited]]]) -> list[dict[str, Waited
     return both[1]
 
 
-loops = pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SELDOM)) for name in LOOPS])
+loops = pytest.mark.parametrize("name", LOOPS)
 
 
 @pytest.mark.process
