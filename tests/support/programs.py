@@ -20,8 +20,9 @@ STARTER = """
 import gc, json, os, signal, sys, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs this in the background may ignore it
 import torch, torch.utils.data
-import torch_grad_exporter
+import torch_grad_exporter.cli.main
 
+torch_grad_exporter.start_exporter  # imports what it is made of
 torch.set_num_threads(1)
 model = torch.nn.Linear(1, 1)  # the first step of a process imports half of torch
 model(torch.ones(1, 1)).sum().backward()
@@ -43,9 +44,8 @@ os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.environ.update(variables)
 if options is not None:
     import tests.support.last_values
-    from torch_grad_exporter.cli.main import main
     sys.argv = ["torch-grad-exporter", "run", *options, program, *arguments]
-    sys.exit(main())
+    sys.exit(torch_grad_exporter.cli.main.main())
 sys.argv = [program, *arguments]
 sys.path[0] = os.path.dirname(program)
 with open(program) as file:
