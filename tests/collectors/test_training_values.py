@@ -59,6 +59,20 @@ def test_learning_rates_per_group() -> None:
             assert shown[key("torch_train_learning_rate", optimizer="AdamW", group="0")] == 0.125
 
 
+@pytest.mark.slow
+def test_a_learning_rate_between_two_samples() -> None:
+    """A rate that changes long before the next sample is shown, also where steps take longer than half a second."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with start(model, every=4096) as exporter:
+        train(model, optimizer)
+        for rate in (0.25, 0.125):
+            optimizer.param_groups[0]["lr"] = rate
+            time.sleep(0.6)
+            train(model, optimizer)
+            assert value(exporter, "torch_train_learning_rate", optimizer="SGD", group="0") == rate
+
+
 def test_losses_that_are_not_finite() -> None:
     """A loss may be a number or a tensor; NaN and Inf are counted and shown, and are not spikes."""
     with start(Perceptron()) as exporter:
