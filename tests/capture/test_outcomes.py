@@ -290,3 +290,20 @@ def test_a_step_that_a_fused_optimizer_left_out(every: int, place: str) -> None:
         assert value(exporter, SKIPPED) == 1
         assert value(exporter, STEPS, optimizer="SGD") == step
         assert outcomes(exporter) == ({"skipped": 1} if every == 1 else {})
+
+
+def test_a_step_of_one_of_two_optimizers() -> None:
+    """A round in which one of two optimizers has stepped on a NaN has the outcome of that step, whatever the other does."""
+    model = Perceptron()
+    first, second = sgd(model.first), torch.optim.Adam(model.second.parameters())
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    with watching(model) as exporter:
+        for nan in (True, False):
+            first.zero_grad()
+            second.zero_grad()
+            loss_of(model, nan=nan).backward()
+            first.step()
+            with torch.no_grad():
+                for parameter, value_before in zip(model.parameters(), start, strict=True):
+                    parameter.copy_(value_before)
+        assert outcomes(exporter) == {"stepped": 1}
