@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.matrix.harness import AFTER, Run, regime
 from tests.matrix.harness import CUMULATIVE as EARLIER
+from tests.matrix.loops import written_by_hand
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import mode
 
@@ -368,6 +369,16 @@ def lazy_modules_without_the_root(run: Run) -> None:
 
 
 @regime()
+def gradients_assigned_by_hand(run: Run) -> None:
+    """Gradients from `torch.autograd.grad` that the loop assigns are read at the step."""
+    model = Perceptron()
+    # The exporter tries two other ways first, for two rounds each; a dead ratio takes three samples.
+    for _ in run.rounds(model, 10, clear=False, since=7, without=(*CUMULATIVE, *AFTER)):
+        written_by_hand(run, model, model(batch()).square().mean())
+    assert rung(run) in (None, "optimizer")
+
+
+@regime()
 def gradients_of_unfrozen_parameters_by_hand(run: Run) -> None:
     """Assigned gradients where every parameter was frozen at the start."""
     model = Perceptron()
@@ -382,7 +393,7 @@ def gradients_of_unfrozen_parameters_by_hand(run: Run) -> None:
                 parameter.grad = gradient
             run.passed()
             run.step(optimizer)
-            if step >= 7:  # two rungs see nothing, for two rounds each; a dead ratio takes three samples
+            if step >= 7:  # as above
                 run.check(without=(*CUMULATIVE, *AFTER))
 
 
@@ -503,6 +514,16 @@ def tensor_hook_that_clears(run: Run) -> None:
 
 
 @regime()
+def gradients_changed_before_the_step(run: Run) -> None:
+    """A change of gradients after the backward changes what the optimizer sees, not the gradient of the backward."""
+    model = Perceptron()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean())
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.25)
+
+
+@regime()
 def backward_hooks_on_modules(run: Run) -> None:
     """A user's own full backward hooks, which change a gradient on its way, stand beside the exporter's."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -511,6 +532,26 @@ def backward_hooks_on_modules(run: Run) -> None:
             model[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 2 for g in inputs))
             model.register_full_backward_pre_hook(lambda module, outputs: tuple(g * 3 for g in outputs))
         run.backward(model(batch().requires_grad_()).square().mean())
+
+
+@regime()
+def backward_that_raises(run: Run) -> None:
+    """A hook of the user's that raises ends its backward; once the hook is removed, the steps after it are right."""
+    model = Perceptron()
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("the user's own")
+
+    for step in run.rounds(model, 9):
+        run.skips = step in (1, 4)
+        loss = model(batch()).square().mean()
+        if run.skips:
+            handle = model.first.weight.register_hook(fail)
+            with contextlib.suppress(RuntimeError):
+                loss.backward()
+            handle.remove()
+        else:
+            run.backward(loss)
 
 
 # Functions and forwards of all sorts

@@ -90,6 +90,15 @@ def accumulation_of_one_forward_each(run: Run) -> None:
             run.backward(loss)
 
 
+@regime()
+def two_losses_of_two_forwards(run: Run) -> None:
+    """Two forwards with a loss each, whose backwards are run one by one: one sample of their sum."""
+    model = Perceptron()
+    for _ in run.rounds(model, 5):
+        run.backward(model(batch()).square().mean())
+        run.backward(model(batch()).abs().mean())
+
+
 class TwoHeads(torch.nn.Module):
     """Two parts that share nothing, so that their losses have graphs of their own."""
 
@@ -114,6 +123,16 @@ def two_graphs_of_one_forward(run: Run) -> None:
         run.backward(left.square().mean(), unused=RIGHT)
         if step % 4 != 3:
             run.backward(right.square().mean())
+
+
+@regime()
+def a_backward_for_each_graph_at_once(run: Run) -> None:
+    """`torch.autograd.backward` of several losses is one backward."""
+    model = TwoHeads()
+    for _ in run.rounds(model, 5):
+        left, right = model(batch())
+        torch.autograd.backward([left.square().mean(), right.square().mean()])
+        run.passed()
 
 
 @regime()

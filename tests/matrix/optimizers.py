@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.matrix.harness import AFTER, CUMULATIVE, UNSEEN, Run, regime
+from tests.matrix.loops import written_by_hand
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import need
 
@@ -26,6 +27,8 @@ OWN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw_fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True, maximize=True),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
     "adadelta": functools.partial(torch.optim.Adadelta, lr=0.5, foreach=True),
+    "adamax": functools.partial(torch.optim.Adamax, lr=0.01),
+    "asgd": functools.partial(torch.optim.ASGD, lr=0.01, foreach=True),
     "nadam": functools.partial(torch.optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
     "radam": functools.partial(torch.optim.RAdam, lr=0.01, foreach=True),
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
@@ -352,6 +355,38 @@ def steps_without_a_backward(run: Run, cleared: bool) -> None:
 
 
 @regime()
+def steps_by_hand(run: Run) -> None:
+    """A loop that subtracts gradients itself, and says so."""
+    model = Perceptron()
+    with run.watching(model, sgd(model)):
+        for _ in range(5):
+            run.backward(model(batch()).square().mean())
+            step_by_hand(run, model)
+            run.check()
+
+
+@regime()
+def gradients_by_hand(run: Run) -> None:
+    """Gradients by `torch.autograd.grad`, which is no backward, and updates by hand: steps count by `exporter.step()`."""
+    model = Perceptron()
+    with run.watching(model, sgd(model)):
+        for step in range(6):
+            written_by_hand(run, model, model(batch()).square().mean())
+            step_by_hand(run, model)
+            run.shows(step + 1.0, "torch_train_steps_total", optimizer="manual")
+            if step >= 4:  # the exporter tries two other ways first, for two rounds each: totals lack those rounds
+                run.check(without=[*CUMULATIVE, "torch_train_backward_passes_total"], optional=AFTER)
+
+
+def step_by_hand(run: Run, model: torch.nn.Module) -> None:
+    """A step of gradient descent by hand that is reported."""
+    run.stepping()
+    update(model)
+    run.stepped()
+    model.zero_grad()
+
+
+@regime()
 def steps_by_hand_that_are_not_reported(run: Run) -> None:
     """Without `exporter.step()` a step is known by the parameters that it changed, at the backward after it."""
     model = Perceptron()
@@ -569,6 +604,24 @@ def anomaly_that_is_found(run: Run) -> None:
                 warnings.filterwarnings("ignore", "Error detected in")
                 (loss - loss.detach()).sqrt().mul(0.0).backward()
         run.train(model, optimizer, 2, clip=0.1)
+
+
+@regime()
+def average_kept_by_pytorch(run: Run) -> None:
+    """An average that PyTorch keeps of the model, and whose batch norm is updated in the end, changes nothing."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        average = torch.optim.swa_utils.AveragedModel(model)
+        rates = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
+        for _ in range(4):
+            run.train(model, optimizer, 2, clip=0.1)
+            average.update_parameters(model)
+            rates.step()
+        torch.optim.swa_utils.update_bn([batch() for _ in range(3)], average)
+        run.losses.append(average(batch()).square().mean().detach())
+        run.check()
+    run.state += [t.detach().clone() for t in (*average.parameters(), *average.buffers())]
 
 
 @regime()

@@ -157,6 +157,36 @@ def nan_and_a_step(run: Run) -> None:
         run.backward(model(batch()).square().mean() * (math.nan if step == 3 else 1.0))
 
 
+@regime()
+def a_second_step_on_the_same_gradients(run: Run) -> None:
+    """A step that no backward came before is a step and no sample; the next round is right."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in run.rounds(model, 9, optimizer, clear=False):
+        if step % 3 == 2:
+            again(run, optimizer)
+        optimizer.zero_grad()
+        run.backward(model(batch()).square().mean())
+
+
+@regime()
+def a_step_without_gradients(run: Run) -> None:
+    """A step after `zero_grad`, with nothing to step with, is a step and no sample."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    for step in run.rounds(model, 9, optimizer):
+        if step % 3 == 2:
+            again(run, optimizer)
+        run.backward(model(batch()).square().mean())
+
+
+def again(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    """A step that follows a step."""
+    if run.record is not None:
+        run.record.skipped("stepped")  # the round with the backward is over
+    run.step(optimizer)
+
+
 # Exceptions that are caught
 
 
@@ -248,6 +278,24 @@ def a_forward_that_raises(run: Run) -> None:
         model.fails = run.skips = step in (0, 3, 4)
         with contextlib.suppress(Failure):
             run.backward(model(batch()).square().mean())
+
+
+def inspect(step: int) -> None:
+    """A check of the user's own that dislikes two steps."""
+    if step in (2, 5):
+        raise Failure
+
+
+@regime()
+def raised_between_backward_and_step(run: Run) -> None:
+    """An exception after the backward costs its step: the gradients are a sample, and the step counts as skipped."""
+    model = Perceptron()
+    for step in run.rounds(model, 8):
+        run.backward(model(batch()).square().mean())
+        try:
+            inspect(step)
+        except Failure:
+            run.skipped()
 
 
 class FailsToStep(torch.optim.SGD):
