@@ -313,3 +313,16 @@ def test_dead_units() -> None:
             model.first.bias[0] = 0.0
         train(model, optimizer, 1, x=batch(500))
         assert value(exporter, "torch_grad_dead_ratio", layer="first") == 0
+
+
+def test_a_round_of_several_backwards_is_one_for_units() -> None:
+    """A unit that is zero throughout one round of two backwards has been zero for one sample, not for two."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with start(model, dead_window=2) as exporter:
+        for units, backwards, ratio in ((2, 1, None), (1, 2, 0.0), (1, 2, 0.5)):
+            optimizer.zero_grad()
+            for _ in range(backwards):
+                model(torch.ones(4, 3))[:, :units].sum().backward()
+            optimizer.step()
+            assert value(exporter, "torch_grad_dead_ratio", layer="weight") == ratio
