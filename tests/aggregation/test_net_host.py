@@ -151,6 +151,15 @@ def test_the_overhead_ratio_includes_counted_rounds() -> None:
     assert value(exporter, "torch_grad_exporter_overhead_ratio") == pytest.approx(spent / trained)
 
 
+def test_counts_of_examples_never_fall() -> None:
+    """Numbers of samples and tokens that are negative or not finite are left out."""
+    with started(Perceptron()) as exporter:
+        for given in (5.0, -3.0, math.nan, math.inf, 2.0):
+            exporter.observe(samples=given, tokens=10 * given)
+        assert value(exporter, "torch_train_samples_total") == 7
+        assert value(exporter, "torch_train_tokens_total") == 70
+
+
 @pytest.mark.slow
 def test_an_evaluation_after_counted_rounds_shows() -> None:
     """After a second without a step the state is that of an evaluation, and with the next steps that of training."""

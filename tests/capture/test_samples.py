@@ -211,6 +211,22 @@ def test_an_observed_norm_is_shown_as_given() -> None:
         assert value(exporter, "torch_grad_global_norm_distribution_sum") == pytest.approx(float(sum(given)), rel=1e-5)
 
 
+def test_a_sample_that_is_lost_is_counted_once() -> None:
+    """A short accumulation whose gradients were clipped before they could be read is one lost sample for two optimizers."""
+    model = Perceptron()
+    optimizers = [torch.optim.SGD(model.first.parameters(), lr=0.01), torch.optim.Adam(model.second.parameters(), lr=0.01)]
+    with watching(model) as exporter:
+        for backwards in (2, 2, 2, 1, 2, 2):
+            model.zero_grad()
+            for _ in range(backwards):
+                loss_of(model).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert lost(exporter) == {"edited": 1}
+        assert value(exporter, LAYER_CAPTURES, layer="first") == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"moments": True, "weights": True}], ids=["default", "all"])
 def test_no_hook_looks_at_data(options: dict[str, bool]) -> None:

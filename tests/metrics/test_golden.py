@@ -41,7 +41,9 @@ NEVER_HERE = {
     **dict.fromkeys(
         ("torch_nonfinite_origin_info", "torch_nonfinite_origin_step"), "needs a NaN: tests/inspection/nan_origin/test_planted.py"
     ),
-    **dict.fromkeys(("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total"), "as above: see test_local_norm.py"),
+    **dict.fromkeys(
+        ("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total"), "needs ranks: see test_local_norm.py"
+    ),
     **dict.fromkeys((name for name in CATALOGUE if name.startswith("torch_run_")), "needs several ranks"),
 }
 RESOURCES = {"cuda_memory", "gpu", "process", "host", "container"}

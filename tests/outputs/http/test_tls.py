@@ -192,7 +192,7 @@ def test_the_password_of_the_hash_passes() -> None:
 
 
 def test_a_password_is_checked_once(training: Training, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests with the same right password cost one check of bcrypt, and an unknown user costs one as a known one does."""
+    """Requests with the same right password cost one check of bcrypt; an unknown user and a wrong password cost one each."""
     checks, check = list[bytes](), bcrypt.checkpw
 
     def counted(password: bytes, known: bytes) -> bool:
@@ -200,12 +200,15 @@ def test_a_password_is_checked_once(training: Training, site: Site, monkeypatch:
         return check(password, known)
 
     monkeypatch.setattr(bcrypt, "checkpw", counted)
-    with serving(training, config=site.config(ALICE)) as server:
+    with serving(training, config=site.config(ALICE), clock=training.clock) as server:
         assert [fetch(server, Authorization=RIGHT).status for _ in range(10)] == [200] * 10
         assert len(checks) == 1
         assert fetch(server, Authorization=basic("nobody", "secret")).status == 401
         assert len(checks) == 2
         assert checks[0][:7] == checks[1][:7]  # of the same cost
+        training.now += 60  # guesses are limited
+        assert fetch(server, Authorization=basic("alice", "wrong")).status == 401
+        assert len(checks) == 3
 
 
 def test_a_failure_of_a_check_admits_no_client(training: Training, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
