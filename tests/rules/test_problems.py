@@ -675,6 +675,18 @@ def test_nothing_known_is_nothing_wrong() -> None:
         assert watch.rates(values, NOW + 60) == {}
 
 
+def test_an_absent_state_is_unknown() -> None:
+    """Without the collector `training` only problems that need no state are found."""
+    unknown = made(
+        None, GRAD_NONFINITE_STEPS={("a", "stepped"): 1.0}, TRAIN_LAST_ACTIVITY_TIMESTAMP=NOW, **layer(GRAD_DEAD_RATIO=1.0)
+    )
+    assert unknown.state() is None
+    assert made("initialising").state() == "initialising"
+    told = [(problem.alert, problem.layer) for problem in Watch().problems(unknown, NOW)]
+    assert told == [("TrainingNonFiniteGradients", None), ("LayerDead", "x")]
+    assert Watch().problems(made(None), NOW) == []
+
+
 def test_the_worst_stands_first() -> None:
     """Critical problems come before warnings, and these before information."""
     metrics = {"EXPORTER_LAYERS_FOLDED": 1.0, "TRAIN_LOSS_NONFINITE": 1.0, "TRAIN_LOSS_SPIKES": 3.0}

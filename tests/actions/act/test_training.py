@@ -18,7 +18,7 @@ from torch.optim.swa_utils import SWALR
 
 from tests.actions.freeze.test_freeze import Run, model, start, step
 from tests.support.acting import World, due
-from tests.support.scrape import errors
+from tests.support.scrape import errors, value
 from tests.support.tools import PATIENCE, eventually, lasting_threads
 from tests.support.torch_hooks import global_step_hooks
 from torch_grad_exporter import Exporter
@@ -38,6 +38,28 @@ def _run() -> Iterator[Run]:
 def threads() -> set[str]:
     """Return the names of the threads that act."""
     return {name for name in lasting_threads() if name.removeprefix("torch-grad-exporter-") in ("act", "action")}
+
+
+@pytest.mark.slow
+def test_an_exploding_gradient_stops_the_run() -> None:
+    """A gradient that grows to a million times its usual norm raises GradientExploding, and `should_stop` turns true."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+
+    def step(size: float) -> None:
+        optimizer.zero_grad()
+        (net(torch.ones(3, 4)).square().mean() * size).backward()
+        optimizer.step()
+
+    with start(net, every=1) as exporter:
+        exporter.on("GradientExploding", Stop())
+        for _ in range(200):
+            step(1.0)
+        assert not exporter.should_stop
+        explosions = iter(range(10**9))
+        assert eventually(lambda: step(1e6 * 1.5 ** min(next(explosions), 100)) or exporter.should_stop)
+        assert value(exporter, "torch_grad_exporter_actions_total", action="Stop", result="done") == 1
+        assert "action" not in errors(exporter)
 
 
 @pytest.mark.parametrize("reported", [False, True], ids=["torch's optimizer", "a reported step"])
