@@ -16,8 +16,6 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value, values
 from torch_grad_exporter import Exporter, start_exporter
 
-F32 = torch.float32
-
 
 def watching(model: nn.Module, **options: object) -> Exporter:
     """Start an exporter of every round."""

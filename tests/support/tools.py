@@ -66,13 +66,3 @@ def lasting_threads() -> list[str]:
     """The names of all threads but those of the exporter's that end by themselves within moments, each at its own time."""
     passing = ("torch-grad-exporter-address", "torch-grad-exporter-collect", "torch-grad-exporter-textfile")
     return sorted(thread.name for thread in threading.enumerate() if thread.name not in passing)
-
-
-def best_of(repeats: int, action: Callable[[], object]) -> float:
-    """The shortest of this thread's own time in the repeats, in seconds."""
-    times = []
-    for _ in range(repeats):
-        start = time.thread_time()
-        action()
-        times.append(time.thread_time() - start)
-    return min(times)
