@@ -51,6 +51,7 @@ BY_HAND = (
 )
 
 EXPECTED = {
+    "mlp": Expected("watching Sequential, trained by SGD", 2),
     "gan": Expected("watching netG (Net), netD (Net), trained by Adam", 4),
     "gpt": Expected("watching GPT, trained by AdamW", 14),
     "by_hand": Expected(BY_HAND, 2, absent=True),
