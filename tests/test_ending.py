@@ -139,6 +139,18 @@ def hanging_collector(monkeypatch: pytest.MonkeyPatch, exporter: Exporter) -> It
 
 
 @pytest.mark.slow
+def test_a_scrape_that_hangs_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a collector hangs in a scrape, `close` returns, and the client gets a whole answer or none."""
+    exporter = started()
+    with hanging_collector(monkeypatch, exporter) as (client, _), closing(exporter) as thread:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()  # though the collector hangs
+        client.read_all()
+        assert not client.received or client.is_whole()
+    assert set(errors(exporter)) <= {"collector_process"}
+
+
+@pytest.mark.slow
 def test_linger_waits_for_a_scrape_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `linger`, a scrape that began before the end does not count; the next one shows the end."""
     exporter = started(linger=FOREVER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import gzip
 import logging
@@ -127,6 +128,32 @@ def test_close_between_backward_and_step() -> None:
 
 
 # A second start
+
+
+@pytest.mark.slow
+def test_close_from_another_thread_while_training() -> None:
+    """Another thread may close in the middle of training, and the training is not affected."""
+    model = Perceptron()
+    failures: list[BaseException] = []
+    for _ in range(4):
+        exporter, begun = start(model, moments=True, weights=True), threading.Event()
+
+        def close(exporter: Exporter = exporter, begun: threading.Event = begun) -> None:
+            begun.wait(PATIENCE)
+            try:
+                exporter.close()
+            except BaseException as error:  # noqa: BLE001 - the test reports it
+                failures.append(error)
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        while thread.is_alive():
+            train(model, 2)
+            begun.set()
+        thread.join()
+        assert errors(exporter) == {}
+        assert hooks_of(model) == 0
+    assert failures == []
 
 
 def test_starting_again_replaces() -> None:
@@ -312,3 +339,37 @@ def test_a_value_arrives_while_the_loop_stands_still() -> None:
         train(model, 5)
         assert eventually(lambda: re.search(rf"^{STEPS}{{.*}} 5(\.0)?$", get(exporter.url or ""), re.MULTILINE) is not None)
         assert re.search(r"^torch_grad_captures_total{.*first.*} 5(\.0)?$", get(exporter.url or ""), re.MULTILINE)
+
+
+def test_wrong_values_cost_only_themselves() -> None:
+    """What `observe` cannot take does not raise; values beside it, later ones, samples and scrapes are complete."""
+    model = Perceptron()
+    with start(model, 0) as exporter:
+        exporter.observe(loss="abc", epoch=3)  # type: ignore[arg-type]
+        exporter.observe(loss=None, tokens=5)
+        exporter.observe(loss=torch.ones(0))
+        train(model, 3)
+        exporter.observe(loss=0.5)
+        assert eventually(lambda: "torch_train_loss{" in get(exporter.url or ""))
+        shown = values(exporter)
+        assert shown[key("torch_train_loss")] == 0.5
+        assert shown[key("torch_train_epoch")] == 3
+        assert shown[key("torch_train_tokens_total")] == 5
+        assert shown[key("torch_grad_captures_total", layer="first")] == 3
+        assert sum(errors(exporter).values()) >= 1
+
+
+@pytest.mark.parametrize("taken", ["by a gauge", "by an exporter"])
+def test_a_registry_that_refuses(taken: str) -> None:
+    """The start fails where a registry has such metrics already, and leaves no thread, hook or port."""
+    registry, other, model = prometheus_client.CollectorRegistry(), Perceptron(), Perceptron()
+    with contextlib.ExitStack() as stack:
+        if taken == "by a gauge":
+            prometheus_client.Gauge("torch_grad_norm", "somebody else's", registry=registry)
+        else:
+            stack.enter_context(start(other, registry=registry))
+        before = lasting_threads()
+        with pytest.raises(ValueError, match="torch_grad"):
+            start(model, 0, registry=registry, collectors={"whole_run": True})
+        assert lasting_threads() == before
+        assert hooks_of(model) == 0

@@ -180,6 +180,16 @@ def test_a_scraped_demo_ends_by_ctrl_c(start: Start) -> None:
 
 
 @pytest.mark.full
+def test_injected_dead_units_show_in_their_layer(start: Start) -> None:
+    """Every unit of one layer is dead in all samples, and its counterpart is not."""
+    demo_ = start("--inject", "dead@1")
+    scrape = demo_.scrape_until(lambda s: bool(s.rows("torch_grad_dead_ratio", layer="blocks.0.linear1")))
+    assert scrape.rows("torch_grad_dead_ratio", layer="blocks.0.linear1") == [1.0]
+    assert scrape.rows("torch_grad_zero_units_ratio", layer="blocks.0.linear1") == [1.0]
+    assert scrape.total("torch_grad_dead_ratio", layer="blocks.1.linear1") < 0.5
+
+
+@pytest.mark.full
 def test_explosion_under_a_policy_is_answered(start: Start) -> None:
     """With `--clip` the exporter clips and compares policies; an explosion halves the learning rate and notifies a receiver."""
     with receiver() as there:
