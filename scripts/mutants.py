@@ -20,7 +20,7 @@ from pathlib import Path
 
 import toml
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import WorkerOutcome, WorkResult
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkResult
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,7 +67,8 @@ def _try_changes(place: Path, arguments: argparse.Namespace) -> None:
         _keep_sample(session, arguments.count, arguments.seed)
     cosmic_ray("cosmic-ray", "baseline", "mutants.toml")
     cosmic_ray("cosmic-ray", "exec", "mutants.toml", "session.sqlite")
-    cosmic_ray("cr-report", "--surviving-only", "--show-diff", "session.sqlite")
+    with use_db(str(place / "session.sqlite"), WorkDB.Mode.open) as session:
+        _report(session)
 
 
 def _copy_tree(place: Path) -> None:
@@ -86,11 +87,26 @@ def _keep_sample(session: WorkDB, count: int, seed: int) -> None:
     items = sorted(
         session.pending_work_items, key=lambda item: [(m.module_path, m.start_pos, m.operator_name) for m in item.mutations]
     )
-    useful = [item for item in items if not any(name in m.operator_name for m in item.mutations for name in EQUIVALENT)]
+    useful = [item for item in items if not any(_is_useless(mutation) for mutation in item.mutations)]
     chosen = {item.job_id for item in random.Random(seed).sample(useful, min(count, len(useful)))}
     skipped = WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output="not in the sample")
     session.set_multiple_results([item.job_id for item in items if item.job_id not in chosen], skipped)
     print(f"trying {len(chosen)} of {len(items)} changes", flush=True)
+
+
+def _is_useless(mutation: MutationSpec) -> bool:
+    """Return whether a change is mostly equivalent, or in a program of Triton, which only `make kernels` runs."""
+    return "kernels" in mutation.module_path.parts or any(name in mutation.operator_name for name in EQUIVALENT)
+
+
+def _report(session: WorkDB) -> None:
+    """Print the changes that no test noticed, and how many of those that were tried these are."""
+    tried = [(item, result) for item, result in session.completed_work_items if result.worker_outcome is not WorkerOutcome.SKIPPED]
+    survived = [(item, result) for item, result in tried if result.test_outcome is TestOutcome.SURVIVED]
+    for item, result in survived:
+        print(*(f"\n{mutation.module_path}: {mutation.operator_name}" for mutation in item.mutations))
+        print(result.diff)
+    print(f"\n{len(survived)} of {len(tried)} changes survived")
 
 
 if __name__ == "__main__":
