@@ -835,10 +835,10 @@ def test_hook_with_a_lock_breaks_deepcopy_and_pickle() -> None:
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Forget what was compiled before, and what is compiled here."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.slow
@@ -854,7 +854,7 @@ def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
     bare.first.register_forward_hook(lambda *_: fired.append(1))
     compiled(batch())
     assert fired == ([] if VERSION >= (2, 6) else [1])
-    torch._dynamo.reset()
+    torch.compiler.reset()
     bare = Perceptron()
     bare.register_forward_hook(lambda *_: time.monotonic())
     with warnings.catch_warnings():
@@ -863,7 +863,7 @@ def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
     assert breaks() > 0
 
     for when in ("before", "after the first call", "on the result"):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         counters.clear()
         model = Perceptron()
         exporter = watching(model) if when == "before" else None
@@ -892,7 +892,7 @@ def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> No
     if VERSION >= (2, 6):
         assert bare.first.weight.grad is None
     handle.remove()
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
     model = Perceptron()
     optimizer = sgd(model)

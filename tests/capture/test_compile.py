@@ -91,7 +91,7 @@ def test_sampling_compiles_nothing_more(compiled: Callable[..., Callable[[torch.
             assert errors(exporter) == {}
         steps(backward, optimizer, 2)
     assert compilations() == expected
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = Perceptron()
     with start_exporter(model, port=None, every=4, moments=True, weights=True) as exporter:
         steps(compiled(model), sgd(model))

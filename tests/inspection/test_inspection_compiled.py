@@ -78,7 +78,7 @@ def test_nothing_is_compiled_again(compiled: Callable[[Two], Step], caplog: pyte
     """With both options as much is compiled as without; compiled modules are absent, counted and logged."""
     counts, shown = [], {}
     for options in ({}, dict.fromkeys(METRICS, True)):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         before = compilations()
         torch.manual_seed(0)
         model = Two()

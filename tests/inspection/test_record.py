@@ -261,7 +261,7 @@ def test_a_failure_of_its_own_harms_nothing(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_compiled_model(caplog: pytest.LogCaptureFixture) -> None:
     """Recording compiles nothing again; modules that run compiled show nothing, which is logged once."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     compiled = torch.compile(network(), backend="eager")

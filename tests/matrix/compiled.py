@@ -64,7 +64,7 @@ def dynamo(backend: str = EAGER) -> Iterator[None]:
 
 
 def _forget() -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     clear_compilation_metrics()
     counters.clear()
 

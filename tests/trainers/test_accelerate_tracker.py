@@ -257,7 +257,7 @@ def test_compilation_before_the_start() -> None:
     prepared(inputs).sum().backward()
     assert tracker.exporter is not None
     tracker.finish()
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_a_refused_option_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -523,7 +523,7 @@ def test_a_compiled_model_compiles_once_a_state() -> None:
         compiled.append(1)
         return module.forward
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     wrapped = torch.compile(net, backend=backend)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     with start(net) as exporter:
