@@ -185,7 +185,7 @@ def test_a_worker_that_dies(starter: Starter, bare: Callable[[str], End]) -> Non
     check(bare(text), end_of(starter.start(text, "watched")))
 
 
-# Signals in code of ours
+# Signals in the exporter's code
 
 
 ALARMS = """
@@ -328,7 +328,7 @@ time.sleep(600)
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

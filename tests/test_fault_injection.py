@@ -288,7 +288,7 @@ class Pair:
 
 
 def identical(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether all bits of the parameters are the same."""
+    """Return whether all bits of the parameters are the same."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(p.detach().view(torch.uint8), q.detach().view(torch.uint8)) for p, q in pairs)
 

@@ -51,7 +51,7 @@ class Sums:
 
 
 class Course:
-    """A training that goes as it is told, and what it adds up to by layer."""
+    """A scripted training, and its totals by layer."""
 
     def __init__(self, training: Training) -> None:
         self.training = training

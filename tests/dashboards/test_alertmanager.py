@@ -125,7 +125,7 @@ def alert(name: str, severity: str, run: str | None, **labels: str) -> dict[str,
 
 
 def told(receiver: Webhook, *runs: str) -> list[tuple[str, str, str]]:
-    """Receiver, alert and run of what has been told of these runs."""
+    """Return receiver, alert and run of each notification of these runs."""
     return sorted(each for each in receiver.firing() if each[2] in runs)
 
 
@@ -218,12 +218,12 @@ def test_inhibited_alerts_are_not_sent(served: Served, source: str) -> None:
 
 
 def of(found: Mapping[str, Any], run: str) -> bool:
-    """Whether an alert of Alertmanager's is of the run."""
+    """Return whether an alert of Alertmanager belongs to the run."""
     return bool(found["labels"].get("run") == run)
 
 
 def flushed(running: Alertmanager, receiver: Webhook, run: str) -> None:
-    """Waits until an alert that comes now is told, so that all that came before has been told or never will be."""
+    """Wait for the notification of a new alert: all earlier ones were sent before it or never will be."""
     running.post(alert("ExporterSkippingSamples", "warning", run))
     assert eventually(lambda: told(receiver, run) != [])
 

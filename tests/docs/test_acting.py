@@ -230,7 +230,7 @@ def test_the_stem_is_frozen_at_a_low_loss() -> None:
         assert model.head.weight.requires_grad
 
 
-# What tells people
+# Notifications
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ class ToyCollector:
         self._questions = 0
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now."""
+        """The present families."""
         self._questions += 1
         yield scalar(TOY_LAYERS, len(self._snapshots.latest.gradients.table.layers))
         yield Family(TOY_QUESTIONS, np.array([float(self._questions)]), COLOURS)

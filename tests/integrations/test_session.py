@@ -158,7 +158,7 @@ def test_failures_at_an_event(caplog: pytest.LogCaptureFixture) -> None:
     def fails(error: BaseException) -> None:
         raise error
 
-    session.during(fails, ValueError())  # no training is told of: nothing is done
+    session.during(fails, ValueError())  # no training was reported: nothing is done
     for _ in range(2):
         assert session.found(fails, ValueError("strange")) is None
     assert caplog.text.count("Callback: what the trainer knows could not be found") == 1
@@ -187,7 +187,7 @@ def test_a_logged_loss(own: bool) -> None:
             return {"loss": loss} if own else loss
 
     model, session = Returns(3, 2), Session("Callback", options={"port": None})
-    session.logged_loss(1.0)  # no training is told of
+    session.logged_loss(1.0)  # no training was reported
     session.begin(model)
     exporter = session.exporter
     assert exporter is not None

@@ -55,7 +55,7 @@ def host(measured: list[Measurement]) -> dict[int, np.ndarray]:
 
 
 def trained(steps: int, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401
-    """The parameters after so many steps, with an exporter if there are options."""
+    """Return the parameters after this many steps, with an exporter if there are options."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

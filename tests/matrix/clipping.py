@@ -158,7 +158,7 @@ TOKENS = (113, 127, 97, 96, 128, 140, 101, 133)
 
 @regime()
 def divided_by_tokens(run: Run) -> None:
-    """A division that nothing tells: norms are those before it, no step counts as clipped, and there is no coefficient."""
+    """A division that nothing reports: norms are those before it, no step counts as clipped, and there is no coefficient."""
     model = Perceptron()
     for step in run.rounds(model, 17):
         run.backward(model(batch()).square().mean() * TOKENS[step % 8])
@@ -178,7 +178,7 @@ def one_step_of_128_tokens(run: Run) -> None:
 
 
 def backward_of_tokens(run: Run, model: torch.nn.Module, step: int) -> None:
-    """A backward whose gradients will be divided by the step's tokens, which the exporter is told in some way."""
+    """A backward whose gradients will be divided by the step's tokens, which is reported to the exporter in some way."""
     if run.record is not None:
         run.record.told = True
     run.unscale(1 / TOKENS[step % 8])

@@ -138,7 +138,7 @@ def lbfgs(run: Run, search: str | None) -> None:
 
 @regime()
 def lbfgs_that_clears_in_place(run: Run) -> None:
-    """A closure that zeroes in place between its calls is told from an accumulation, since all is within one step."""
+    """A closure that zeroes in place between its calls is distinguished from an accumulation, since all is within one step."""
     model = Perceptron()
     lbfgs_loop(run, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4), model, set_to_none=False)
 

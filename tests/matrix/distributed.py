@@ -686,7 +686,7 @@ class Stages:
 
 @two_ranks(kind=[f"{name}, {how}" for name in SCHEDULES for how in ("divided", "divided, clipped", "summed", "summed, clipped")])
 def pipeline(run: Run, kind: str) -> None:
-    """Norms are those after the schedule has divided by its micro-batches, as of the mean over them, and before clipping."""
+    """Norms are those of the mean over the micro-batches, by which the schedule has divided, and before clipping."""
     need(2, 6, "the division of gradients by a schedule")
     stages = [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh()), torch.nn.Linear(8, 4)]
     model, divided, clipped = stages[dist.get_rank()], "divided" in kind, "clipped" in kind

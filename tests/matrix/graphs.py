@@ -326,7 +326,7 @@ def auxiliary_loss(run: Run) -> None:
 
 @regime()
 def accumulation_without_the_root(run: Run) -> None:
-    """Accumulations and skipped steps are told apart without the root's help too."""
+    """Accumulations and skipped steps are distinguished without the root's help too."""
     model = Perceptron()
     for step in run.rounds(model, 12, since=5, without=CUMULATIVE):  # as above
         for _ in range(3):

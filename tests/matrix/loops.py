@@ -369,7 +369,7 @@ def by_hand(run: Run) -> None:
 
 @regime()
 def by_hand_with_a_duck_typed_optimizer(run: Run) -> None:
-    """Where neither a backward nor a step is seen, `exporter.step()` alone tells of both: gradients are read there."""
+    """Where neither a backward nor a step is seen, `exporter.step()` alone reports both: gradients are read there."""
     model = Perceptron()
     optimizer = HandMade(model)
     with run.watching(model, sgd(model)):

@@ -583,7 +583,7 @@ SWITCHES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 
 @regime(switch=SWITCHES)
 def switches(run: Run, switch: str) -> None:
-    """What PyTorch can be told of how to compute, where to and how carefully, changes no number."""
+    """PyTorch's settings of precision, memory and determinism change no number."""
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with run.watching(model, optimizer), SWITCHES[switch]():

@@ -89,7 +89,7 @@ def accumulation_that_is_skipped(run: Run, set_to_none: bool) -> None:
 
 @regime()
 def accumulation_that_is_broken_off(run: Run) -> None:
-    """A NaN in the first of three micro-batches, after which the loop clears and begins anew: lost once, which shows, then seen."""
+    """A NaN in the first of three micro-batches, after which the loop clears and begins again, is one lost sample."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -259,7 +259,7 @@ def a_backward_that_is_tried_again(run: Run) -> None:
 
 
 class Fails(Perceptron):
-    """A model whose forward raises when it is told to."""
+    """A model whose forward raises on request."""
 
     fails = False
 
@@ -299,7 +299,7 @@ def raised_between_backward_and_step(run: Run) -> None:
 
 
 class FailsToStep(torch.optim.SGD):
-    """An optimizer whose step raises when it is told to."""
+    """An optimizer whose step raises on request."""
 
     fails = False
 

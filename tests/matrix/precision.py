@@ -13,7 +13,7 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import clip_grads_with_norm_, get_total_norm
 
 TOLD = ["given", "found"]
-"""Whether the exporter is told of the scaler, or finds it among the callers of the optimizer's step."""
+"""Whether the scaler is given to the exporter or found among the callers of the optimizer's step."""
 
 SIZES = (
     "torch_grad_norm", "torch_grad_norm_squared", "torch_grad_norm_recent_max", "torch_grad_max_magnitude", "torch_grad_mean",

@@ -145,14 +145,14 @@ class Truth:
     after: float | None
 
     def agrees(self, shown: Layers, hidden: set[str]) -> bool:
-        """Whether these are the norms; of layers that are frozen by now, `hidden`, they may be absent."""
+        """Return whether these are the norms; those of layers that are frozen now, `hidden`, may be absent."""
         if not shown.keys() <= self.layers.keys() <= shown.keys() | hidden:
             return False
         return all(close(norm, self.layers[name]) for name, norm in shown.items())
 
 
 def close(shown: float, true: float) -> bool:
-    """Whether a number is right."""
+    """Return whether a number is right."""
     return math.isclose(shown, true, rel_tol=CLOSE, abs_tol=1e-12)
 
 

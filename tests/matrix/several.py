@@ -33,7 +33,7 @@ def optimizers_that_share_a_backward(run: Run, named: bool) -> None:
 
 @regime()
 def optimizers_that_share_a_backward_and_clip(run: Run) -> None:
-    """Three optimizers of one kind, all clipped together, are told apart and have the same coefficient."""
+    """Three optimizers of one kind, all clipped together, are distinguished and have the same coefficient."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
     optimizers = {name: torch.optim.SGD(model[i].parameters(), lr=0.05) for name, i in (("a", 0), ("b", 2), ("c", 3))}
     for _ in run.rounds(model, 5, optimizers, named=True):

@@ -35,14 +35,14 @@ class Followed:
         self._active: dict[Key, Problem] = {}
 
     def changes(self, problems: list[Problem], now: float, *, last: bool = False) -> list[tuple[bool, Problem]]:
-        """Whether it begins, and the problem, of each change."""
+        """Return for each change whether it begins, and the problem."""
         before = self._active
         self._active = {key: one.problem for key, one in self._episodes.judge(problems, now, last=last).items()}
         begun = [(True, one) for key, one in self._active.items() if key not in before]
         return begun + [(False, one) for key, one in before.items() if key not in self._active]
 
     def told(self, problems: list[Problem], now: float, *, last: bool = False) -> list[tuple[bool, str, str | None]]:
-        """Whether it begins, which alert, and which layer, of each change."""
+        """Return for each change whether it begins, the alert and the layer."""
         return [(begins, one.alert, one.layer) for begins, one in self.changes(problems, now, last=last)]
 
 

@@ -28,7 +28,7 @@ BAND = 0.15
 """How far a threshold is moved, as a share of it."""
 
 PATIENT = {"GpuUnderused": 300.0}
-"""Until so many seconds after the start a process is silent on purpose, where Prometheus has a `for` that is longer."""
+"""Seconds after the start in which a process reports nothing on purpose, where Prometheus has a longer `for`."""
 
 Problems = list[tuple[str, str, str | None]]
 
@@ -186,7 +186,7 @@ class Chance:
 
 
 def judged(story: Story, late: float = 0.0) -> Problems:
-    """What is wrong in the end, where the process has remembered all moments of the grid, so many seconds late."""
+    """Return the final problems of a process that has seen all moments of the grid, this many seconds late."""
     watch = Watch()
     for ago in range(int(story.age), 0, -MINUTE):
         watch.remember(story.at(ago), NOW - ago + late)

@@ -662,7 +662,7 @@ def test_promtool_says_the_same(tmp_path: Path) -> None:
     promtool("test", "rules", tmp_path / "problems.test.yml")
 
 
-# What is told
+# Reported problems
 
 
 def test_nothing_known_is_nothing_wrong() -> None:

@@ -1,4 +1,4 @@
-"""Real training that goes wrong when it is told to: each rank a process of its own, found by Prometheus through a folder.
+"""Real training that goes wrong on request: each rank a process of its own, found by Prometheus through a folder.
 
 Processes come from a server that has imported torch already, so that a dozen runs start within seconds.
 """
@@ -140,7 +140,7 @@ CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch_grad_exporter",
 
 
 def _main(name: str, rank: int, fault: Fault, folder: str, pipe: Connection) -> None:
-    """The process of a rank: trains well until it is told to begin, and badly from then on, until it is killed."""
+    """The process of a rank: trains well until the fault is requested, and badly from then on, until it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     if fault.ranks > 1:

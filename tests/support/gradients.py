@@ -249,7 +249,7 @@ def true_sum(values: Sequence[float]) -> tuple[float, float]:
 
 
 def close(found: float, expected: float, rel: float, absolute: float = 0.0) -> bool:
-    """Whether both are NaN, or the same infinity, or close. The last digits of a subnormal number do not count."""
+    """Return whether both are NaN, or the same infinity, or close. The last digits of a subnormal number do not count."""
     if not math.isfinite(expected):
         return repr(float(found)) == repr(float(expected))
     return math.isclose(found, expected, rel_tol=rel, abs_tol=max(absolute, 1e-323))

@@ -30,7 +30,7 @@ class PlainLoop:
         self.accumulated(1, size, **clearing)
 
     def accumulated(self, backwards: int, size: int = 5, **clearing: bool) -> None:
-        """One step of training after so many backwards."""
+        """Train one step after this many backwards."""
         self.backward(size, **clearing)
         for _ in range(backwards - 1):
             self.add(size)

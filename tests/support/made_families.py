@@ -18,7 +18,7 @@ def filled(spec: Spec, labels: LabelRows, generator: np.random.Generator, *, mas
 
 
 def catalogue_families(layers: int, *, masked: bool = False) -> list[Family]:
-    """Families of the catalogue's own metrics, with so many rows where there are labels."""
+    """Return families of the catalogue's metrics, with this many rows where there are labels."""
     generator = np.random.default_rng(7)
     shared = {
         spec.labels: LabelRows(tuple((f"layers.{i}.weight", *("x" for _ in spec.labels[1:])) for i in range(layers)))

@@ -82,7 +82,7 @@ class Received:
 
     @property
     def taken(self) -> bool:
-        """Whether the receiver has kept it."""
+        """Return whether the receiver has kept it."""
         return self.answer.status < 300 and self.answer.code is grpc.StatusCode.OK
 
 

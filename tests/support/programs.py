@@ -78,7 +78,7 @@ class Program:
         return int(self.line())
 
     def wait(self, seconds: float = 300.0) -> int:
-        """Its exit status; it is killed if it has none after so many seconds."""
+        """Return its exit status; kill it if it still runs after this many seconds."""
         killer = threading.Timer(seconds, os.kill, (self.pid, signal.SIGKILL))
         killer.start()
         if self.status is None:

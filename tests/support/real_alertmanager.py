@@ -1,4 +1,4 @@
-"""A real Alertmanager for tests, and a receiver for what it tells."""
+"""A real Alertmanager for tests, and a receiver of its notifications."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Webhook(Receiver):
 
 
 class Alertmanager:
-    """A running Alertmanager: `url` is what Prometheus is told, without a path; `post` does what Prometheus would."""
+    """A running Alertmanager: `url` is for Prometheus' configuration, without a path; `post` does what Prometheus would."""
 
     def __init__(self, port: int) -> None:
         self.address = f"127.0.0.1:{port}"

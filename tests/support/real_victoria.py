@@ -98,7 +98,7 @@ def victoria(directory: Path, *options: str) -> Iterator[Victoria]:
 
 @contextlib.contextmanager
 def flushing(store: Victoria, every: float) -> Iterator[None]:
-    """What the store takes is seen within so many seconds."""
+    """Seconds within which new samples can be queried."""
     over = threading.Event()
 
     def flush() -> None:

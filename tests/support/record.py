@@ -61,13 +61,13 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def in_parts(parameter: torch.nn.Parameter, models: Iterable[torch.nn.Module] = ()) -> bool:
-    """Whether this rank has only a part of a parameter."""
+    """Return whether this rank has only a part of a parameter."""
     cut = any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
     return cut or (getattr(parameter, "_fsdp_flattened", False) and cut_flat(models))
 
 
 def cut_flat(models: Iterable[torch.nn.Module]) -> bool:
-    """Whether `FullyShardedDataParallel` gives each rank a part of flat parameters."""
+    """Return whether `FullyShardedDataParallel` gives each rank a part of flat parameters."""
     strategies = (getattr(module, "sharding_strategy", None) for model in models for module in model.modules())
     return any(strategy is not None and strategy.name != "NO_SHARD" for strategy in strategies)
 
@@ -82,7 +82,7 @@ def filled(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tenso
 
 
 def counting(models: Iterable[torch.nn.Module]) -> Callable[[torch.nn.Parameter], bool]:
-    """Whether a parameter counts here in sums over ranks: of copies, one does. Ranks without DTensors are taken for copies."""
+    """Return whether a parameter counts here in sums over ranks: one copy does. Ranks without DTensors have copies."""
     models = [*models]
     parts = any(hasattr(parameter, "placements") for model in models for parameter in model.parameters()) or cut_flat(models)
     rank = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 and not parts else 0
@@ -96,7 +96,7 @@ def counting(models: Iterable[torch.nn.Module]) -> Callable[[torch.nn.Parameter]
 
 
 def telling(parameter: torch.nn.Parameter) -> bool:
-    """Whether this rank has elements of a gradient, and not only summands that others have to be added to."""
+    """Return whether this rank has elements of a gradient, and not only summands that others have to be added to."""
     gradient = parameter.grad
     if gradient is None:
         return not (getattr(parameter, "_fsdp_flattened", False) and parameter.numel() == 0)
@@ -202,7 +202,7 @@ class _Layer:
 
     @property
     def tracked(self) -> bool:
-        """Whether more than its totals are shown: what is frozen for the first time is not known to come back."""
+        """Return whether more than its totals are shown: what is frozen for the first time is not known to come back."""
         return not self.frozen or self.in_turn
 
 
@@ -443,7 +443,7 @@ class Recorder:
         return ("torch_grad_shard_norm", one[1]) if own else one
 
     def _of_others_too(self, one: Key) -> bool:
-        """Whether this rank alone cannot know it."""
+        """Return whether this rank alone cannot know it."""
         if not self._ever_in_parts:
             return False
         name = one[0].removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
@@ -547,7 +547,7 @@ class Recorder:
         return wrong + ([f"errors: {failures}"] if failures else [])
 
     def _unknown(self, one: Key) -> bool:
-        """Whether there is no record of what this series should say."""
+        """Return whether there is no record of this series."""
         layer = self.layers.get(dict(one[1]).get("layer", ""))
         slow = time.monotonic() - self._started >= 50 or (layer is not None and layer.frozen)
         return (one[0] == "torch_grad_norm_recent_max" and slow) or (one[0] in MOMENTS and not self._moments)

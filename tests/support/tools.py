@@ -42,7 +42,7 @@ def find(name: str) -> Path:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-    """Whether the condition comes true within the time.
+    """Return whether the condition comes true within the time.
 
     It may be that an attempt takes no longer than it should: load slows down some attempts, a wait that is too long all of them.
     """

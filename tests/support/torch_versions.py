@@ -66,7 +66,7 @@ def need(major: int, minor: int, what: str) -> None:
 
 
 def recompiled(metrics: Any) -> bool:  # noqa: ANN401 - a record of dynamo
-    """Whether a compilation was of a frame that had been compiled before."""
+    """Return whether a compilation was of a frame that had been compiled before."""
     return metrics.recompile_reason is not None if VERSION >= (2, 9) else bool(getattr(metrics, "cache_size", 0))
 
 

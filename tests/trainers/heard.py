@@ -35,7 +35,7 @@ class Step:
 
     @property
     def clipped(self) -> bool:
-        """Whether it stepped with less."""
+        """Return whether it stepped with less."""
         return self.after < self.whole * (1 - 1e-6)
 
 

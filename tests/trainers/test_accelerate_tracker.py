@@ -1,4 +1,4 @@
-"""The tracker for Accelerate: what it starts, tells and ends, in loops that Accelerate has prepared."""
+"""The tracker for Accelerate: start, reported values and end, in loops that Accelerate has prepared."""
 
 from __future__ import annotations
 

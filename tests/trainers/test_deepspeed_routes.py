@@ -41,7 +41,7 @@ LAYERS = {"torch_grad_norm", "torch_grad_norm_squared", "torch_grad_zero_ratio"}
 
 @pytest.fixture(autouse=True)
 def begun_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate as in a new process, before and after. It refuses DeepSpeed where it is told to use the CPU."""
+    """Accelerate as in a new process, before and after. It refuses DeepSpeed where it is set to use the CPU."""
     reset_accelerate()
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr("accelerate.state.PartialState.destroy_process_group", lambda *_: None)  # the next test has the same

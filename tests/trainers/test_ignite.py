@@ -1,4 +1,4 @@
-"""Ignite: what the handler starts, tells and ends, in runs of real trainers."""
+"""The handler for Ignite: start, reported values and end, in runs of real trainers."""
 
 from __future__ import annotations
 

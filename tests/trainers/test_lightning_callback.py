@@ -1,4 +1,4 @@
-"""The callback for Lightning: what it starts, tells and ends, in trainings of the real `Trainer`."""
+"""The callback for Lightning: start, reported values and end, in trainings of the real `Trainer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MMEngine: what the hook starts, tells and ends, in trainings of the real `Runner`."""
+"""The hook for MMEngine: start, reported values and end, in trainings of the real `Runner`."""
 
 from __future__ import annotations
 

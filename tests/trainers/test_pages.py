@@ -32,7 +32,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[Any, flo
 
 @pytest.mark.parametrize("number", range(3))
 def test_lightning(number: int, ended: list[dict[Any, float]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each example trains and shows; that of the issue shows mean and deviation by layer, and tells of problems."""
+    """Each example trains and shows; that of the issue shows mean and deviation by layer, and reports problems."""
     monkeypatch.setattr(lightning.pytorch.Trainer, "__init__", _quietly(lightning.pytorch.Trainer.__init__))
     run("lightning.md", number, module=Module(), loader=numbers(4))
     assert [steps(scrape) for scrape in ended] == [8 if number == 2 else 12]

@@ -1,4 +1,4 @@
-"""The callback for Transformers: what it starts, tells and ends, in trainings of the real `Trainer`."""
+"""The callback for Transformers: start, reported values and end, in trainings of the real `Trainer`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CLIPPING = "torch_grad_clip_coefficient", "torch_grad_clipped_steps_total"
 """What has a comparison of its own."""
 
 MOST = 12
-"""Differences of a scrape that are told."""
+"""Differences of a scrape that are printed."""
 
 
 @dataclass
