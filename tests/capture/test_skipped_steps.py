@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -81,6 +83,21 @@ def test_a_skipped_step_is_followed_by_one_sample() -> None:
         for _ in range(2):
             loop.go_on("counted")
             assert value(exporter, CAPTURES) == 2
+        assert value(exporter, SKIPPED) == 1
+
+
+@pytest.mark.slow
+def test_the_round_after_a_skipped_step_is_sampled() -> None:
+    """Where steps are so long that the budget pays for all hooks, one more round is sampled after a skipped step, too."""
+    loop = Loop()
+    with watching(loop.model, every=4096, overhead_budget=0.9) as exporter:
+        for skipped in (0, 1):
+            for _ in range(skipped):
+                loop.backward()
+            for _ in range(150):
+                time.sleep(0.0005)
+                loop.step()
+            assert value(exporter, CAPTURES) == 1 + skipped
         assert value(exporter, SKIPPED) == 1
 
 

@@ -202,5 +202,7 @@ def test_a_limit_that_moves_to_another_group(tmp_path: Path) -> None:
         (above, {"pod": 907, "pod/box": 11}, 13),
         (own, {"pod": 908, "pod/box": 50}, 13),
         (own, {"pod": 909, "pod/box": 50.5}, 13.5),
+        (own, {"pod": 909, "pod/box": 1}, 13.5),  # a new container in its place
+        (own, {"pod": 909, "pod/box": 2}, 14.5),
     ]
     assert [throttled(tmp_path, collector, limits, seconds) for limits, seconds, _ in steps] == [total for *_, total in steps]
