@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import prometheus_client
@@ -14,11 +14,11 @@ from opentelemetry.metrics import MeterProvider
 from torch_grad_exporter.actions import Notifier
 from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.capture.reader import Scaler
-from torch_grad_exporter.composition import open_exporters
-from torch_grad_exporter.config.checked import checked
+from torch_grad_exporter.config.checked import check
 from torch_grad_exporter.config.option import UNSET, Unset
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.exporter import Exporter
+from torch_grad_exporter.exporter import Exporter, open_exporters
+from torch_grad_exporter.model import given
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -132,22 +132,29 @@ def start_exporter(
     Starting again on a model replaces the exporter that was there. Raises `TypeError` or `ValueError` before
     anything is registered if an argument is wrong; later, nothing is ever raised into the training.
     """
-    chosen = checked(dict(locals()), os.environ)
-    told = _replace_others(chosen.models.values())
-    exporter = Exporter(chosen)
-    for tell in told:
-        tell(exporter)
-    return exporter
-
-
-def _replace_others(models: Collection[torch.nn.Module]) -> list[Callable[[Exporter], object]]:
-    """Closes the exporters whose place a new one takes; whom to tell of that one."""
-    told = []
+    models = given.models(model)
+    checked = check(
+        models, os.environ,
+        port=port, addr=addr, every=every, overhead_budget=overhead_budget, include=include,
+        exclude=exclude, max_layers=max_layers, dead_window=dead_window, moments=moments,
+        weights=weights, activations=activations, layer_times=layer_times, local_norm=local_norm,
+        nan_origin=nan_origin, statistics=statistics, collectors=collectors,
+        web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
+        sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir,
+        on_failure=on_failure, otlp_endpoint=otlp_endpoint, otlp_protocol=otlp_protocol,
+        otlp_headers=otlp_headers, otlp_interval=otlp_interval, optimizers=optimizers,
+        grad_scaler=grad_scaler, clip=clip, dry_run=dry_run, alerts=alerts, registry=registry,
+        meter_provider=meter_provider,
+    )  # fmt: skip
+    left: list[Callable[[Exporter], object]] = []
     for other in open_exporters():
         if other.gives_way is not None:
-            told.append(other.gives_way)
+            left.append(other.gives_way)
             other.close()
-        elif other.replaced_by(models):
+        elif other.replaced_by(models.values()):
             say(logger, logging.INFO, "a new exporter replaces one on the same model, or on a model that is gone")
             other.close()
-    return told
+    exporter = Exporter(models, checked)
+    for gives_way in left:
+        gives_way(exporter)
+    return exporter

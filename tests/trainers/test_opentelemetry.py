@@ -117,7 +117,7 @@ def test_disabled_instrumentation(variables: dict[str, str]) -> None:
 
 
 SERVED = NOT_WATCHED.replace(
-    "print(", "from torch_grad_exporter.composition import open_exporters\nprint([e.port for e in open_exporters()]) #"
+    "print(", "from torch_grad_exporter.exporter import open_exporters\nprint([e.port for e in open_exporters()]) #"
 )
 
 
@@ -134,7 +134,7 @@ UNDONE = """
 import torch
 from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch_grad_exporter.composition import open_exporters
+from torch_grad_exporter.exporter import open_exporters
 from torch_grad_exporter.integrations.opentelemetry import TorchGradExporterInstrumentor
 
 def train():

@@ -11,106 +11,107 @@ import torch
 from torch_grad_exporter.actions.clip.at_steps import Wanted
 from torch_grad_exporter.actions.clip.clipping import check_fits
 from torch_grad_exporter.actions.clip.policy import OnFailure, policy_name
-from torch_grad_exporter.capture.parts import CaptureOptions
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModules, found_by, with_parameters, without_children
-from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter, layers_of
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
-from torch_grad_exporter.outputs.announcement import Rank
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.otlp import push_settings
-from torch_grad_exporter.outputs.outputs import OutputOptions
 
 logger = logging.getLogger("torch_grad_exporter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """All choices, valid, and the objects that they are about. `run`, `rank`: as the series carry them.
+    """The user's choices, all valid, and what was derived from them and the models.
 
-    `clip`: how gradients are clipped, `None` if the exporter only watches. `modules`: those whose activations are shown, `timed`:
-    those whose times are; `None` where that is not asked for.
+    Attributes:
+        index: The layers to watch.
+        settings: The options that have a variable.
+        arguments: The options that take objects.
+        identity: This process in its job.
+        rank: The rank on every series; the user may have chosen it.
+        run: The name of the run, on every series.
+        store: The job's store, which may be connected already; the owner of this closes it.
+        web_config: TLS and users of the server, None for plain HTTP.
+        push: What to push over OTLP, None for nothing.
+        clip: How to clip gradients, None to only watch.
+        modules: The modules whose activations are shown, None for none.
+        timed: The modules whose times are shown, None for none.
     """
 
-    models: Mapping[str, torch.nn.Module]
     index: LayerIndex
     settings: Settings
+    arguments: Arguments
     identity: Identity
     rank: int
     run: str
     store: JobStore
-    arguments: Arguments
     web_config: WebConfigFile | None
     push: push_settings.PushSettings | None
-    clip: Wanted | None = None
-    modules: InnerModules | None = None
-    timed: InnerModules | None = None
+    clip: Wanted | None
+    modules: InnerModules | None
+    timed: InnerModules | None
 
     @property
     def labels(self) -> dict[str, str]:
-        """Those of every series."""
+        """The labels of every series."""
         return {"run": self.run, "rank": str(self.rank), **self.settings.labels}
 
-    @property
-    def whose(self) -> Rank:
-        """Which process the values belong to, for outputs."""
-        return Rank(self.run, self.rank, self.identity, self.labels)
 
-    @property
-    def capture(self) -> CaptureOptions:
-        """For the capture."""
-        return CaptureOptions(local_norm=self.settings.local_norm, weights=self.settings.weights)
+def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str], **given: object) -> Checked:
+    """Check the options of `start_exporter`, and whether they fit the models.
 
-    @property
-    def outputs(self) -> OutputOptions:
-        """For the outputs."""
-        return OutputOptions(
-            port=self.settings.port,
-            addr=self.settings.addr,
-            textfile_dir=self.settings.textfile_dir,
-            web_config_file=self.settings.web_config_file,
-            linger=self.settings.linger,
-        )
+    Nothing is registered or started. Last, ranks of a job without a name agree on one, for which
+    the job's store may be connected.
 
+    Args:
+        models: The models to watch, by name.
+        environment: The environment variables.
+        given: The arguments by name.
 
-def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Checked:
-    """Checks all arguments by name, and the environment. Raises `TypeError`, `ValueError` or `ImportError` that says what is wrong.
-
-    Nothing is registered, started or opened; the ranks of a job that has no name agree on one.
+    Raises:
+        TypeError: An argument is of a wrong type; the message names it, the value and the fix.
+        ValueError: An argument or a variable is wrong; the message names it, the value and the fix.
+        ImportError: An option needs a package that is not installed.
     """
-    settings, chosen = resolve(Settings, given, environment), resolve(Arguments, given, {})
+    settings, arguments = resolve(Settings, given, environment), resolve(Arguments, given, {})
     push = push_settings.resolve(
-        chosen.otlp_endpoint, chosen.otlp_protocol, chosen.otlp_headers, chosen.otlp_interval, environment=environment
+        arguments.otlp_endpoint,
+        arguments.otlp_protocol,
+        arguments.otlp_headers,
+        arguments.otlp_interval,
+        environment=environment,
     )
-    place, store = identity(environment), JobStore()
-    models = model_given.models(given["model"])
+    place = identity(environment)
     rank = place.rank if settings.rank is None else settings.rank
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
-    _check_ownership(index, chosen.optimizers)
-    modules = _modules(models, settings, given)
+    _check_ownership(index, arguments.optimizers)
+    clip, modules = _clip(settings, arguments, index), _modules(models, settings, given)
+    web_config = _web_config(settings, given)
     layers = LayerFilter(settings.include, settings.exclude)
-    timed = InnerModules(models, with_parameters(layers), settings.max_layers) if settings.layer_times else None
+    timed = InnerModules(models, with_parameters(layers), settings.max_layers)
+    store = JobStore()
     return Checked(
-        models=models,
         index=index,
         settings=settings,
+        arguments=arguments,
         identity=place,
         rank=rank,
-        web_config=_web_config(settings, given),
+        # Last, since it may open a connection.
         run=run_name(place, settings.run, store),
         store=store,
-        arguments=chosen,
+        web_config=web_config,
         push=push,
-        clip=_clip(settings, chosen, index),
+        clip=clip,
         modules=modules,
-        timed=timed,
+        timed=timed if settings.layer_times else None,
     )
 
 

@@ -179,8 +179,8 @@ class Attachment:
 
     def _yields(self) -> bool:
         """Whether the script has an exporter of its own, to which this one leaves the training."""
-        composition = sys.modules.get("torch_grad_exporter.composition")  # before it is imported there is no exporter
-        others = [] if composition is None else [one for one in composition.open_exporters() if one is not self.exporter]
+        module = sys.modules.get("torch_grad_exporter.exporter")  # before it is imported there is no exporter
+        others = [] if module is None else [one for one in module.open_exporters() if one is not self.exporter]
         if others:
             self._give_way(others[0])
         return bool(others)

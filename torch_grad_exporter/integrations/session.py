@@ -16,10 +16,10 @@ import torch
 
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
-from torch_grad_exporter.composition import open_exporters
 from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
+from torch_grad_exporter.exporter import open_exporters
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
 
@@ -277,4 +277,4 @@ def _check_pattern(who: str, log: bool | str) -> None:
 def running_exporter(model: Models) -> Exporter | None:
     """The open exporter that watches this model, or one of these; `None` if there is none."""
     models = [model] if isinstance(model, torch.nn.Module) else [*model.values()]
-    return next((one for one in open_exporters() if isinstance(one, Exporter) and one.watches(models)), None)
+    return next((one for one in open_exporters() if one.watches(models)), None)

@@ -1,0 +1,498 @@
+"""The stages of an exporter: built in the order of the data, started from its end, closed from its beginning."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Protocol
+
+import torch
+
+from torch_grad_exporter.actions.act.act import Act, Sources
+from torch_grad_exporter.actions.act.between_steps import Training
+from torch_grad_exporter.actions.act.steps import BetweenTheSteps, JobOfRanks
+from torch_grad_exporter.actions.act.trigger import Failures
+from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
+from torch_grad_exporter.actions.freeze.layers import FrozenLayers
+from torch_grad_exporter.actions.freeze.norms import LayerNorms
+from torch_grad_exporter.actions.notify.job import Job
+from torch_grad_exporter.actions.notify.notify import Notify, Origin
+from torch_grad_exporter.actions.notify.notify import totals as notify_totals
+from torch_grad_exporter.aggregation.activations import ActivationTotals
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
+from torch_grad_exporter.aggregation.layer_times import LayerTimes
+from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.watched import WatchTotals
+from torch_grad_exporter.aggregation.worker import HostSide
+from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
+from torch_grad_exporter.capture.device_events import EventPool
+from torch_grad_exporter.capture.parts import CaptureOptions, Parts
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
+from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.gradients import dead_from
+from torch_grad_exporter.collectors.of_sample import OfSample
+from torch_grad_exporter.collectors.origins import OriginPlaces
+from torch_grad_exporter.collectors.outcomes import ActionTotals
+from torch_grad_exporter.collectors.process import STANDARD
+from torch_grad_exporter.collectors.scrape import Scrape
+from torch_grad_exporter.collectors.training import device_kinds
+from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.distributed.identity import LateGroup, hostname
+from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.inspection.activations import Activations
+from torch_grad_exporter.inspection.layer_timer import LayerTimer
+from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
+from torch_grad_exporter.inspection.watch import Watch
+from torch_grad_exporter.lifecycle import Ending
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.watched import WatchedModels
+from torch_grad_exporter.outputs.announcement import Announcement, Rank
+from torch_grad_exporter.outputs.live.live import Run
+from torch_grad_exporter.outputs.live.view import View
+from torch_grad_exporter.outputs.otlp.instruments import Instruments
+from torch_grad_exporter.outputs.outputs import OutputOptions, Outputs
+from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
+from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.rules import Problem
+from torch_grad_exporter.statistics.declared import chosen
+from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernels
+from torch_grad_exporter.statistics.layout import Layout
+from torch_grad_exporter.torch_compat import lost
+from torch_grad_exporter.transfer.events import Mailbox
+from torch_grad_exporter.transfer.transfer import HostTransfer
+from torch_grad_exporter.version import __version__
+
+logger = logging.getLogger("torch_grad_exporter")
+
+# Every boundary at which a failure of ours can be counted, but for the collectors.
+SOURCES = (
+    "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe",
+    "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "history",
+    "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
+    "integration", "timing", "layer_times", "kernels",
+)  # fmt: skip
+
+# The end waits at most this long for the job's store.
+STORE_SECONDS = 0.4
+
+
+class _Forked(Protocol):
+    def after_fork_in_child(self) -> None:
+        """Gives up what belongs to the parent process."""
+
+
+class Stages:
+    """Everything between the hooks in PyTorch and what leaves the process, for one exporter.
+
+    The constructor registers, opens and starts nothing; `start` does, and `close` takes all of it
+    back, also after a `start` that raised. Neither keeps `checked`, which holds optimizers and with
+    them the parameters of a model that may be dropped.
+
+    Args:
+        models: The models to watch, by name.
+        checked: The user's choices, valid.
+        ending: How and when the run ends.
+    """
+
+    def __init__(self, models: Mapping[str, torch.nn.Module], checked: Checked, ending: Ending) -> None:  # noqa: PLR0915 - read from top to bottom
+        settings, arguments, identity = checked.settings, checked.arguments, checked.identity
+        several = identity.world_size > 1
+        self._ending, self._store = ending, checked.store
+        self._run, self._rank = checked.run, checked.rank
+        self.errors = errors = ErrorLog((*SOURCES, *REGISTRY.sources))
+        self._closing, self._guard = contextlib.ExitStack(), errors.boundary("close", limit=None)
+
+        # Capture, on the thread that trains: hooks, rounds, sampling, and the gradients' numbers.
+        self._mailbox = mailbox = Mailbox()
+        enabled = {field.name: getattr(settings, field.name) is True for field in fields(settings)}
+        layout = Layout.of(chosen(enabled))
+        events = EventPool(errors.boundary("timing"))
+        self._hooks = hooks = Hooks(errors)
+        self.clock = clock = StepClock(mailbox, events=events)
+        self._schedule = schedule = SamplingSchedule(settings.every, settings.overhead_budget)
+        self._cost = cost = SampleCost(clock, schedule, DeviceTimer(events))
+        self.optimizers = optimizers = Optimizers(checked.index, arguments.optimizers)
+        kernels = None
+        if settings.statistics is Implementation.AUTO:
+            kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
+        self._reader = reader = GradientReader(
+            index=checked.index,
+            optimizers=optimizers,
+            statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels),
+            clock=clock,
+            cost=cost,
+            mailbox=mailbox,
+            errors=errors,
+            scaler=arguments.grad_scaler,
+        )
+        self._memory = memory = DeviceMemory(used=lambda: reader.devices)
+        devices_guard = errors.boundary("devices")
+
+        def refresh_memory() -> None:
+            devices_guard(memory.refresh)
+
+        parts = Parts(
+            index=checked.index,
+            optimizers=optimizers,
+            cost=cost,
+            reader=reader,
+            schedule=schedule,
+            clock=clock,
+            mailbox=mailbox,
+            hooks=hooks,
+            errors=errors,
+            options=CaptureOptions(local_norm=settings.local_norm, weights=settings.weights),
+            periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
+        )
+        self.capture = capture = Capture(parts)
+
+        # Inspections, told of armed rounds by the capture.
+        origins, places = None, OriginPlaces()
+        if settings.nan_origin:
+            nan_origin = NanOrigin(
+                hooks,
+                cost,
+                clock,
+                mailbox,
+                models=models,
+                make_origins=functools.partial(Origins, places, self.steps),
+                steps=self.steps,
+                scaled=lambda: reader.knows_scaler,
+                always=settings.nan_origin == "always",
+            )
+            capture.inspect(nan_origin, errors.boundary("nan_origin"))
+            origins = nan_origin.origins
+        self._layer_times = None
+        if checked.timed is not None:
+            # Before other inspections, whose time is then not counted as that of layers.
+            self._layer_times = LayerTimes(settings.max_layers)
+            timer = LayerTimer(
+                modules=checked.timed,
+                hooks=hooks,
+                events=events,
+                clock=clock,
+                cost=cost,
+                mailbox=mailbox,
+                times=self._layer_times,
+            )
+            capture.inspect(timer, errors.boundary("layer_times"))
+        self._activations = None
+        if checked.modules is not None:
+            self._activations = ActivationTotals(settings.max_layers)
+            watch = Activations(
+                modules=checked.modules,
+                hooks=hooks,
+                reader=reader,
+                cost=cost,
+                mailbox=mailbox,
+                totals=self._activations,
+            )
+            capture.inspect(watch, errors.boundary("activations"))
+        self._watched_totals = WatchTotals()
+        self._watch: Watch | None = None
+
+        # Clipping, right before each step and after the gradients were read.
+        self.clip = None
+        if checked.clip is not None:
+            guard = errors.boundary("capture", "gradients after clipping")
+            self.clip = ClipAtSteps(
+                checked.clip,
+                models,
+                errors,
+                named=arguments.optimizers,
+                clipped=lambda optimizer, skip: guard(capture.clipped, optimizer, skip),
+            )
+
+        # The worker, in the background: takes records from the mailbox and adds them up.
+        gradients = GradientAggregation(
+            layout,
+            exponential=checked.push is not None and checked.push.exponential,
+            clipped=checked.clip is not None,
+            nonfinite=None if origins is None else origins.gradients_were_wrong,
+        )
+        gradients.use(checked.index.table)
+        totals = TrainingTotals() if origins is None else TrainingTotals(nonfinite=origins.loss_was_wrong)
+        self._host = host = HostSide(
+            mailbox,
+            gradients,
+            totals,
+            errors,
+            periodic=capture.look,
+            counting=clock.counting,
+            hurried=lambda: origins is not None or not capture.devices <= {"cpu"},
+        )
+
+        # Collectors, run by a scrape over one snapshot.
+        frozen, acted = FrozenLabels(), ActionTotals()
+        notified = notify_totals(arguments.alerts) if arguments.alerts else None
+        snapshots = Snapshots(host.snapshot, clock.counts)
+        context = CollectorContext(
+            snapshots=snapshots,
+            clock=clock,
+            optimizers=optimizers.names,
+            capture=capture,
+            schedule=schedule,
+            memory=memory,
+            errors=errors,
+            identity=identity,
+            rank=checked.rank,
+            store=checked.store,
+            expected_devices=device_kinds(checked.index, models.values()),
+            ended=lambda: ending.state,
+            dead_window=settings.dead_window,
+            moments=settings.moments,
+            weights=settings.weights,
+            notified=notified,
+            acted=acted,
+            clip=None if self.clip is None else self.clip.reports,
+            frozen=frozen,
+            activations=self._activations,
+            watched=self._watched_totals,
+            origins=places,
+            layer_times=self._layer_times,
+        )
+        group = LateGroup(identity, checked.rank)
+
+        def prepare() -> None:
+            snapshots.renew()
+            group.check()
+
+        self.scrape = scrape = Scrape(
+            REGISTRY.made(settings.collectors, context),
+            errors,
+            prepare,
+            not_judged=REGISTRY.not_judged,
+        )
+
+        # The history of the run, and what is wrong by it.
+        self._announcement = Announcement(
+            rank=Rank(checked.run, checked.rank, identity, checked.labels),
+            store=checked.store,
+            errors=errors,
+            addr=settings.addr,
+            advertise=settings.advertise,
+            sd_dir=settings.sd_dir,
+            labels=settings.labels,
+        )
+        self.view = view = View(
+            Run(checked.run, checked.rank, identity.world_size, hostname(), __version__),
+            host,
+            self.steps,
+            scrape,
+            for_rules=scrape.for_rules,
+            targets=self._announcement.body,
+            happened=acted.happened.latest,
+            of_sample=OfSample(REGISTRY, settings.collectors, context),
+            dead_from=dead_from(settings.dead_window),
+            moments=settings.moments,
+            now=time.time,
+            on_error=functools.partial(errors.count, "history"),
+            activations=None if self._activations is None else self._activations.snapshot,
+        )
+
+        # Actions, which the rules or the user's conditions ask for.
+        def known() -> list[torch.optim.Optimizer]:
+            return [optimizer for _, optimizer in optimizers.numbered()]
+
+        self.stop_requested = threading.Event()
+        layers = FrozenLayers(checked.index, known, frozen)
+        job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size)
+        self.act = Act(
+            Sources(
+                judge=lambda last: view.live.judged(last=last),
+                fed=bool(arguments.alerts),
+                metrics=lambda: REGISTRY.catalogue,
+                step=self.steps,
+            ),
+            BetweenTheSteps(
+                Training(known, self.stop_requested.set, layers, functools.partial(LayerNorms, host)),
+                concerns=optimizers.concerns,
+                errors=errors,
+                failures=Failures(errors),
+                job=job if several else None,
+                spent=clock.spent,
+                steps=self.steps,
+            ),
+            acted,
+            errors,
+        )
+        self._notify = None
+        if notified is not None:
+            self._notify = Notify(
+                arguments.alerts,
+                self._problems,
+                Origin(checked.run, checked.rank, self.steps),
+                notified,
+                errors,
+                job=Job(checked.store, checked.rank, identity.world_size) if several else None,
+            )
+
+        # These are made by `start`: others can see them from their first moment on.
+        self._instruments: Instruments | None = None
+        self.outputs: Outputs | None = None
+
+    def start(self, models: Mapping[str, torch.nn.Module], checked: Checked) -> None:
+        """Start to show values, and last to watch the training.
+
+        A stage is there before the one that feeds it. `close` goes the other way: first no more
+        values come in, then each stage hands on what it still has.
+
+        Raises:
+            ValueError: The registry has a metric with one of our names already.
+        """
+        settings, errors, ending, scrape = checked.settings, self.errors, self._ending, self.scrape
+        # An armed round references parameters; a model that is dropped meanwhile must be freed.
+        self.models = WatchedModels(models.values(), gone=self._release_parameters)
+        self._at_end(self.models.close)
+        self._at_end(functools.partial(self._store.close, STORE_SECONDS))
+
+        if (registry := checked.arguments.registry) is not None:
+            registered = RegistryCollector(
+                scrape,
+                checked.labels,
+                REGISTRY.catalogue.values(),
+                common=STANDARD.specs,
+                on_error=errors.count,
+            )
+            self._at_end(registered.close)
+            registered.register(registry)
+        self._at_end(scrape.close)
+        scrape.start()
+        if (provider := checked.arguments.meter_provider) is not None:
+            on_error = functools.partial(errors.count, "request")
+            self._instruments = Instruments(provider, scrape, checked.labels, on_error=on_error)
+            self._at_end(self._instruments.close)
+        self.outputs = outputs = Outputs(
+            scrape,
+            self._announcement.rank,
+            OutputOptions(
+                port=settings.port,
+                addr=settings.addr,
+                textfile_dir=settings.textfile_dir,
+                web_config_file=settings.web_config_file,
+                linger=settings.linger,
+            ),
+            errors,
+            health=self._health,
+            announcement=self._announcement,
+            web_config=checked.web_config,
+            push=checked.push,
+            page=self.view.page,
+        )
+        self._at_end(lambda: outputs.close(failed=ending.error is not None, hurried=ending.hurried))
+
+        self._at_end(lambda: self.act.close(hurried=ending.hurried))
+        if (notify := self._notify) is not None:
+            self._at_end(lambda: notify.close(hurried=ending.hurried))
+            errors.boundary("notify", limit=None)(notify.start)
+        self._at_end(lambda: self.view.close(ending.error))
+        errors.boundary("history", limit=None)(self.view.start)
+        self._at_end(self._host.close)
+        # Without its thread, scrapes drain the mailbox.
+        errors.boundary("worker", limit=None)(self._host.start)
+
+        if REGISTRY.reads_devices(settings.collectors):
+            # So their counters are there before the first step.
+            errors.boundary("devices", limit=None)(self._memory.refresh_now)
+        self._at_end(self.capture.close)
+        self._at_end(self.capture.settle)
+        self._at_end(self._hooks.close)
+        self.capture.watch(models.values())
+        self._at_end(self._close_watch)
+        if self.clip is not None:
+            self._at_end(self.clip.close)
+            # After the capture, which reads gradients before they are clipped.
+            self.clip.start()
+        lost.tell()
+        if outputs.url is not None:
+            say(logger, logging.INFO, "serving metrics at %s", outputs.url)
+
+    def close(self) -> None:
+        """Give back what `start` took, in the order of the data; a failure is counted."""
+        self._closing.close()
+
+    def abort(self) -> None:
+        """End a start that failed: its run has no last values."""
+        if self._instruments is not None:
+            self._instruments.drop()
+        if self._ending.close():
+            self.close()
+
+    def after_fork_in_child(self) -> None:
+        """Free the port, and serve and watch nothing: the forked child is another process."""
+        if self._instruments is not None:
+            self._instruments.drop()
+        stages: tuple[_Forked | None, ...] = (
+            self.outputs, self._store, self._host, self._notify, self.act, self.clip,
+            self._activations, self._layer_times, self._watched_totals, self.scrape,
+        )  # fmt: skip
+        for stage in stages:
+            if stage is not None:
+                stage.after_fork_in_child()
+        self._close_watch()
+        self._hooks.disconnect()
+        self.capture.release_witness()
+
+    def steps(self) -> int:
+        """Return the steps so far, of the optimizer that took the most."""
+        return self.clock.number
+
+    def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+        """Measure the gradient of a tensor; see `Exporter.watch`."""
+        if self._watch is None:
+            # Not before the first call: an inspection costs each round.
+            self._watch = Watch(
+                hooks=self._hooks,
+                reader=self._reader,
+                cost=self._cost,
+                mailbox=self._mailbox,
+                totals=self._watched_totals,
+                errors=self.errors,
+                sampled=self.capture.is_sampled,
+            )
+            self.capture.inspect(self._watch, self.errors.boundary("watch"))
+        return self._watch.watch(name, tensor, max_norm)
+
+    def _at_end(self, action: Callable[[], object]) -> None:
+        self._closing.callback(self._guard, action)
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _release_parameters(self) -> None:
+        # The garbage collector calls this, so nothing may be raised.
+        self._guard(self.capture.release)
+        self._guard(self.capture.release_witness)
+
+    def _problems(self, last: bool) -> list[Problem]:
+        """Judge for `Notify`, and for `Act` too; that one judges by itself at its own end."""
+        judged = self.view.live.judged(last=last)
+        if not last:
+            self.act.take(judged)
+        return judged.problems
+
+    def _health(self) -> dict[str, object]:
+        return {
+            "status": "ok",
+            "run": self._run,
+            "rank": self._rank,
+            "version": __version__,
+            "capture_mode": self.capture.mode.value,
+            "sampling_interval_steps": self._schedule.shown_interval,
+            "sampling_interval_at_cap": self._schedule.capped,
+            "errors": sum(self.errors.counts().values()),
+        }
