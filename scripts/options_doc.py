@@ -1,14 +1,16 @@
-"""Writes what follows from the declared options: docs/options.md, and the signature and docstring of `start_exporter`.
+"""Writes what follows from the declared options: docs/options.md, and the docstring of `start_exporter`.
 
 `make golden` runs it, and a test compares.
 """
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import re
 import textwrap
 
+from torch_grad_exporter import start_exporter
 from torch_grad_exporter.config.option import Option, options_of
 from torch_grad_exporter.config.settings import Arguments, Settings
 
@@ -35,11 +37,8 @@ objects have no variable.
 {arguments}
 """
 
-SIGNATURE = re.compile(r"(?<=    model: Models,\n).*?(?=\n\) -> Exporter:)", re.DOTALL)
-"""The parameters of `start_exporter` but for the model; the first of them is positional as well."""
-
-DOCSTRING = re.compile(r"(?<=become the first part of the layer labels\.\n).*?(?=\n\n    Starting again)", re.DOTALL)
-"""What the docstring of `start_exporter` says of them."""
+# The part of the docstring of `start_exporter` that describes the options.
+DOCSTRING = re.compile(r"(?<=first part of the layer labels\.\n).*?(?=\n\n    Returns:)", re.DOTALL)
 
 
 def every_option() -> tuple[Option, ...]:
@@ -50,6 +49,11 @@ def every_option() -> tuple[Option, ...]:
 def meaning(option: Option) -> str:
     """One or more sentences."""
     return f"{option.help}. {option.more}".strip()
+
+
+def annotation(option: Option) -> str:
+    """Return the type of an argument, as the signature of `start_exporter` has it."""
+    return str(inspect.signature(start_exporter).parameters[option.name].annotation).replace(" | Unset", "").replace("'", '"')
 
 
 def cell(text: str) -> str:
@@ -63,7 +67,7 @@ def described(chosen: tuple[Option, ...]) -> str:
     for one in chosen:
         variable = f"`{one.variable}`" if one.variable else ""
         spelled = one.kind.spelled if one.read else ""
-        takes = f"`{cell(one.kind.takes)}`"
+        takes = f"`{cell(annotation(one))}`"
         lines.append(f"| `{one.name}` | {takes} | {one.shown} | {variable} | {spelled} | {cell(meaning(one))} |")
     return "\n".join(lines)
 
@@ -73,27 +77,25 @@ def page() -> str:
     return PAGE.format(settings=described(options_of(Settings)), arguments=described(options_of(Arguments)))
 
 
-def signature() -> str:
-    """The parameters of `start_exporter`, as ruff formats them."""
-    first, *others = [f"    {one.name}: {one.annotation} = {one.absent!r}," for one in every_option()]
-    return "\n".join([first, "    *,", *others])
+def described_in_code(option: Option) -> str:
+    """Return one or more sentences, with the default in the first."""
+    return f"{option.help[0].upper()}{option.help[1:]} (default: {option.shown}). {option.more}".strip()
 
 
 def docstring() -> str:
-    """The options in the docstring of `start_exporter`."""
-    texts = (f"- `{one.name}` ({one.shown}): {meaning(one)}" for one in every_option())
+    """Return the options as they stand in the docstring of `start_exporter`."""
+    texts = (f"{one.name}: {described_in_code(one)}" for one in every_option())
     return "\n".join(
-        textwrap.fill(text, 128, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False) for text in texts
+        textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False) for text in texts
     )
 
 
 def written() -> dict[pathlib.Path, str]:
     """Each file with what it has to contain."""
     start = ROOT / "torch_grad_exporter" / "start.py"
-    code = replaced(SIGNATURE, signature(), start.read_text(encoding="utf-8"))
     return {
         ROOT / "docs" / "options.md": page(),
-        start: replaced(DOCSTRING, docstring(), code),
+        start: replaced(DOCSTRING, docstring(), start.read_text(encoding="utf-8")),
     }
 
 

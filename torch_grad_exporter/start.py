@@ -1,4 +1,4 @@
-"""The entry point: `start_exporter` checks everything before anything is registered, and makes an `Exporter`."""
+"""The entry point: checks everything before anything is registered, and makes an `Exporter`."""
 
 from __future__ import annotations
 
@@ -66,71 +66,104 @@ def start_exporter(
     registry: prometheus_client.CollectorRegistry | None = None,
     meter_provider: MeterProvider | None = None,
 ) -> Exporter:
-    """Watches the training of `model` and serves its metrics at `http://<host>:<port>/metrics`.
+    """Watch the training of `model` and serve its metrics at `http://<host>:<port>/metrics`.
 
-    An option whose default is `UNSET` can also be given as an environment variable, `TORCH_GRAD_EXPORTER_PORT` for `port` and so
-    on; an argument wins. In parentheses the defaults; see docs/options.md.
+    An option whose default is `UNSET` can also be given as an environment variable,
+    `TORCH_GRAD_EXPORTER_PORT` for `port` and so on; an argument wins. See docs/options.md.
 
-    - `model`: a module, or a mapping of names to modules, whose names become the first part of the layer labels.
-    - `port` (9100 + local rank): port of `/metrics`; the next free one if it is taken. 0 takes any free one, see
-      `exporter.port`; `None` serves nothing.
-    - `addr` (all interfaces): address to listen on. Everything that is served there is read-only.
-    - `every` ("auto"): sample every N rounds of optimizer steps, or adapt to the budget. With "auto" the interval between
-      samples is as short as `overhead_budget` allows.
-    - `overhead_budget` (0.01): share of training time that sampling may take.
-    - `include` (all layers): regular expressions, searched in layer names; only layers in which one is found are watched.
-    - `exclude` (none): regular expressions, searched in layer names; layers in which one is found are left out.
-    - `max_layers` (300): layers that are shown; what is beyond that number is folded by module depth, or in ranges such as
-      `blocks.0-9`.
-    - `dead_window` (100): samples of exactly zero gradient after which an output unit counts as dead.
-    - `moments` (off): metrics of mean, deviation and extremes of gradients.
-    - `weights` (off): metrics of weights: their norms, their updates and how their elements spread.
-    - `activations` (off): metrics of the outputs of inner modules and of their gradients. `True`: of all modules without
-      children that `include` and `exclude` leave; a regular expression: of those modules in whose name it is found. See
-      docs/activations.md.
-    - `layer_times` (off): seconds of the forward and the backward of each layer, in sampled steps. See docs/where-time-goes.md.
-    - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
-    - `nan_origin` (off): look for the place where a value became NaN or Inf, once there is one. "always" looks in every sampled
-      round, and so finds the first one. See docs/nan-origin.md.
-    - `statistics` ("auto"): what measures gradients on CUDA devices. "auto": programs in Triton that read each gradient once,
-      where Triton is there and they pass a comparison in the first samples; "torch": operations of torch, which read it several
-      times.
-    - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
-      activations, nan_origin, layer_times, watched, training, whole_run, cuda_memory, gpu, process, host, container, exporter.
-      `{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks together.
-    - `web_config_file` (none): TLS and basic authentication, in the format of Prometheus' exporters. See docs/security.md.
-    - `run` (from the launcher, or new): name of the run, on every series.
-    - `rank` (from the launcher, or 0): rank in the job, on every series.
-    - `ranks` ("auto"): which ranks show series per layer of gradients that are not sharded. "auto": the first of those whose
-      gradients `DistributedDataParallel` makes equal, and all others; "all"; "first": rank 0, where they are made equal by
-      hand. What is sharded is shown by every rank that has a part of it.
-    - `labels` (none): more labels for every series.
-    - `sd_dir` (none): directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it runs.
-    - `advertise` (found): host name or address under which Prometheus reaches this host, where it is not the one that the
-      exporter finds.
-    - `linger` (0): seconds that the end waits, at most, for one more scrape.
-    - `textfile_dir` (none): directory of node_exporter's textfile collector, for the last values.
-    - `on_failure` ("continue"): what becomes of a step whose gradients `clip` cannot clip. With "continue" it is taken without
-      clipping, which is counted, and after ten in a row nothing is clipped any more; with "raise" it raises `RuntimeError`.
-    - `otlp_endpoint` (none): OpenTelemetry receiver to push the metrics to as well, such as "http://localhost:4318".
-      OpenTelemetry's other variables count, too; see docs/otlp.md.
-    - `otlp_protocol` ("http/protobuf"): how to push. "http/protobuf", or "grpc", which needs the extra of that name.
-    - `otlp_headers` (none): headers of what is pushed, such as one that says who sends.
-    - `otlp_interval` (60): seconds between two pushes; there is one more at the end. The variable is in milliseconds.
-    - `optimizers` (found): optimizers, to give them names, or where they are not known before their first step.
-    - `grad_scaler` (found): the `torch.amp.GradScaler` in use; the norms are divided by its scale. One that is not given is
-      found at its first step; give it, so that the first steps, which may overflow, have sizes too.
-    - `clip` (not): how gradients are clipped before each optimizer's step, which changes the training. Such as `MaxNorm(1.0)`
-      from `torch_grad_exporter.actions`. See docs/acting.md.
-    - `dry_run` (none): policies of which it is only shown what each would have done.
-    - `alerts` (none): what tells of problems when they begin and end. Such as `[Log(), Webhook(url)]` from
-      `torch_grad_exporter.actions`. See docs/notify.md.
-    - `registry` (none): a registry of `prometheus_client` in which the metrics are to appear as well.
-    - `meter_provider` (none): OpenTelemetry's, in whose instruments global values, progress and resources are to appear as
-      well.
+    Starting again on a model replaces the exporter that was there. Errors name the argument, its
+    value and the fix, and are raised before anything is registered; later, nothing is ever raised
+    into the training.
 
-    Starting again on a model replaces the exporter that was there. Raises `TypeError` or `ValueError` before
-    anything is registered if an argument is wrong; later, nothing is ever raised into the training.
+    Args:
+        model: A module, or a mapping of names to modules, whose names become the
+            first part of the layer labels.
+        port: Port of `/metrics`; the next free one if it is taken (default: 9100 + local rank). 0
+            takes any free one, see `exporter.port`; `None` serves nothing.
+        addr: Address to listen on (default: all interfaces). Everything that is served there is
+            read-only.
+        every: Sample every N rounds of optimizer steps, or adapt to the budget (default: "auto").
+            With "auto" the interval between samples is as short as `overhead_budget` allows.
+        overhead_budget: Share of training time that sampling may take (default: 0.01).
+        include: Regular expressions, searched in layer names; only layers that match one are
+            watched (default: all layers).
+        exclude: Regular expressions, searched in layer names; layers that match one are left out
+            (default: none).
+        max_layers: Layers that are shown; those beyond that number are folded by module depth, or
+            in ranges such as `blocks.0-9` (default: 300).
+        dead_window: Samples of exactly zero gradient after which an output unit counts as dead
+            (default: 100).
+        moments: Metrics of mean, deviation and extremes of gradients (default: off).
+        weights: Metrics of weights: their norms, their updates and how their elements spread
+            (default: off).
+        activations: Metrics of the outputs of inner modules and of their gradients (default: off).
+            `True`: of all modules without children that `include` and `exclude` leave; a regular
+            expression: of the modules whose names match it. See docs/activations.md.
+        layer_times: Seconds of the forward and the backward of each layer, in sampled steps
+            (default: off). See docs/where-time-goes.md.
+        local_norm: Under DDP, the norm of each rank's own gradient and the gradient noise scale
+            (default: off).
+        nan_origin: Look for the place where a value became NaN or Inf, once there is one (default:
+            off). "always" looks in every sampled round, and so finds the first one. See
+            docs/nan-origin.md.
+        statistics: What measures gradients on CUDA devices (default: "auto"). "auto": programs in
+            Triton that read each gradient once, where Triton is there and they pass a comparison in
+            the first samples; "torch": operations of torch, which read it several times.
+        collectors: Collectors to disable, such as `{"host": False}`, or to enable (default: all but
+            whole_run). There are gradients, activations, nan_origin, layer_times, watched,
+            training, whole_run, cuda_memory, gpu, process, host, container, exporter.
+            `{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks
+            together.
+        web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
+            (default: none). See docs/security.md.
+        run: Name of the run, on every series (default: from the launcher, or new).
+        rank: Rank in the job, on every series (default: from the launcher, or 0).
+        ranks: Which ranks show series per layer of gradients that are not sharded (default:
+            "auto"). "auto": the first of those whose gradients `DistributedDataParallel` makes
+            equal, and all others; "all"; "first": rank 0, where the user's code makes them equal.
+            What is sharded is shown by every rank that has a part of it.
+        labels: More labels for every series (default: none).
+        sd_dir: Directory that Prometheus reads with `file_sd_configs`; this rank's file is there as
+            long as it runs (default: none).
+        advertise: Host name or address under which Prometheus reaches this host, if it is not the
+            one that the exporter finds (default: found).
+        linger: Seconds that the end waits, at most, for one more scrape (default: 0).
+        textfile_dir: Directory of node_exporter's textfile collector, for the last values (default:
+            none).
+        on_failure: What becomes of a step whose gradients `clip` cannot clip (default: "continue").
+            With "continue" it is taken without clipping, which is counted, and after ten in a row
+            nothing is clipped any more; with "raise" it raises `RuntimeError`.
+        otlp_endpoint: OpenTelemetry receiver to push the metrics to as well, such as
+            "http://localhost:4318" (default: none). OpenTelemetry's other variables count, too; see
+            docs/otlp.md.
+        otlp_protocol: How to push (default: "http/protobuf"). "http/protobuf", or "grpc", which
+            needs the extra of that name.
+        otlp_headers: Headers of what is pushed, such as one that says who sends (default: none).
+        otlp_interval: Seconds between two pushes; there is one more at the end (default: 60). The
+            variable is in milliseconds.
+        optimizers: Optimizers, to give them names, or where they are not known before their first
+            step (default: found).
+        grad_scaler: The `torch.amp.GradScaler` in use; the norms are divided by its scale (default:
+            found). One that is not given is found at its first step; give it, so that the first
+            steps, which may overflow, have sizes too.
+        clip: Clipping policy, applied before each optimizer's step, which changes the training
+            (default: None). Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See
+            docs/acting.md.
+        dry_run: Policies of which it is only shown what each would have done (default: none).
+        alerts: What tells of problems when they begin and end (default: none). Such as `[Log(),
+            Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.
+        registry: A registry of `prometheus_client` in which the metrics are to appear as well
+            (default: none).
+        meter_provider: OpenTelemetry's, in whose instruments global values, progress and resources
+            are to appear as well (default: none).
+
+    Returns:
+        The running exporter. Close it, or use it in a `with`; else it ends with the process.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument or a variable is wrong, or does not fit the model.
+        ImportError: An option needs a package that is not installed.
     """
     models = given.models(model)
     checked = check(

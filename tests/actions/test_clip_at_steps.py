@@ -571,7 +571,7 @@ def test_close_ends_it() -> None:
     [
         ({"clip": 1.0}, TypeError, "clip=1.0: expected a policy, such as MaxNorm"),
         ({"dry_run": MaxNorm(1.0)}, TypeError, r"dry_run=MaxNorm.*expected a list of policies"),
-        ({"dry_run": [MaxNorm(1.0), ZClip(), MaxNorm(1.0)]}, ValueError, r"MaxNorm\(1.0\) is there twice"),
+        ({"dry_run": [MaxNorm(1.0), ZClip(), MaxNorm(1.0)]}, ValueError, r"duplicate policy MaxNorm\(1.0\)"),
         ({"clip": MaxNorm(1.0), "on_failure": "stop"}, ValueError, "on_failure='stop': expected 'continue' or 'raise'"),
     ],
 )

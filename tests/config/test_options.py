@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import re
 import runpy
@@ -14,7 +15,7 @@ import torch
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Alertmanager, Webhook
 from torch_grad_exporter.cli import main as cli
-from torch_grad_exporter.config.option import PREFIX, options_of
+from torch_grad_exporter.config.option import PREFIX, UNSET, options_of
 from torch_grad_exporter.config.settings import Arguments, Settings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -22,9 +23,16 @@ OPTIONS = options_of(Settings) + options_of(Arguments)
 DOC = runpy.run_path(str(ROOT / "scripts" / "options_doc.py"))
 
 
+def test_the_signature_has_the_declared_options() -> None:
+    """`start_exporter` takes the declared options in their order, UNSET where the exporter has a variable, else None."""
+    _, *parameters = inspect.signature(start_exporter).parameters.values()
+    assert [(one.name, one.default) for one in parameters] == [(one.name, UNSET if one.read else None) for one in OPTIONS]
+    assert {one.kind for one in parameters[1:]} == {inspect.Parameter.KEYWORD_ONLY}
+
+
 @pytest.mark.parametrize("path", ["docs/options.md", "torch_grad_exporter/start.py"])
-def test_docs_and_signature_follow_the_declarations(path: str) -> None:
-    """The page of options and the signature and docstring of `start_exporter` are what `make golden` generates."""
+def test_docs_follow_the_declarations(path: str) -> None:
+    """The page of options and the docstring of `start_exporter` are what `make golden` generates."""
     written = {str(file.relative_to(ROOT)): text for file, text in DOC["written"]().items()}
     assert (ROOT / path).read_text(encoding="utf-8") == written[path]
 

@@ -1,8 +1,9 @@
-"""Everything that `start_exporter` was given, checked: what an exporter is built from, and what of it each stage gets."""
+"""The options of `start_exporter`, checked alone and against the models."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -115,65 +116,66 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     )
 
 
-def _clip(settings: Settings, chosen: Arguments, index: LayerIndex) -> Wanted | None:
-    """How gradients are to be clipped. Raises where a policy fits none of the layers, or is tried twice."""
-    wanted = Wanted(policy=chosen.clip, dry_run=chosen.dry_run, raises=settings.on_failure is OnFailure.RAISE)
-    names = [policy_name(one) for one in wanted.dry_run]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"dry_run=[...]: {twice} is there twice; each policy is shown under its name")
+def _clip(settings: Settings, arguments: Arguments, index: LayerIndex) -> Wanted | None:
+    """Return how to clip, None for not at all. Raises on a policy that does not fit, or a duplicate."""
+    wanted = Wanted(policy=arguments.clip, dry_run=arguments.dry_run, raises=settings.on_failure is OnFailure.RAISE)
+    names = [policy_name(policy) for policy in wanted.dry_run]
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"dry_run=[...]: duplicate policy {duplicate}; each is shown under its name, so list it once")
     if not wanted.policies:
         return None
     check_fits(wanted.policies, index.all_layers())
     return wanted
 
 
-def _modules(models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object]) -> InnerModules | None:
-    """The modules that `activations` asks for; raises where there are none."""
-    if settings.activations is False:
+def _modules(models: Mapping[str, torch.nn.Module], settings: Settings, given: Mapping[str, object]) -> InnerModules | None:
+    """Return the modules that `activations` asks for. Raises if there are none."""
+    pattern = settings.activations
+    if pattern is False:
         return None
-    wanted = None if settings.activations is True else settings.activations
-    wants = without_children(LayerFilter(settings.include, settings.exclude)) if wanted is None else found_by(wanted)
-    found = InnerModules(models, wants, settings.max_layers)
-    chosen = found.chosen()
+    if isinstance(pattern, re.Pattern):
+        modules = InnerModules(models, found_by(pattern), settings.max_layers)
+    else:
+        wanted = without_children(LayerFilter(settings.include, settings.exclude))
+        modules = InnerModules(models, wanted, settings.max_layers)
+    chosen = modules.chosen()
     if not chosen.inner and not chosen.compiled:
-        names = found.names()
-        where = f"{source(arguments, 'activations')}={True if wanted is None else wanted.pattern!r}"
-        raise ValueError(
-            f"{where}: is found in the name of none of the {len(names)} modules; there are {', '.join(map(repr, names[:3]))}"
-        )
-    return found
+        names = modules.names()
+        where = f"{source(given, 'activations')}={getattr(pattern, 'pattern', True)!r}"
+        raise ValueError(f"{where}: matches none of the {len(names)} modules, for example {', '.join(map(repr, names[:3]))}")
+    return modules
 
 
 def _index(
-    models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object], replicas: Replicas
+    models: Mapping[str, torch.nn.Module], settings: Settings, given: Mapping[str, object], replicas: Replicas
 ) -> LayerIndex:
-    """The index of the layers that are to be watched; raises where there are none, or a pattern matches none."""
+    """Return the layers to watch. Raises if there are none, or a pattern matches none."""
     if not any(True for module in models.values() for _ in module.parameters()):
         raise ValueError("model: it has no parameters, so there are no gradients to watch; pass the module that is trained")
-    everything = layers_of((number, *named) for number, named in enumerate(models.items()))
+    layers = layers_of((number, *named) for number, named in enumerate(models.items()))
     for name, patterns in (("include", settings.include), ("exclude", settings.exclude)):
         for pattern in patterns:
-            if not any(pattern.search(layer) for layer in everything):
-                where = f"{source(arguments, name)}={pattern.pattern!r}"
-                raise ValueError(f"{where}: matches none of the {len(everything)} layers; the first is {everything[0]!r}")
+            if not any(pattern.search(layer) for layer in layers):
+                where = f"{source(given, name)}={pattern.pattern!r}"
+                raise ValueError(f"{where}: matches none of the {len(layers)} layers; the first is {layers[0]!r}")
     layer_filter = LayerFilter(settings.include, settings.exclude)
-    if not any(layer_filter.accepts(layer) for layer in everything):
+    if not any(layer_filter.accepts(layer) for layer in layers):
         raise ValueError("include and exclude leave no layer of the model; loosen one of them")
     index = LayerIndex(models, layer_filter, settings.max_layers, replicas)
-    if not index.table.tracked:
+    table = index.table
+    if not table.tracked:
         message = "no parameter of the model requires a gradient yet; those that do later are picked up then"
         say(logger, logging.WARNING, message)
-    if index.table.folded:
+    if table.folded:
         message = (
             "%d layers are shown in %d rows, %d of them together with others; raise max_layers=%d, or choose layers with include="
         )
-        layers = {one.layer for one in index.table.tracked}
-        say(logger, logging.WARNING, message, len(layers), len(index.table.layers), index.table.folded, settings.max_layers)
+        names = {parameter.layer for parameter in table.tracked}
+        say(logger, logging.WARNING, message, len(names), len(table.layers), table.folded, settings.max_layers)
     return index
 
 
 def _check_ownership(index: LayerIndex, named: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Raises on an optimizer that owns nothing of what is watched."""
     known = Optimizers(index)
     for name, optimizer in named.items():
         if not known.concerns(optimizer):
@@ -183,11 +185,10 @@ def _check_ownership(index: LayerIndex, named: Mapping[str, torch.optim.Optimize
             )
 
 
-def _web_config(settings: Settings, arguments: Mapping[str, object]) -> WebConfigFile | None:
-    """The web configuration, read and checked, or `None` if none was named; raises on one that is wrong."""
+def _web_config(settings: Settings, given: Mapping[str, object]) -> WebConfigFile | None:
     if not settings.web_config_file:
         return None
     try:
         return WebConfigFile(settings.web_config_file)
     except ValueError as error:
-        raise ValueError(f"{source(arguments, 'web_config_file')}={settings.web_config_file!r}: {error}") from error
+        raise ValueError(f"{source(given, 'web_config_file')}={settings.web_config_file!r}: {error}") from error

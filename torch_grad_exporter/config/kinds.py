@@ -1,7 +1,4 @@
-"""The kinds of values that options have: how each is checked, and how the text of an environment variable is read.
-
-A check raises `TypeError` or `ValueError`, with a text only where it says more than what was expected; the option names the source.
-"""
+"""How options are checked, and how the text of an environment variable is read."""
 
 from __future__ import annotations
 
@@ -12,326 +9,244 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
 
-import torch
-
-from torch_grad_exporter.capture.reader import Scaler
+from torch_grad_exporter.capture.schedule import LONGEST
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.config.option import Kind
-from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.torch_compat.optimizers import has_scale
 
-_Choice = TypeVar("_Choice", bound=enum.Enum)
-_Value = TypeVar("_Value")
-
+# Labels that the exporter sets itself or Prometheus uses; those of the metrics are reserved too.
 RESERVED_LABELS = frozenset({"run", "rank", "local_rank", "host", "le", "job", "instance"})
-"""Label names that the exporter sets itself or Prometheus uses; those of the metrics are reserved as well."""
 
-# Numbers
-
-
-def _integer(value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError
-    if not low <= value <= high:
-        raise ValueError
-    return value
+Check = Callable[[Any], Any]
 
 
-def whole(low: int, high: int, of: str = "") -> Kind[int]:
-    """A whole number; `of` says what is counted."""
-    expected = f"expected a whole number {f'of {of} ' if of else ''}from {low} to {high}"
-    return Kind("int", expected, lambda value: _integer(value, low, high), int, "a number")
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        expected: The fix, such as "expected True or False"; empty where errors of `check` have it.
+        check: Returns the value as the settings hold it. Raises `TypeError` or `ValueError`, whose
+            text, if there is any, takes the place of `expected`.
+        parse: Reads the text of a variable, which is checked later. Raises `ValueError`.
+        spelled: How a variable spells it, for the docs.
+    """
+
+    expected: str
+    check: Check
+    parse: Callable[[str], object] = str
+    spelled: str = "as it is"
 
 
-def port() -> Kind[int | None]:
-    """A port, 0 for any free one, or `None`."""
-    return Kind(
-        "int | None",
-        "expected a port from 1 to 65535, 0 for any free one, or None to serve nothing",
-        lambda value: None if value is None else _integer(value, 0, 65535),
-        lambda text: None if text.lower() in ("none", "off") else int(text),
-        "a number, or `off`",
-    )
+def typed(*types: type, right: Callable[[Any], bool] = lambda _: True, of: Check = lambda value: value) -> Check:
+    """Return a check of the type and then of the value, of which `of` makes what settings hold."""
 
-
-def rank() -> Kind[int | None]:
-    """A rank in a job."""
-    return Kind(
-        "int",
-        "expected a whole number from 0",
-        lambda value: None if value is None else _integer(value, 0, 10_000_000),
-        int,
-        "a number",
-    )
-
-
-def interval(longest: int) -> Kind[int | None]:
-    """A number of rounds, or "auto", which becomes `None`."""
-
-    def parse(text: str) -> str | int:
-        return text if text.lower() == "auto" else int(text)
-
-    def check(value: object) -> int | None:
-        if isinstance(value, str) and value.lower() != "auto":
-            raise ValueError
-        return None if isinstance(value, str) else _integer(value, 1, longest)
-
-    expected = f"expected 'auto' or a whole number of rounds from 1 to {longest}"
-    return Kind('Literal["auto"] | int', expected, check, parse, "a number, or `auto`")
-
-
-def _real(expected: str, right: Callable[[float], bool]) -> Kind[float]:
-    def check(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+    def check(value: object) -> object:
+        # To Python True is a number; as an option it is a mistake.
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise TypeError
         if not right(value):
             raise ValueError
-        return float(value)
+        return of(value)
 
-    return Kind("float", expected, check, float, "a number")
-
-
-def share(of: str, example: str) -> Kind[float]:
-    """A share above 0 and below 1."""
-    return _real(f"expected a share of {of} above 0 and below 1, such as {example}", lambda value: 0 < value < 1)
+    return check
 
 
-def seconds(most: int) -> Kind[float]:
-    """A number of seconds from 0."""
-    return _real(f"expected a number of seconds from 0 to {most}", lambda value: 0 <= value <= most)
+# Numbers and words
 
 
-# Choices
+def whole(low: int, high: int, of: str = "") -> Kind:
+    """Return the kind of a whole number; `of` says of what."""
+    check = typed(int, right=lambda value: low <= value <= high)
+    return Kind(f"expected a whole number {of}from {low} to {high}", check, int, "a number")
 
 
-_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+def number(expected: str, right: Callable[[float], bool]) -> Kind:
+    """Return the kind of a number."""
+    return Kind(expected, typed(int, float, right=right, of=float), float, "a number")
 
 
-def _on(text: str) -> bool:
-    if text.lower() not in _ON + _OFF:
+PORT = Kind(
+    "expected a port from 1 to 65535, 0 for any free one, or None to serve nothing",
+    typed(int, NoneType, right=lambda value: value is None or 0 <= value <= 65535),
+    lambda text: None if text.lower() in ("none", "off") else int(text),
+    "a number, or `off`",
+)
+RANK = Kind(
+    "expected a whole number from 0",
+    typed(int, NoneType, right=lambda value: value is None or 0 <= value <= 10_000_000),
+    int,
+    "a number",
+)
+INTERVAL = Kind(
+    f"expected 'auto' or a whole number of rounds from 1 to {LONGEST}",
+    typed(
+        int,
+        str,
+        right=lambda v: v.lower() == "auto" if isinstance(v, str) else 1 <= v <= LONGEST,
+        of=lambda value: None if isinstance(value, str) else value,
+    ),
+    lambda text: text if text.lower() == "auto" else int(text),
+    "a number, or `auto`",
+)
+
+
+def words(of: type[enum.Enum]) -> Kind:
+    """Return the kind of one of several words, in any case."""
+    values = [member.value for member in of]
+    check = typed(str, right=lambda v: v.lower() in values, of=lambda v: of(v.lower()))
+    *first, last = map(repr, values)
+    return Kind(f"expected {', '.join(first)} or {last}", check, spelled="the word")
+
+
+def on(text: str) -> bool:
+    """Return whether a text means on. Raises `ValueError` if it means neither on nor off."""
+    if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
         raise ValueError
-    return text.lower() in _ON
+    return text.lower() in ("1", "true", "yes", "on")
 
 
-def switch() -> Kind[bool]:
-    """On or off."""
-    return Kind("bool", "expected True or False", lambda value: _of(bool, value), _on, "`on` or `off`")
-
-
-def switch_or(word: str) -> Kind[bool | str]:
-    """On, off, or a word for more than on."""
-
-    def check(value: object) -> bool | str:
-        if isinstance(value, str) and value.lower() == word:
-            return word
-        return _of(bool, value)
-
-    def parse(text: str) -> bool | str:
-        return word if text.lower() == word else _on(text)
-
-    return Kind(f'bool | Literal["{word}"]', f"expected True, False or {word!r}", check, parse, f"`on`, `off` or `{word}`")
-
-
-def choice(of: type[_Choice]) -> Kind[_Choice]:
-    """One of several words, in whatever case."""
-    words = [str(one.value) for one in of]
-
-    def check(value: object) -> _Choice:
-        word = _of(str, value).lower()
-        if word not in words:
-            raise ValueError
-        return of(word)
-
-    expected = f"expected {', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
-    takes = ", ".join(f'"{word}"' for word in words)
-    return Kind(f"Literal[{takes}]", expected, check, spelled="the word")
-
-
-def collectors() -> Kind[frozenset[str]]:
-    """Collectors to switch; what is not named is as it is by default."""
-    expected = "expected collectors to switch, such as {'host': False}, or host=off in the environment"
-
-    def check(value: object) -> frozenset[str]:
-        there_are = f"{expected}; there are {', '.join(REGISTRY.names)}"
-        if not isinstance(value, Mapping) or not all(isinstance(on, bool) for on in value.values()):
-            raise TypeError(there_are)
-        if not set(value) <= set(REGISTRY.names):
-            raise ValueError(there_are)
-        return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
-
-    def parse(text: str) -> dict[str, bool]:
-        return {name: _on(word) for name, word in pairs(text).items()}
-
-    return Kind("Mapping[str, bool]", expected, check, parse, "`host=off,gpu=off`")
-
+SWITCH = Kind("expected True or False", typed(bool), on, "`on` or `off`")
+ORIGIN = Kind(
+    "expected True, False or 'always'",
+    lambda value: "always" if str(value).lower() == "always" else typed(bool)(value),
+    lambda text: text if text.lower() == "always" else on(text),
+    "`on`, `off` or `always`",
+)
 
 # Texts
 
 
-def _of(kind: type[_Value], value: object) -> _Value:
-    if not isinstance(value, kind):
-        raise TypeError
-    return value
+def text(expected: str, right: Callable[[str], bool]) -> Kind:
+    """Return the kind of a text."""
+    return Kind(expected, typed(str, right=right))
 
 
-def _text(expected: str, right: Callable[[str], bool]) -> Kind[str]:
-    def check(value: object) -> str:
-        text = _of(str, value)
-        if not right(text):
-            raise ValueError
-        return text
-
-    return Kind("str", expected, check)
+def path(of: str) -> Kind:
+    """Return the kind of the path of something."""
+    right = typed(str, right=bool)
+    check = typed(str, os.PathLike, of=lambda value: right(os.fspath(value)))
+    return Kind(f"expected the path of {of}", check)
 
 
-def name(longest: int) -> Kind[str]:
-    """A name of some characters."""
-    return _text(f"expected a name of 1 to {longest} characters", lambda text: 1 <= len(text) <= longest)
-
-
-def path(of: str) -> Kind[str]:
-    """The path of something."""
-
-    def check(value: object) -> str:
-        text = os.fspath(value) if isinstance(value, str | os.PathLike) else _of(str, value)
-        if not isinstance(text, str) or not text:
-            raise ValueError
-        return text
-
-    return Kind("str | os.PathLike[str]", f"expected the path of {of}", check)
-
-
-def address() -> Kind[str]:
-    """An address of this host to listen on."""
-    return _text("expected an address such as '127.0.0.1', or '' for all interfaces", _is_address)
-
-
-def host() -> Kind[str]:
-    """A host by name or address."""
-    return _text("expected a host name or address, without a port, under which Prometheus reaches this host", _is_host)
-
-
-def _is_address(text: str) -> bool:
+def is_address(address: str) -> bool:
+    """Return whether this host can listen on an address."""
+    flags = socket.AI_PASSIVE
     with contextlib.suppress(OSError, UnicodeError):
-        return bool(socket.getaddrinfo(text or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        return bool(socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM, flags=flags))
     return False
 
 
-def _is_host(text: str) -> bool:
+def is_host(host: str) -> bool:
+    """Return whether a text has the form of a host's name or address, without a port."""
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]")))
-    return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) is not None
+        return bool(ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]")))
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host) is not None
 
 
-# Several
+def _pattern(value: object, expected: str) -> re.Pattern[str]:
+    if not isinstance(value, str | re.Pattern) or isinstance(getattr(value, "pattern", ""), bytes):
+        raise TypeError
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression ({error}); {expected}") from None
 
 
-def patterns(on: str) -> Kind[tuple[re.Pattern[str], ...]]:
-    """One regular expression or several."""
-    expected = f"expected a regular expression on {on}, or several"
-
-    def compiled(value: object) -> re.Pattern[str]:
-        if not isinstance(value, str | re.Pattern) or isinstance(getattr(value, "pattern", ""), bytes):
-            raise TypeError
-        try:
-            return re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{value!r} is not a regular expression ({error}); {expected}") from None
-
-    def check(value: object) -> tuple[re.Pattern[str], ...]:
-        items = [value] if isinstance(value, str | re.Pattern) else value
-        if not isinstance(items, list | tuple):
-            raise TypeError
-        return tuple(map(compiled, items))
-
-    return Kind("str | Sequence[str]", expected, check, spelled="one, as it is")
+def _patterns(value: object) -> tuple[re.Pattern[str], ...]:
+    several = [value] if isinstance(value, str | re.Pattern) else value
+    if not isinstance(several, list | tuple):
+        raise TypeError
+    return tuple(_pattern(one, PATTERNS.expected) for one in several)
 
 
-def activations() -> Kind[bool | re.Pattern[str]]:
-    """On, off, or a regular expression on names of modules."""
-    expected = "expected True, False or a regular expression on names of modules"
+def _modules(value: object) -> bool | re.Pattern[str]:
+    if value == "":
+        raise TypeError
+    return value if isinstance(value, bool) else _pattern(value, MODULES.expected)
 
-    def check(value: object) -> bool | re.Pattern[str]:
-        if isinstance(value, bool):
-            return value
-        if not isinstance(value, str | re.Pattern) or isinstance(getattr(value, "pattern", ""), bytes) or value == "":
-            raise TypeError
-        try:
-            return re.compile(value)
-        except re.error as error:
-            raise ValueError(f"not a regular expression ({error}); {expected}") from None
 
-    def parse(text: str) -> bool | str:
-        return _on(text) if text.lower() in (*_ON, *_OFF) else text
+def _on_or_pattern(text: str) -> bool | str:
+    with contextlib.suppress(ValueError):
+        return on(text)
+    return text
 
-    return Kind("bool | str", expected, check, parse, "`on`, `off`, or a regular expression")
+
+PATTERNS = Kind("expected a regular expression on layer names, or several", _patterns, spelled="one, as it is")
+MODULES = Kind(
+    "expected True, False or a regular expression on names of modules",
+    _modules,
+    _on_or_pattern,
+    "`on`, `off`, or a regular expression",
+)
+
+# Mappings
 
 
 def pairs(text: str) -> dict[str, str]:
-    """What `key=value,key=value` stands for; raises `ValueError`."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if any(not middle for _, middle, _ in pairs):
+    """Return the mapping that `key=value,key=value` stands for. Raises `ValueError`."""
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    if any(not equals for _, equals, _ in parts):
         raise ValueError
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    return {key.strip(): value.strip() for key, _, value in parts}
 
 
-def labels() -> Kind[Mapping[str, str]]:
-    """Labels by name, none of which the metrics themselves use."""
-
-    def check(value: object) -> Mapping[str, str]:
-        if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
-            raise TypeError
-        reserved = RESERVED_LABELS | REGISTRY.catalogue.labels
-        for key in value:
-            if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", key) or key.startswith("__"):
-                raise ValueError(f"{key!r} is no label name; use letters, digits and underscores")
-            if key in reserved:
-                raise ValueError(f"{key!r} is a label of the exporter's own; choose another name")
-        return dict(value)
-
-    expected = "expected a mapping of label names such as {'team': 'vision'}"
-    return Kind("Mapping[str, str]", expected, check, pairs, "`team=vision,cost=7`")
+def _labels(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(t, str) for t in (*value, *value.values())):
+        raise TypeError
+    for key in value:
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", key) or key.startswith("__"):
+            raise ValueError(f"{key!r} is not a label name; use letters, digits and underscores")
+        if key in RESERVED_LABELS | REGISTRY.catalogue.labels:
+            raise ValueError(f"{key!r} is a label of the exporter's own; choose another name")
+    return dict(value)
 
 
-# Objects, which no environment variable can hold
+def _collectors(value: object) -> frozenset[str]:
+    fix = f"{COLLECTORS.expected}; there are {', '.join(REGISTRY.names)}"
+    if not isinstance(value, Mapping) or not all(isinstance(on, bool) for on in value.values()):
+        raise TypeError(fix)
+    if not set(value) <= set(REGISTRY.names):
+        raise ValueError(fix)
+    return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
+
+
+LABELS = Kind("expected a mapping of label names such as {'team': 'vision'}", _labels, pairs, "`team=vision,cost=7`")
+COLLECTORS = Kind(
+    "expected collectors to enable or disable, such as {'host': False}, or host=off in the environment",
+    _collectors,
+    lambda text: {name: on(word) for name, word in pairs(text).items()},
+    "`host=off,gpu=off`",
+)
+
+# Objects, for which no variable can stand
 
 
 def given(
-    takes: str, check: Callable[[object], object] = lambda value: value, parse: Callable[[str], object] = str, spelled: str = ""
-) -> Kind[Any]:
-    """What is checked here alone, or with others. `check` raises what names the argument; `parse` reads it from a command line."""
-    return Kind(takes, "", check, parse, spelled or "as it is")
+    check: Check = lambda value: value,
+    parse: Callable[[str], object] = str,
+    spelled: str = "as it is",
+) -> Kind:
+    """Return the kind of what is checked elsewhere, with errors that have the fix."""
+    return Kind("", check, parse, spelled)
 
 
-def optimizers() -> Kind[dict[str, torch.optim.Optimizer]]:
-    """One optimizer or several; those without a name get that of their class."""
-
-    def check(value: object) -> dict[str, torch.optim.Optimizer]:
-        return model_given.optimizers(value, otherwise="for anything else call exporter.step() after each step")
-
-    one = "torch.optim.Optimizer"
-    return given(f"{one} | Sequence[{one}] | Mapping[str, {one}] | None", check)
-
-
-def scaler() -> Kind[Scaler | None]:
-    """A gradient scaler."""
-
-    def check(value: object) -> Scaler | None:
-        if value is not None and not has_scale(value):
-            raise TypeError(f"grad_scaler={type(value).__name__}: expected a torch.amp.GradScaler")
-        return cast("Scaler | None", value)
-
-    return given("Scaler | None", check)
-
-
-def instance(takes: str, of: str, is_one: Callable[[object], bool]) -> Kind[Any]:
-    """An object of a class."""
+def instance(expected: str, right: Callable[[object], bool]) -> Kind:
+    """Return the kind of an object that looks right, or None."""
 
     def check(value: object) -> object:
-        if value is not None and not is_one(value):
+        if value is not None and not right(value):
             raise TypeError
         return value
 
-    return Kind(f"{takes} | None", f"expected {of}", check)
+    return Kind(expected, check)
+
+
+def scaler(value: object) -> object:
+    """Check a gradient scaler."""
+    if value is not None and not has_scale(value):
+        raise TypeError(f"grad_scaler={type(value).__name__}: expected a torch.amp.GradScaler")
+    return value

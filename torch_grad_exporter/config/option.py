@@ -1,22 +1,20 @@
-"""An option of `start_exporter`: its values, where they come from, and its documentation.
-
-Options are the fields of a dataclass, declared with `option()`, once each: `Settings` and `Arguments`. What reads the environment,
-what checks, the signature of `start_exporter`, its docstring, the README's table, docs/options.md and `--help` follow from them.
-"""
+"""An option of `start_exporter`: its values, where they come from, and its documentation."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+from torch_grad_exporter.config.kinds import SWITCH, Kind, words
+
+# Of the exporter's variables; the rest is the option's name in capital letters.
 PREFIX = "TORCH_GRAD_EXPORTER_"
-"""Of the environment variables; the rest is the option's name in capital letters."""
 
 
 class Unset(enum.Enum):
-    """The default of every argument that has an environment variable: take that, else the option's default."""
+    """The default of every argument that has a variable of the exporter: take that, if it is set."""
 
     UNSET = "unset"
 
@@ -27,36 +25,25 @@ class Unset(enum.Enum):
 UNSET = Unset.UNSET
 
 _Value = TypeVar("_Value")
-_Value_co = TypeVar("_Value_co", covariant=True)
 _Options = TypeVar("_Options")
-
-
-@dataclass(frozen=True, slots=True)
-class Kind(Generic[_Value_co]):
-    """A kind of value.
-
-    `takes`: the argument's annotation. `expected`: the fix, such as "expected True or False"; empty where `check` says all.
-    `check`: gives the value as the settings hold it; raises `TypeError` or `ValueError`, whose text takes the place of `expected`.
-    `parse`: what the text of a variable stands for, before it is checked; raises `ValueError`. `spelled`: how a variable says it.
-    """
-
-    takes: str
-    expected: str
-    check: Callable[[object], _Value_co]
-    parse: Callable[[str], object] = str
-    spelled: str = "as it is"
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """One keyword of `start_exporter`.
 
-    `help`: one phrase, without a full stop, for tables and `--help`. `more`: further sentences, for the docs. `shown`: the
-    default, as the docs show it. `variable`: the environment variable that stands for it, empty for none.
+    Attributes:
+        name: The keyword.
+        kind: How it is checked and read.
+        default: Its value where nothing is given.
+        help: One phrase without a full stop, for tables and `--help`.
+        more: Further sentences, for the docs.
+        shown: The default, as the docs show it.
+        variable: The environment variable that stands for it, empty for none.
     """
 
     name: str
-    kind: Kind[object]
+    kind: Kind
     default: object
     help: str
     more: str
@@ -65,7 +52,7 @@ class Option:
 
     @property
     def read(self) -> bool:
-        """Whether `resolve` reads the variable, which is then the exporter's own."""
+        """Whether the variable is the exporter's own, which `resolve` reads."""
         return self.variable.startswith(PREFIX)
 
     @property
@@ -76,26 +63,15 @@ class Option:
     @property
     def is_switch(self) -> bool:
         """Whether its name alone means that it is on."""
-        return self.kind.takes.startswith("bool")
+        return isinstance(self.default, bool)
 
     @property
     def may_be_several(self) -> bool:
         """Whether it takes several values of its kind."""
-        return "Sequence[" in self.kind.takes
-
-    @property
-    def absent(self) -> Unset | None:
-        """The default of the argument in the signature: what stands for "not given"."""
-        return UNSET if self.read else None
-
-    @property
-    def annotation(self) -> str:
-        """The argument's annotation, in which `None` stands last."""
-        takes = self.kind.takes.removesuffix(" | None")
-        return takes + (" | Unset" if self.read else "") + (" | None" if not self.read or takes != self.kind.takes else "")
+        return isinstance(self.default, tuple)
 
     def from_argument(self, given: object, name: str = "") -> object:
-        """The value that an argument stands for. Raises what names it, the value and the fix."""
+        """Return the value of an argument. Errors name the argument, the value and the fix."""
         try:
             return self.kind.check(given)
         except (TypeError, ValueError) as error:
@@ -104,80 +80,90 @@ class Option:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{name or self.name}={given!r}: {str(error) or self.kind.expected}") from None
 
-    def from_variable(self, text: str) -> object:
-        """The value that the text of the environment variable stands for. Raises what names the variable."""
-        name = f"environment variable {self.variable}"
+    def from_text(self, text: str, name: str) -> object:
+        """Return the argument that a text stands for. Errors name `name`, the text and the fix."""
         try:
-            value = self.kind.parse(text)
+            return self.kind.parse(text)
         except ValueError:
-            raise ValueError(f"{name}={text!r}: {self.kind.expected}") from None
-        return self.from_argument(value, name)
-
-
-def from_command_line(declared: Option, texts: Sequence[str]) -> object:
-    """The argument of `start_exporter` that an option of a command line stands for, given once or several times.
-
-    Raises `ValueError` or `TypeError` that names the option, the value and the fix.
-    """
-    name = f"--{declared.name.replace('_', '-')}"
-    values: list[object] = []
-    for text in texts:
-        try:
-            values.append(declared.kind.parse(text))
-        except ValueError:
-            raise ValueError(f"{name}={text!r}: {declared.kind.expected or f'expected {declared.kind.spelled}'}") from None
-    value = values if declared.may_be_several else values[-1]
-    declared.from_argument(value, name)
-    return value
+            expected = self.kind.expected or f"expected {self.kind.spelled}"
+            raise ValueError(f"{name}={text!r}: {expected}") from None
 
 
 def option(
-    kind: Kind[_Value],
     default: _Value | Callable[[], _Value],
     help: str,  # noqa: A002 - as argparse calls it
     more: str = "",
     *,
+    kind: Kind | None = None,
     shown: str = "",
     variable: str | None = None,
 ) -> _Value:
-    """The declaration of an option, as a field of a dataclass; typed as what the field holds, as `dataclasses.field` is.
+    """Declare an option, as a field of a dataclass; typed as what the field holds.
 
-    `default`: a function makes it anew each time. `shown`: what the docs show instead of it. `variable`: what else than the
-    exporter's own variable stands for it, which is then for others to read; empty for none.
+    Args:
+        default: The default, or what makes a new one each time.
+        help: One phrase without a full stop.
+        more: Further sentences.
+        kind: How it is checked; by default a switch or a choice of words, by the default's type.
+        shown: What the docs show instead of the default.
+        variable: Another variable than the exporter's own, which is for others to read; empty for
+            none.
     """
     usual = str(default) if not isinstance(default, bool) else "on" if default else "off"
-    said = {"kind": kind, "help": help, "more": more, "shown": shown or usual, "variable": variable}
-    found: _Value = field(default_factory=default, metadata=said) if callable(default) else field(default=default, metadata=said)
-    return found
+    if isinstance(default, enum.Enum):
+        kind, usual = kind or words(type(default)), f'"{default.value}"'
+    metadata = {"kind": kind or SWITCH, "help": help, "more": more, "shown": shown or usual, "variable": variable}
+    made: _Value = (
+        field(default_factory=default, metadata=metadata) if callable(default) else field(default=default, metadata=metadata)
+    )
+    return made
 
 
 def options_of(declared: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in its order."""
+    """Return the options that a dataclass declares, in its order."""
     return tuple(_option(one, **one.metadata) for one in fields(declared))
 
 
-def _option(declared: Field[object], *, variable: str | None, **said: Any) -> Option:  # noqa: ANN401 - the metadata of a field
+def _option(declared: Field[object], variable: str | None, **metadata: Any) -> Option:  # noqa: ANN401 - of a field
     default = declared.default if declared.default_factory is MISSING else declared.default_factory()
     own = PREFIX + declared.name.upper()
-    return Option(declared.name, default=default, variable=own if variable is None else variable, **said)
+    return Option(declared.name, default=default, variable=own if variable is None else variable, **metadata)
 
 
 def resolve(declared: type[_Options], arguments: Mapping[str, object], environment: Mapping[str, str]) -> _Options:
-    """What was chosen: the arguments that are not `UNSET`, else the environment, else the defaults.
+    """Return the arguments that are not `UNSET`, else the environment, else the defaults, checked.
 
-    Raises `TypeError` or `ValueError` that names the argument or the variable, its value and the fix.
+    Raises:
+        TypeError: An argument is of a wrong type; the message names it, the value and the fix.
+        ValueError: An argument or a variable is wrong; the message names it, the value and the fix.
     """
     chosen: dict[str, object] = {}
     for one in options_of(declared):
-        given = arguments.get(one.name, UNSET)
+        given, name = arguments.get(one.name, UNSET), one.name
         text = environment.get(one.variable, "").strip() if one.read else ""
+        if given is UNSET and text:
+            name = f"environment variable {one.variable}"
+            given = one.from_text(text, name)
         if given is not UNSET:
-            chosen[one.name] = one.from_argument(given)
-        elif text:
-            chosen[one.name] = one.from_variable(text)
+            chosen[one.name] = one.from_argument(given, name)
     return declared(**chosen)
 
 
 def source(arguments: Mapping[str, object], name: str) -> str:
-    """Where a choice comes from, for error messages: the argument's name or the environment variable's."""
-    return f"environment variable {PREFIX}{name.upper()}" if arguments.get(name, UNSET) is UNSET else name
+    """Return where a choice comes from, for errors: the argument's name or the variable's."""
+    unset = arguments.get(name, UNSET) is UNSET
+    return f"environment variable {PREFIX}{name.upper()}" if unset else name
+
+
+def from_command_line(declared: Option, texts: Sequence[str]) -> object:
+    """Return the argument that an option of a command line stands for, given once or several times.
+
+    Raises:
+        TypeError: It is of a wrong type.
+        ValueError: A text is wrong; the message names the option, the value and the fix.
+    """
+    name = f"--{declared.name.replace('_', '-')}"
+    values = [declared.from_text(text, name) for text in texts]
+    value = values if declared.may_be_several else values[-1]
+    declared.from_argument(value, name)
+    return value

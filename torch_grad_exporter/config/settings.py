@@ -1,7 +1,7 @@
-"""What the user may choose, each option declared here and nowhere else.
+"""The options of `start_exporter`, each declared here and nowhere else.
 
-An argument wins over its environment variable `TORCH_GRAD_EXPORTER_<NAME>`, and that over the default. All of it is checked before
-anything is registered. After a change here, `make golden` writes the signature of `start_exporter` and the docs anew.
+An argument wins over its variable `TORCH_GRAD_EXPORTER_<NAME>`, and that over the default. After a
+change here, `make golden` writes the docstring of `start_exporter` and the docs again.
 """
 
 from __future__ import annotations
@@ -17,236 +17,248 @@ from opentelemetry.metrics import MeterProvider
 from torch_grad_exporter.actions.clip.policy import OnFailure, Policy, checked_policies, checked_policy
 from torch_grad_exporter.actions.notify import notifiers
 from torch_grad_exporter.capture.reader import Scaler
-from torch_grad_exporter.capture.schedule import LONGEST
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config import kinds
 from torch_grad_exporter.config.option import option
+from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.model.replicas import Ranks
 from torch_grad_exporter.outputs.otlp import push_settings
 from torch_grad_exporter.statistics.kernels.choice import Implementation
 
+_NOT_AN_OPTIMIZER = "for anything else call exporter.step() after each step"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where they were not chosen.
+    """The options that have a variable of the exporter, valid.
 
-    `collectors`: those that are on. `web_config_file`, `sd_dir`, `advertise`, `textfile_dir`: empty for none.
+    `every` is None for "auto", `run` is empty and `rank` None if not chosen, `collectors` are those
+    that are enabled, and `web_config_file`, `sd_dir`, `advertise`, `textfile_dir` are empty for none.
     """
 
     port: int | None = option(
-        kinds.port(),
         9100,
         "port of `/metrics`; the next free one if it is taken",
         "0 takes any free one, see `exporter.port`; `None` serves nothing.",
+        kind=kinds.PORT,
         shown="9100 + local rank",
     )
     addr: str = option(
-        kinds.address(), "", "address to listen on", "Everything that is served there is read-only.", shown="all interfaces"
+        "",
+        "address to listen on",
+        "Everything that is served there is read-only.",
+        kind=kinds.text("expected an address such as '127.0.0.1', or '' for all interfaces", kinds.is_address),
+        shown="all interfaces",
     )
     every: int | None = option(
-        kinds.interval(LONGEST),
         None,
         "sample every N rounds of optimizer steps, or adapt to the budget",
         'With "auto" the interval between samples is as short as `overhead_budget` allows.',
+        kind=kinds.INTERVAL,
         shown='"auto"',
     )
-    overhead_budget: float = option(kinds.share("training time", "0.01"), 0.01, "share of training time that sampling may take")
+    overhead_budget: float = option(
+        0.01,
+        "share of training time that sampling may take",
+        kind=kinds.number("expected a share of training time above 0 and below 1, such as 0.01", lambda share: 0 < share < 1),
+    )
     include: tuple[re.Pattern[str], ...] = option(
-        kinds.patterns("layer names"),
         (),
-        "regular expressions, searched in layer names; only layers in which one is found are watched",
+        "regular expressions, searched in layer names; only layers that match one are watched",
+        kind=kinds.PATTERNS,
         shown="all layers",
     )
     exclude: tuple[re.Pattern[str], ...] = option(
-        kinds.patterns("layer names"),
         (),
-        "regular expressions, searched in layer names; layers in which one is found are left out",
+        "regular expressions, searched in layer names; layers that match one are left out",
+        kind=kinds.PATTERNS,
         shown="none",
     )
     max_layers: int = option(
-        kinds.whole(1, 100_000),
         300,
-        "layers that are shown; what is beyond that number is folded by module depth, or in ranges such as `blocks.0-9`",
+        "layers that are shown; those beyond that number are folded by module depth, or in ranges such as `blocks.0-9`",
+        kind=kinds.whole(1, 100_000),
     )
     dead_window: int = option(
-        kinds.whole(1, 1_000_000, "samples"),
         100,
         "samples of exactly zero gradient after which an output unit counts as dead",
+        kind=kinds.whole(1, 1_000_000, "of samples "),
     )
-    moments: bool = option(kinds.switch(), False, "metrics of mean, deviation and extremes of gradients")
-    weights: bool = option(kinds.switch(), False, "metrics of weights: their norms, their updates and how their elements spread")
+    moments: bool = option(False, "metrics of mean, deviation and extremes of gradients")
+    weights: bool = option(False, "metrics of weights: their norms, their updates and how their elements spread")
     activations: bool | re.Pattern[str] = option(
-        kinds.activations(),
         False,
         "metrics of the outputs of inner modules and of their gradients",
-        "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of those modules in "
-        "whose name it is found. See docs/activations.md.",
+        "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of "
+        "the modules whose names match it. See docs/activations.md.",
+        kind=kinds.MODULES,
     )
     layer_times: bool = option(
-        kinds.switch(),
         False,
         "seconds of the forward and the backward of each layer, in sampled steps",
         "See docs/where-time-goes.md.",
     )
-    local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
+    local_norm: bool = option(False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
     nan_origin: bool | str = option(
-        kinds.switch_or("always"),
         False,
         "look for the place where a value became NaN or Inf, once there is one",
         '"always" looks in every sampled round, and so finds the first one. See docs/nan-origin.md.',
+        kind=kinds.ORIGIN,
     )
     statistics: Implementation = option(
-        kinds.choice(Implementation),
         Implementation.AUTO,
         "what measures gradients on CUDA devices",
-        '"auto": programs in Triton that read each gradient once, where Triton is there and they pass a comparison in the first '
-        'samples; "torch": operations of torch, which read it several times.',
-        shown='"auto"',
+        '"auto": programs in Triton that read each gradient once, where Triton is there and they pass a '
+        'comparison in the first samples; "torch": operations of torch, which read it several times.',
     )
     collectors: frozenset[str] = option(
-        kinds.collectors(),
         lambda: REGISTRY.on_by_default,
-        'collectors to switch off, such as `{"host": False}`, or on',
+        'collectors to disable, such as `{"host": False}`, or to enable',
         f"There are {', '.join(REGISTRY.names)}. "
         '`{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks together.',
+        kind=kinds.COLLECTORS,
         shown="all but whole_run",
     )
     web_config_file: str = option(
-        kinds.path("a web configuration file"),
         "",
         "TLS and basic authentication, in the format of Prometheus' exporters",
         "See docs/security.md.",
+        kind=kinds.path("a web configuration file"),
         shown="none",
     )
-    run: str = option(kinds.name(200), "", "name of the run, on every series", shown="from the launcher, or new")
-    rank: int | None = option(kinds.rank(), None, "rank in the job, on every series", shown="from the launcher, or 0")
+    run: str = option(
+        "",
+        "name of the run, on every series",
+        kind=kinds.text("expected a name of 1 to 200 characters", lambda name: 1 <= len(name) <= 200),
+        shown="from the launcher, or new",
+    )
+    rank: int | None = option(None, "rank in the job, on every series", kind=kinds.RANK, shown="from the launcher, or 0")
     ranks: Ranks = option(
-        kinds.choice(Ranks),
         Ranks.AUTO,
         "which ranks show series per layer of gradients that are not sharded",
-        '"auto": the first of those whose gradients `DistributedDataParallel` makes equal, and all others; "all"; "first": rank 0, '
-        "where they are made equal by hand. What is sharded is shown by every rank that has a part of it.",
-        shown='"auto"',
+        '"auto": the first of those whose gradients `DistributedDataParallel` makes equal, and all others; '
+        '"all"; "first": rank 0, where the user\'s code makes them equal. What is sharded is shown by every '
+        "rank that has a part of it.",
     )
-    labels: Mapping[str, str] = option(kinds.labels(), dict, "more labels for every series", shown="none")
+    labels: Mapping[str, str] = option(dict, "more labels for every series", kind=kinds.LABELS, shown="none")
     sd_dir: str = option(
-        kinds.path("a directory that Prometheus reads with file_sd_configs"),
         "",
         "directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it runs",
+        kind=kinds.path("a directory that Prometheus reads with file_sd_configs"),
         shown="none",
     )
     advertise: str = option(
-        kinds.host(),
         "",
-        "host name or address under which Prometheus reaches this host, where it is not the one that the exporter finds",
+        "host name or address under which Prometheus reaches this host, if it is not the one that the exporter finds",
+        kind=kinds.text("expected a host name or address, without a port, under which Prometheus reaches this host", kinds.is_host),
         shown="found",
     )
-    linger: float = option(kinds.seconds(3600), 0.0, "seconds that the end waits, at most, for one more scrape", shown="0")
+    linger: float = option(
+        0.0,
+        "seconds that the end waits, at most, for one more scrape",
+        kind=kinds.number("expected a number of seconds from 0 to 3600", lambda seconds: 0 <= seconds <= 3600),
+        shown="0",
+    )
     textfile_dir: str = option(
-        kinds.path("a directory of node_exporter's textfile collector"),
         "",
         "directory of node_exporter's textfile collector, for the last values",
+        kind=kinds.path("a directory of node_exporter's textfile collector"),
         shown="none",
     )
     on_failure: OnFailure = option(
-        kinds.choice(OnFailure),
         OnFailure.CONTINUE,
         "what becomes of a step whose gradients `clip` cannot clip",
-        'With "continue" it is taken without clipping, which is counted, and after ten in a row nothing is clipped any more; with '
-        '"raise" it raises `RuntimeError`.',
-        shown='"continue"',
+        'With "continue" it is taken without clipping, which is counted, and after ten in a row nothing is '
+        'clipped any more; with "raise" it raises `RuntimeError`.',
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Arguments that have no environment variable of the exporter: objects, and what says where to push.
+    """The other options, valid: objects, and where to push.
 
-    All are valid but for the push: `outputs/otlp/push_settings.py` checks its arguments with OpenTelemetry's variables.
+    `outputs/otlp/push_settings.py` checks those of the push, with OpenTelemetry's variables.
     """
 
     otlp_endpoint: object = option(
-        kinds.given("str | None"),
         None,
         'OpenTelemetry receiver to push the metrics to as well, such as "http://localhost:4318"',
         "OpenTelemetry's other variables count, too; see docs/otlp.md.",
+        kind=kinds.given(),
         shown="none",
         variable="OTEL_EXPORTER_OTLP_ENDPOINT",
     )
     otlp_protocol: object = option(
-        kinds.given('Literal["http/protobuf", "grpc"] | None'),
         None,
         "how to push",
         '"http/protobuf", or "grpc", which needs the extra of that name.',
+        kind=kinds.given(),
         shown=f'"{push_settings.Protocol.HTTP.value}"',
         variable="OTEL_EXPORTER_OTLP_PROTOCOL",
     )
     otlp_headers: object = option(
-        kinds.given("Mapping[str, str] | None", parse=kinds.pairs, spelled="`authorization=Basic ...`, several with commas"),
         None,
         "headers of what is pushed, such as one that says who sends",
+        kind=kinds.given(parse=kinds.pairs, spelled="`authorization=Basic ...`, several with commas"),
         shown="none",
         variable="OTEL_EXPORTER_OTLP_HEADERS",
     )
     otlp_interval: object = option(
-        kinds.given("float | None", parse=float, spelled="a number"),
         None,
         "seconds between two pushes; there is one more at the end",
         "The variable is in milliseconds.",
+        kind=kinds.given(parse=float, spelled="a number"),
         shown=f"{push_settings.INTERVAL:g}",
         variable="OTEL_METRIC_EXPORT_INTERVAL",
     )
     optimizers: Mapping[str, torch.optim.Optimizer] = option(
-        kinds.optimizers(),
         dict,
         "optimizers, to give them names, or where they are not known before their first step",
+        kind=kinds.given(lambda value: model_given.optimizers(value, otherwise=_NOT_AN_OPTIMIZER)),
         shown="found",
         variable="",
     )
     grad_scaler: Scaler | None = option(
-        kinds.scaler(),
         None,
         "the `torch.amp.GradScaler` in use; the norms are divided by its scale",
         "One that is not given is found at its first step; give it, so that the first steps, which may overflow, have sizes too.",
+        kind=kinds.given(kinds.scaler),
         shown="found",
         variable="",
     )
     clip: Policy | None = option(
-        kinds.given("Policy | None", lambda given: None if given is None else checked_policy(given)),
         None,
-        "how gradients are clipped before each optimizer's step, which changes the training",
+        "clipping policy, applied before each optimizer's step, which changes the training",
         "Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See docs/acting.md.",
-        shown="not",
+        kind=kinds.given(lambda value: None if value is None else checked_policy(value)),
         variable="",
     )
     dry_run: tuple[Policy, ...] = option(
-        kinds.given("Sequence[Policy] | None", checked_policies),
         (),
         "policies of which it is only shown what each would have done",
+        kind=kinds.given(checked_policies),
         shown="none",
         variable="",
     )
     alerts: tuple[notifiers.Notifier, ...] = option(
-        kinds.given("Notifier | Sequence[Notifier] | None", notifiers.chosen),
         (),
         "what tells of problems when they begin and end",
         "Such as `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.",
+        kind=kinds.given(notifiers.chosen),
         shown="none",
         variable="",
     )
     registry: prometheus_client.CollectorRegistry | None = option(
-        kinds.instance(
-            "prometheus_client.CollectorRegistry", "a prometheus_client.CollectorRegistry", lambda value: hasattr(value, "register")
-        ),
         None,
         "a registry of `prometheus_client` in which the metrics are to appear as well",
+        kind=kinds.instance("expected a prometheus_client.CollectorRegistry", lambda value: hasattr(value, "register")),
         shown="none",
         variable="",
     )
     meter_provider: MeterProvider | None = option(
-        kinds.instance("MeterProvider", "an opentelemetry.metrics.MeterProvider", lambda value: isinstance(value, MeterProvider)),
         None,
         "OpenTelemetry's, in whose instruments global values, progress and resources are to appear as well",
+        kind=kinds.instance("expected an opentelemetry.metrics.MeterProvider", lambda value: isinstance(value, MeterProvider)),
         shown="none",
         variable="",
     )
