@@ -129,15 +129,10 @@ class Stages:
         if settings.statistics is Implementation.AUTO:
             kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
         self._reader = reader = GradientReader(
-            index=checked.index,
-            optimizers=optimizers,
-            statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels),
-            clock=clock,
-            cost=cost,
-            mailbox=mailbox,
-            errors=errors,
-            scaler=arguments.grad_scaler,
-        )
+            index=checked.index, optimizers=optimizers,
+            statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels), clock=clock,
+            cost=cost, mailbox=mailbox, errors=errors, scaler=arguments.grad_scaler,
+        )  # fmt: skip
         self._memory = memory = DeviceMemory(used=lambda: reader.devices)
         devices_guard = errors.boundary("devices")
 
@@ -145,34 +140,21 @@ class Stages:
             devices_guard(memory.refresh)
 
         parts = Parts(
-            index=checked.index,
-            optimizers=optimizers,
-            cost=cost,
-            reader=reader,
-            schedule=schedule,
-            clock=clock,
-            mailbox=mailbox,
-            hooks=hooks,
-            errors=errors,
+            index=checked.index, optimizers=optimizers, cost=cost, reader=reader, schedule=schedule,
+            clock=clock, mailbox=mailbox, hooks=hooks, errors=errors,
             options=CaptureOptions(local_norm=settings.local_norm, weights=settings.weights),
             periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
-        )
+        )  # fmt: skip
         self.capture = capture = Capture(parts)
 
         # Inspections, told of armed rounds by the capture.
         origins, places = None, OriginPlaces()
         if settings.nan_origin:
             nan_origin = NanOrigin(
-                hooks,
-                cost,
-                clock,
-                mailbox,
-                models=models,
-                make_origins=functools.partial(Origins, places, self.steps),
-                steps=self.steps,
-                scaled=lambda: reader.knows_scaler,
-                always=settings.nan_origin == "always",
-            )
+                hooks, cost, clock, mailbox, models=models,
+                make_origins=functools.partial(Origins, places, self.steps), steps=self.steps,
+                scaled=lambda: reader.knows_scaler, always=settings.nan_origin == "always",
+            )  # fmt: skip
             capture.inspect(nan_origin, errors.boundary("nan_origin"))
             origins = nan_origin.origins
         self._layer_times = None
@@ -180,26 +162,17 @@ class Stages:
             # Before other inspections, whose time is then not counted as that of layers.
             self._layer_times = LayerTimes(settings.max_layers)
             timer = LayerTimer(
-                modules=checked.timed,
-                hooks=hooks,
-                events=events,
-                clock=clock,
-                cost=cost,
-                mailbox=mailbox,
-                times=self._layer_times,
-            )
+                modules=checked.timed, hooks=hooks, events=events, clock=clock, cost=cost,
+                mailbox=mailbox, times=self._layer_times,
+            )  # fmt: skip
             capture.inspect(timer, errors.boundary("layer_times"))
         self._activations = None
         if checked.modules is not None:
             self._activations = ActivationTotals(settings.max_layers)
             watch = Activations(
-                modules=checked.modules,
-                hooks=hooks,
-                reader=reader,
-                cost=cost,
-                mailbox=mailbox,
+                modules=checked.modules, hooks=hooks, reader=reader, cost=cost, mailbox=mailbox,
                 totals=self._activations,
-            )
+            )  # fmt: skip
             capture.inspect(watch, errors.boundary("activations"))
         self._watched_totals = WatchTotals()
         self._watch: Watch | None = None
@@ -209,61 +182,37 @@ class Stages:
         if checked.clip is not None:
             guard = errors.boundary("capture", "gradients after clipping")
             self.clip = ClipAtSteps(
-                checked.clip,
-                models,
-                errors,
-                named=arguments.optimizers,
+                checked.clip, models, errors, named=arguments.optimizers,
                 clipped=lambda optimizer, skip: guard(capture.clipped, optimizer, skip),
-            )
+            )  # fmt: skip
 
         # The worker, in the background: takes records from the mailbox and adds them up.
         gradients = GradientAggregation(
-            layout,
-            exponential=checked.push is not None and checked.push.exponential,
+            layout, exponential=checked.push is not None and checked.push.exponential,
             clipped=checked.clip is not None,
             nonfinite=None if origins is None else origins.gradients_were_wrong,
-        )
+        )  # fmt: skip
         gradients.use(checked.index.table)
         totals = TrainingTotals() if origins is None else TrainingTotals(nonfinite=origins.loss_was_wrong)
         self._host = host = HostSide(
-            mailbox,
-            gradients,
-            totals,
-            errors,
-            periodic=capture.look,
-            counting=clock.counting,
+            mailbox, gradients, totals, errors, periodic=capture.look, counting=clock.counting,
             hurried=lambda: origins is not None or not capture.devices <= {"cpu"},
-        )
+        )  # fmt: skip
 
         # Collectors, run by a scrape over one snapshot.
         frozen, acted = FrozenLabels(), ActionTotals()
         notified = notify_totals(arguments.alerts) if arguments.alerts else None
         snapshots = Snapshots(host.snapshot, clock.counts)
         context = CollectorContext(
-            snapshots=snapshots,
-            clock=clock,
-            optimizers=optimizers.names,
-            capture=capture,
-            schedule=schedule,
-            memory=memory,
-            errors=errors,
-            identity=identity,
-            rank=checked.rank,
-            store=checked.store,
-            expected_devices=device_kinds(checked.index, models.values()),
-            ended=lambda: ending.state,
-            dead_window=settings.dead_window,
-            moments=settings.moments,
-            weights=settings.weights,
-            notified=notified,
-            acted=acted,
-            clip=None if self.clip is None else self.clip.reports,
-            frozen=frozen,
-            activations=self._activations,
-            watched=self._watched_totals,
-            origins=places,
+            snapshots=snapshots, clock=clock, optimizers=optimizers.names, capture=capture,
+            schedule=schedule, memory=memory, errors=errors, identity=identity, rank=checked.rank,
+            store=checked.store, expected_devices=device_kinds(checked.index, models.values()),
+            ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
+            weights=settings.weights, notified=notified, acted=acted,
+            clip=None if self.clip is None else self.clip.reports, frozen=frozen,
+            activations=self._activations, watched=self._watched_totals, origins=places,
             layer_times=self._layer_times,
-        )
+        )  # fmt: skip
         group = LateGroup(identity, checked.rank)
 
         def prepare() -> None:
@@ -271,37 +220,25 @@ class Stages:
             group.check()
 
         self.scrape = scrape = Scrape(
-            REGISTRY.made(settings.collectors, context),
-            errors,
-            prepare,
+            REGISTRY.made(settings.collectors, context), errors, prepare,
             not_judged=REGISTRY.not_judged,
-        )
+        )  # fmt: skip
 
         # The history of the run, and what is wrong by it.
         self._announcement = Announcement(
-            rank=Rank(checked.run, checked.rank, identity, checked.labels),
-            store=checked.store,
-            errors=errors,
-            addr=settings.addr,
-            advertise=settings.advertise,
-            sd_dir=settings.sd_dir,
+            rank=Rank(checked.run, checked.rank, identity, checked.labels), store=checked.store,
+            errors=errors, addr=settings.addr, advertise=settings.advertise, sd_dir=settings.sd_dir,
             labels=settings.labels,
-        )
+        )  # fmt: skip
         self.view = view = View(
-            Run(checked.run, checked.rank, identity.world_size, hostname(), __version__),
-            host,
-            self.steps,
-            scrape,
-            for_rules=scrape.for_rules,
-            targets=self._announcement.body,
+            Run(checked.run, checked.rank, identity.world_size, hostname(), __version__), host,
+            self.steps, scrape, for_rules=scrape.for_rules, targets=self._announcement.body,
             happened=acted.happened.latest,
             of_sample=OfSample(REGISTRY, settings.collectors, context),
-            dead_from=dead_from(settings.dead_window),
-            moments=settings.moments,
-            now=time.time,
+            dead_from=dead_from(settings.dead_window), moments=settings.moments, now=time.time,
             on_error=functools.partial(errors.count, "history"),
             activations=None if self._activations is None else self._activations.snapshot,
-        )
+        )  # fmt: skip
 
         # Actions, which the rules or the user's conditions ask for.
         def known() -> list[torch.optim.Optimizer]:
@@ -332,13 +269,10 @@ class Stages:
         self._notify = None
         if notified is not None:
             self._notify = Notify(
-                arguments.alerts,
-                self._problems,
-                Origin(checked.run, checked.rank, self.steps),
-                notified,
-                errors,
+                arguments.alerts, self._problems, Origin(checked.run, checked.rank, self.steps),
+                notified, errors,
                 job=Job(checked.store, checked.rank, identity.world_size) if several else None,
-            )
+            )  # fmt: skip
 
         # These are made by `start`: others can see them from their first moment on.
         self._instruments: Instruments | None = None
@@ -361,12 +295,9 @@ class Stages:
 
         if (registry := checked.arguments.registry) is not None:
             registered = RegistryCollector(
-                scrape,
-                checked.labels,
-                REGISTRY.catalogue.values(),
-                common=STANDARD.specs,
+                scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs,
                 on_error=errors.count,
-            )
+            )  # fmt: skip
             self._at_end(registered.close)
             registered.register(registry)
         self._at_end(scrape.close)
@@ -455,14 +386,9 @@ class Stages:
         if self._watch is None:
             # Not before the first call: an inspection costs each round.
             self._watch = Watch(
-                hooks=self._hooks,
-                reader=self._reader,
-                cost=self._cost,
-                mailbox=self._mailbox,
-                totals=self._watched_totals,
-                errors=self.errors,
-                sampled=self.capture.is_sampled,
-            )
+                hooks=self._hooks, reader=self._reader, cost=self._cost, mailbox=self._mailbox,
+                totals=self._watched_totals, errors=self.errors, sampled=self.capture.is_sampled,
+            )  # fmt: skip
             self.capture.inspect(self._watch, self.errors.boundary("watch"))
         return self._watch.watch(name, tensor, max_norm)
 

@@ -69,6 +69,8 @@ def number(expected: str, right: Callable[[float], bool]) -> Kind:
     return Kind(expected, typed(int, float, right=right, of=float), float, "a number")
 
 
+SHARE = number("expected a share of training time above 0 and below 1, such as 0.01", lambda v: 0 < v < 1)
+SECONDS = number("expected a number of seconds from 0 to 3600", lambda v: 0 <= v <= 3600)
 PORT = Kind(
     "expected a port from 1 to 65535, 0 for any free one, or None to serve nothing",
     typed(int, NoneType, right=lambda value: value is None or 0 <= value <= 65535),
@@ -120,11 +122,6 @@ ORIGIN = Kind(
 # Texts
 
 
-def text(expected: str, right: Callable[[str], bool]) -> Kind:
-    """Return the kind of a text."""
-    return Kind(expected, typed(str, right=right))
-
-
 def path(of: str) -> Kind:
     """Return the kind of the path of something."""
     right = typed(str, right=bool)
@@ -132,19 +129,25 @@ def path(of: str) -> Kind:
     return Kind(f"expected the path of {of}", check)
 
 
-def is_address(address: str) -> bool:
-    """Return whether this host can listen on an address."""
+def _is_address(text: str) -> bool:
     flags = socket.AI_PASSIVE
     with contextlib.suppress(OSError, UnicodeError):
-        return bool(socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM, flags=flags))
+        return bool(socket.getaddrinfo(text or None, 0, type=socket.SOCK_STREAM, flags=flags))
     return False
 
 
-def is_host(host: str) -> bool:
-    """Return whether a text has the form of a host's name or address, without a port."""
+def _is_host(text: str) -> bool:
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]")))
-    return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host) is not None
+        return bool(ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]")))
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) is not None
+
+
+NAME = Kind("expected a name of 1 to 200 characters", typed(str, right=lambda text: 1 <= len(text) <= 200))
+ADDRESS = Kind("expected an address such as '127.0.0.1', or '' for all interfaces", typed(str, right=_is_address))
+HOST = Kind(
+    "expected a host name or address, without a port, under which Prometheus reaches this host",
+    typed(str, right=_is_host),
+)
 
 
 def _pattern(value: object, expected: str) -> re.Pattern[str]:
