@@ -114,7 +114,7 @@ def on(text: str) -> bool:
 SWITCH = Kind("expected True or False", typed(bool), on, "`on` or `off`")
 ORIGIN = Kind(
     "expected True, False or 'always'",
-    lambda value: "always" if str(value).lower() == "always" else typed(bool)(value),
+    lambda v: "always" if isinstance(v, str) and v.lower() == "always" else typed(bool)(v),
     lambda text: text if text.lower() == "always" else on(text),
     "`on`, `off` or `always`",
 )

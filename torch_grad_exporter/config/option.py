@@ -109,10 +109,12 @@ def option(
         variable: Another variable than the exporter's own, which is for others to read; empty for
             none.
     """
-    usual = str(default) if not isinstance(default, bool) else "on" if default else "off"
-    if isinstance(default, enum.Enum):
+    usual = str(default)
+    if isinstance(default, bool):
+        kind, usual = kind or SWITCH, "on" if default else "off"
+    elif isinstance(default, enum.Enum):
         kind, usual = kind or words(type(default)), f'"{default.value}"'
-    metadata = {"kind": kind or SWITCH, "help": help, "more": more, "shown": shown or usual, "variable": variable}
+    metadata = {"kind": kind, "help": help, "more": more, "shown": shown or usual, "variable": variable}
     made: _Value = (
         field(default_factory=default, metadata=metadata) if callable(default) else field(default=default, metadata=metadata)
     )
