@@ -1,4 +1,4 @@
-"""The stages of an exporter: built in the order of the data, started from its end, closed from its beginning."""
+"""The stages of an exporter: built in the order of the data, and started from its end."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ logger = logging.getLogger("torch_grad_exporter")
 # Every boundary at which a failure of ours can be counted, but for the collectors.
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe",
-    "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "history",
-    "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
+    "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp",
+    "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
     "integration", "timing", "layer_times", "kernels",
 )  # fmt: skip
 
@@ -244,8 +244,9 @@ class Stages:
         def known() -> list[torch.optim.Optimizer]:
             return [optimizer for _, optimizer in optimizers.numbered()]
 
-        self.stop_requested = threading.Event()
+        self.stop_requested = stop = threading.Event()
         layers = FrozenLayers(checked.index, known, frozen)
+        norms = functools.partial(LayerNorms, host)
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size)
         self.act = Act(
             Sources(
@@ -255,7 +256,7 @@ class Stages:
                 step=self.steps,
             ),
             BetweenTheSteps(
-                Training(known, self.stop_requested.set, layers, functools.partial(LayerNorms, host)),
+                Training(known, stop.set, layers, norms),
                 concerns=optimizers.concerns,
                 errors=errors,
                 failures=Failures(errors),

@@ -94,7 +94,7 @@ class Exporter:
 
     @property
     def should_stop(self) -> bool:
-        """Whether `Stop()` wants the training to end, for the loop to look at; in a job after the same step on all ranks."""
+        """Whether `Stop()` asks the loop to end; in a job, after the same step on all ranks."""
         return self._stages.stop_requested.is_set()
 
     def on(
@@ -106,17 +106,30 @@ class Exporter:
         for_: float = 0,
         cooldown: float = 600,
     ) -> Handle:
-        """Does something when a rule or a condition holds. Returns a handle, whose `remove()` ends it.
+        """Do something when a rule or a condition holds. See docs/act.md.
 
-        `what`: the name of a rule, such as "GradientExploding", or a callable of the values of now and their windows that says
-        whether its condition holds, such as `lambda m: m.mean("torch_grad_global_norm", samples=100) > 2`; it has to take all its
-        windows each time. `action`: a callable that takes an `Event`, which runs in the background; or one that runs between steps
-        and changes the training: `Stop()`, `ScaleLearningRate(factor)` or `Freeze(...)`. Without an action `what` is a `Freeze`,
-        which knows by itself when it is due. `name`: what it is called in events and in the log.
-        `for_`: seconds that it has to hold. It acts again every `cooldown` seconds while it still holds. See docs/act.md.
+        What conditions and actions raise later is logged once and counted.
 
-        Raises `TypeError` or `ValueError` where an argument is wrong, and `RuntimeError` where the ranks of a job cannot agree on a
-        step, or the exporter is closed. What conditions and actions raise later is logged once and counted.
+        Args:
+            what: The name of a rule, such as "GradientExploding"; or a callable that takes the
+                current values and their windows and returns whether its condition holds, such as
+                `lambda m: m.mean("torch_grad_global_norm", samples=100) > 2`, which must read all
+                its windows in each call; or, without an action, a `Freeze`, which knows when it is
+                due.
+            action: A callable that takes an `Event` and runs in the background; or an action that
+                runs between steps and changes the training: `Stop()`, `ScaleLearningRate(factor)`
+                or `Freeze(...)`.
+            name: The name in events and in the log.
+            for_: Seconds for which it must hold before the action.
+            cooldown: Seconds until the action is repeated while it still holds.
+
+        Returns:
+            A handle, whose `remove()` ends it.
+
+        Raises:
+            TypeError: An argument is of a wrong type.
+            ValueError: An argument is wrong.
+            RuntimeError: The ranks of a job cannot agree on a step, or the exporter is closed.
         """
         return self._stages.act.on(what, action, name=name, for_=for_, cooldown=cooldown)
 
@@ -130,36 +143,52 @@ class Exporter:
         grad_norm: Number | None = None,
         grad_divisor: Number | None = None,
     ) -> None:
-        """Takes values of the current step; a device tensor is copied in the background and not waited for.
+        """Take values of the current step; a device tensor is copied later and not waited for.
 
-        `loss` and `epoch` replace the value before, `samples` and `tokens` are added up.
+        May be called from any thread, except with `grad_norm` and `grad_divisor`, which belong to
+        the step of the thread that trains: from another one they are counted as errors and ignored.
 
-        `grad_norm`: the global norm before clipping, as `clip_grad_norm_` returns it; with several optimizers it is ignored, since
-        it is not known whose norm it is. `grad_divisor`: by what the loop divides this round's gradients between its backwards and
-        the clipping, such as the number of tokens; norms are then those after the division. Tell it before the step: after the
-        step before, or any time since.
-
-        May be called from any thread, except with `grad_norm` and `grad_divisor`, which belong to the step of the thread that
-        trains: from another one they are counted as errors and change nothing.
+        Args:
+            loss: The loss; replaces the last one.
+            samples: Examples of this step; added up.
+            tokens: Tokens of this step; added up.
+            epoch: The epoch; replaces the last one.
+            grad_norm: The global norm before clipping, as `clip_grad_norm_` returns it. Ignored
+                with several optimizers, since it does not say whose norm it is.
+            grad_divisor: What the loop divides this round's gradients by between its backwards and
+                the clipping, such as the number of tokens. Norms are then those after the division.
+                Pass it after the last step and before this one.
         """
         given = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch}
         given |= {"grad_norm": grad_norm, "grad_divisor": grad_divisor}
         values = iter([(name, value) for name, value in given.items() if value is not None])
-        for _ in given:  # a value that fails costs itself alone: those behind it are taken
+        # A value that fails costs itself alone: those behind it are taken.
+        for _ in given:
             if self._ending.closed or self._guards["observe"](self._stages.capture.observe, values):
                 break
         if self._stages.clip is not None:
             self._guards["observe"](self._stages.clip.observe, loss, epoch)
 
     def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None = None) -> torch.Tensor:
-        """The tensor, whose gradient is measured in sampled rounds; go on with what this returns. In the forward or the loss.
+        """Measure the gradient of a tensor in sampled rounds, in the forward or the loss.
 
-        `max_norm`: clips that gradient to this L2 norm in every backward, sampled or not, which changes the training; in units of
-        the loss before a gradient scaler's, if one is known. A norm that is not finite is left alone. Several tensors of one name
-        in a round count together, but each is clipped by itself. Beyond 100 names all others share one.
+        What fails later is counted, and leaves the gradient as it is.
 
-        A tensor that needs no gradient, and any within compiled code or after `close()`, is returned as it is. Raises `TypeError`
-        or `ValueError` where an argument is wrong, as `on` does; what fails later is counted, and leaves the gradient as it is.
+        Args:
+            name: The name on the series. Several tensors with one name in a round count together,
+                but each is clipped alone. Beyond 100 names all others share one.
+            tensor: The tensor. One that needs no gradient, and any in compiled code or after
+                `close()`, is returned unchanged.
+            max_norm: Clip the gradient to this L2 norm in every backward, sampled or not, which
+                changes the training. In units of the loss before a gradient scaler's, if one is
+                known. A norm that is not finite is left alone.
+
+        Returns:
+            The tensor with which to go on.
+
+        Raises:
+            TypeError: An argument is of a wrong type.
+            ValueError: An argument is wrong.
         """
         if is_compiling():
             return tensor
@@ -170,47 +199,54 @@ class Exporter:
         return tensor if measured is None else measured
 
     def step(self, number: int | None = None) -> None:
-        """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
+        """Report an optimizer step that no hook can see: a patched, wrapped or captured one.
 
-        Call it on the thread that trains, after the step and before the gradients are cleared. `number` numbers the step, so
-        that ranks or restarted runs count alike.
+        Call it on the thread that trains, after the step and before the gradients are cleared.
+
+        Args:
+            number: The number of the step, so that ranks or restarted runs count alike.
         """
         if not self._ending.closed:
             self._guards["step"](self._stages.capture.manual_step, number)
             self._stages.act.step_reported()
 
     def step_skipped(self) -> None:
-        """Says that a step was left out, as after an overflow, where gradients do not show it: see `gradients_elsewhere`.
+        """Report a step that was left out, as after an overflow, where gradients do not show it.
 
-        Call it on the thread that trains, in place of `step()`.
+        Call it on the thread that trains, in place of `step()`; see `gradients_elsewhere`.
         """
         if not self._ending.closed:
             self._guards["step"](self._stages.capture.step_skipped)
 
     def gradients_elsewhere(self) -> None:
-        """Says that parameters do not have the gradients that they are trained with, as where a framework keeps those in parts.
+        """Report that the parameters' gradients are not those of the training.
 
-        Nothing of single layers is shown any more, and no interval of samples. Backwards, times and examples are counted on; the
-        loop reports steps with `step()` and `step_skipped()`, and may tell the norm with `observe(grad_norm=)`. Call it before the
-        first backward, on the thread that trains.
+        So it is where a framework keeps gradients in buffers of its own. Single layers are no
+        longer shown, nor an interval of samples; backwards, times and examples still count. The
+        loop reports steps with `step()` and `step_skipped()`, and may report the norm with
+        `observe(grad_norm=)`. Call it before the first backward, on the thread that trains.
         """
         if not self._ending.closed:
             self._guards["step"](self._stages.capture.gradients_elsewhere)
 
     def backward_comes(self, loss: torch.Tensor) -> None:
-        """Says that the loop is about to call `loss.backward()`, where the forward of the model itself is never run.
+        """Report that the loop is about to call `loss.backward()` without the model's own forward.
 
-        Such as a loop that calls the model's submodules: without this its backwards are seen from the second step on. With several
-        models it is to be a loss of the first one. On the thread that trains.
+        For a loop that calls the model's submodules: without this, its backwards are seen from the
+        second step on. On the thread that trains.
+
+        Args:
+            loss: The loss; with several models, one of the first model.
         """
         if not self._ending.closed:
             self._guards["observe"](self._stages.capture.backward_comes, loss)
 
     def evaluating(self, now: bool = True) -> None:
-        """Says that an evaluation goes on, or that it is over, where the forward of the model itself is never run in it.
+        """Report that an evaluation runs, or has ended, without the model's own forward.
 
-        Such as an evaluation that calls the model's submodules. Call it for each batch, on the thread that trains: it also shows
-        that the loop is alive. The next step of an optimizer ends an evaluation, too.
+        For an evaluation that calls the model's submodules. Call it for each batch, on the thread
+        that trains: it also shows that the loop is alive. The next step of an optimizer ends an
+        evaluation, too.
         """
         if not self._ending.closed:
             self._guards["observe"](functools.partial(self._stages.clock.active, evaluating=now))
@@ -222,80 +258,112 @@ class Exporter:
     def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]: ...
 
     def watch_loader(self, loader: Any) -> Any:
-        """The same loader, with the time that the loop waits for it counted as the phase `data`.
+        """Return the loader, with the time that the loop waits for it counted as the phase `data`.
 
-        Of a `torch.utils.data.DataLoader` it is one as well, of a subclass of its class, which shares its attributes; one with
-        `__slots__` comes back as it is and is not timed. Where a framework makes another loader from it, as `prepare` of
-        Accelerate does, watch what the framework returns.
+        For a `torch.utils.data.DataLoader` the result is one, too, of a subclass of its class, and
+        shares its attributes; one with `__slots__` is returned as it is and not timed. If a
+        framework makes another loader from it, as `prepare` of Accelerate does, watch what the
+        framework returns.
         """
-        timed = self._guards["observe"].result(watched, loader, self._stages.clock, self._stages.errors)
+        stages = self._stages
+        timed = self._guards["observe"].result(watched, loader, stages.clock, stages.errors)
         return loader if timed is None else timed
 
     def state_dict(self) -> dict[str, Any]:
-        """What the policies of `clip=` and `dry_run=` remember, by optimizer; to be saved with model and optimizer."""
+        """Return the state of `clip=` and `dry_run=`, to be saved with the model."""
         return {"clip": {} if self._stages.clip is None else self._stages.clip.state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict()` returned, of an exporter with the same policies.
+        """Go on with what `state_dict()` of an exporter with the same policies returned.
 
-        An optimizer that has not stepped yet takes it over at its first step. Raises `TypeError` or `ValueError` where it does not
-        fit.
+        An optimizer that has not stepped yet takes it over at its first step.
+
+        Raises:
+            TypeError: It is not what `state_dict()` returns.
+            ValueError: It is of other policies.
         """
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("clip"), Mapping):
             raise TypeError("load_state_dict(): expected what state_dict() returned")
         if self._stages.clip is not None:
             self._stages.clip.load(state_dict["clip"])
         elif state_dict["clip"]:
-            raise ValueError("load_state_dict(): the state is one of clip=, which this exporter does not have")
+            message = "the state is one of clip=, which this exporter does not have"
+            raise ValueError(f"load_state_dict(): {message}")
 
     def resume(self, step: int) -> None:
-        """Says that the training goes on after this many optimizer steps, as those of a checkpoint; call it before the next step.
+        """Report that the training goes on after this many optimizer steps, as from a checkpoint.
 
-        The numbers of steps count on from there: `torch_grad_sample_step`, the live page, events and messages. Counters such as
-        `torch_train_steps_total` count what this process does, as Prometheus expects of a process that began anew.
+        Call it before the next step. Step numbers count on from there: `torch_grad_sample_step`,
+        the live page, events and messages. Counters such as `torch_train_steps_total` count what
+        this process does, as Prometheus expects of a process that has restarted.
 
-        Raises `TypeError` or `ValueError` where `step` is no whole number of at least 0.
+        Raises:
+            TypeError: `step` is not a whole number.
+            ValueError: `step` is negative.
         """
         if not isinstance(step, int) or isinstance(step, bool):
-            raise TypeError(f"resume(step={step!r}): expected a whole number; pass the optimizer steps done so far")
+            expected = "expected a whole number; pass the optimizer steps done so far"
+            raise TypeError(f"resume(step={step!r}): {expected}")
         if step < 0:
-            raise ValueError(f"resume(step={step!r}): expected at least 0; pass the optimizer steps done so far")
+            expected = "expected at least 0; pass the optimizer steps done so far"
+            raise ValueError(f"resume(step={step!r}): {expected}")
         self._stages.clock.resume(step)
 
     def adopt(self, handle: _Handle) -> _Handle:
-        """Takes over a handle of your own, such as one of `register_forward_hook`: the end of the exporter calls its `remove()`.
+        """Take over a handle, such as that of a forward hook: `close()` calls its `remove()`.
 
-        Returns it. Where the exporter is closed already, it is removed at once. Raises `TypeError` where it has no `remove()`.
+        If the exporter is closed already, the handle is removed at once.
+
+        Returns:
+            The handle.
+
+        Raises:
+            TypeError: It has no `remove()`.
         """
         if not callable(getattr(handle, "remove", None)):
-            raise TypeError(f"adopt(): {type(handle).__name__} has no remove(); pass what a register_..._hook returned")
+            fix = "pass what a register_..._hook returned"
+            raise TypeError(f"adopt(): {type(handle).__name__} has no remove(); {fix}")
         self._adopted.append(handle)
         if self._ending.closed:
             self._guards["close"](self._release_adopted)
         return handle
 
     def values(self, match: str | re.Pattern[str] = "") -> dict[str, float]:
-        """The last values as a flat mapping of names to numbers, for a logger of your own; empty if that fails, or after the end.
+        """Return the last values as a flat mapping, for a logger of your own.
 
-        A name is that of the metric and the values of its labels, such as `torch_grad_global_norm` or `torch_grad_norm/encoder.0`.
-        `match`: a regular expression that is searched in the names; all by default. Histograms are left out. Each call is a whole
-        scrape, of milliseconds: call it when you log, not in every step. Raises `re.error` where `match` is no regular expression.
+        Each call is a whole scrape, which takes milliseconds: call it when you log, not in every
+        step.
+
+        Args:
+            match: A regular expression, searched in the names; all by default.
+
+        Returns:
+            Numbers by the name of the metric and the values of its labels, such as
+            `torch_grad_global_norm` or `torch_grad_norm/encoder.0`, without histograms. Empty if
+            the scrape failed, or after the end.
+
+        Raises:
+            re.error: `match` is not a regular expression.
         """
         pattern = re.compile(match)
         return self._guards["request"].result(lambda: flat(self._stages.scrape(), pattern)) or {}
 
     def collect(self) -> list[Family]:
-        """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
+        """Return all metrics as of now, for tests and outputs of your own. Empty if that failed."""
         return self._guards["request"].result(self._stages.scrape) or []
 
     def problems(self) -> list[Problem]:
-        """What is wrong now, the worst first, by the rules of docs/runbook.md that one process can judge. Empty if that fails."""
+        """Return what is wrong now, the worst first. Empty if that failed.
+
+        Judged by the rules of docs/runbook.md that one process can judge.
+        """
         return self._guards["request"].result(self._stages.view.live.problems) or []
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the history of the run to a file, for `torch-grad-exporter plot`; compressed where its name ends in `.gz`.
+        """Write the history of the run to a file, for `torch-grad-exporter plot`.
 
-        A failure, such as a full disk, is logged: the training goes on.
+        It is compressed if the name ends in `.gz`. A failure, such as a full disk, is logged and
+        not raised.
         """
         guard = Guard(functools.partial(self._stages.errors.tell, "history"))
         guard(lambda: self._stages.view.save(os.fspath(path)))
@@ -303,11 +371,17 @@ class Exporter:
     # For integrations, and for a new exporter that takes this one's place.
 
     def on_foreign_optimizer(self, callback: Callable[[torch.optim.Optimizer], object]) -> None:
-        """Call `callback` in the step of an optimizer that owns nothing of the models; at least once for each."""
+        """Call `callback` in steps of optimizers that own nothing of the models.
+
+        It is called at least once for each.
+        """
         self._stages.optimizers.on_foreign = callback
 
     def guarded(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> bool:
-        """Run what an integration does at an event of its trainer; a failure is counted as `integration` and not raised."""
+        """Run what an integration does at an event of its trainer.
+
+        A failure is counted as `integration` and not raised.
+        """
         return self._guards["integration"](action, *arguments)
 
     def watches(self, models: Iterable[torch.nn.Module]) -> bool:
@@ -315,13 +389,20 @@ class Exporter:
         return self._stages.models.any_of(models)
 
     def replaced_by(self, models: Iterable[torch.nn.Module]) -> bool:
-        """Return whether it watches one of the models, or only models that are gone, as after a notebook cell ran again."""
+        """Return whether a new exporter on these models takes this one's place.
+
+        So it is if this one watches one of them, or only models that are gone, as after a notebook
+        cell ran again.
+        """
         return self.watches(models) or self._stages.models.all_gone
 
     # The end
 
     def close(self) -> None:
-        """Remove every hook, thread, socket and reference. Idempotent, from any thread, never raises."""
+        """Remove every hook, thread, socket and reference.
+
+        Idempotent, from any thread, never raises.
+        """
         if not self._ending.close():
             return
         self._guards["close"](self._release_adopted)
@@ -340,7 +421,7 @@ class Exporter:
         self.close()
 
     def after_fork_in_child(self) -> None:
-        """The forked child is another process: it serves nothing, watches nothing and frees the port."""
+        """Free the port, and serve and watch nothing: the forked child is another process."""
         self._ending.after_fork_in_child()
         self._stages.after_fork_in_child()
 
@@ -360,7 +441,8 @@ class Exporter:
         where = "closed" if self._ending.closed else self.url or "not serving"
         return f"<Exporter run={self.run!r} rank={self.rank} {where}>"
 
-    # As an attribute of a model: its copies have the same exporter, which does not watch them, and its pickles none.
+    # As an attribute of a model: copies of the model have the same exporter, which does not watch
+    # them, and its pickles have none.
 
     def __copy__(self) -> Self:
         return self
@@ -401,8 +483,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    # The last exception that the interpreter has reported; in a notebook it may come from an earlier
-    # cell.
+    # The last exception that the interpreter reported; in a notebook perhaps in an earlier cell.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
     for exporter in open_exporters():
