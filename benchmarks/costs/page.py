@@ -40,7 +40,7 @@ def measure(seconds: float) -> record.Table:
         found = {
             what: 1e3 * median(times(action, seconds, clock=time.process_time)[1:]) for what, action in _actions(exporter).items()
         }
-        size = exporter._view.history.nbytes
+        size = exporter._stages.view.history.nbytes
     often = sum(found[what] for what in POLLED) / POLL_SECONDS + found["a record"] / RECORD_SECONDS
     rows: list[list[record.Cell]] = [[what, round(ms, 2)] for what, ms in found.items()]
     notes = [
@@ -55,7 +55,7 @@ POLLED = ("the state", "what is new of the run", "what is new of the layers")
 
 def _fill(exporter: Exporter) -> None:
     """A long run, as the history would have recorded it."""
-    random, history = np.random.default_rng(0), exporter._view.history
+    random, history = np.random.default_rng(0), exporter._stages.view.history
     names = [f"blocks.{number}" for number in range(LAYERS)]
     now = [time.time() - RECORD_SECONDS * (RECORDS + 1)]
     own, history._now = history._now, lambda: now[0]
@@ -71,9 +71,9 @@ def _fill(exporter: Exporter) -> None:
 
 
 def _actions(exporter: Exporter) -> dict[str, Callable[[], object]]:
-    page, history = exporter._view.page, exporter._view.history
+    page, history = exporter._stages.view.page, exporter._stages.view.history
     stride = history.run(Window(whole=True)).stride
-    live = exporter._view.live
+    live = exporter._stages.view.live
 
     def get(name: str, query: str = "") -> Callable[[], object]:
         return lambda: page(Request("GET", f"/api/v1/{name}", GZIP, query))

@@ -97,7 +97,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     clip, modules = _clip(settings, arguments, index), _modules(models, settings, given)
     web_config = _web_config(settings, given)
     layers = LayerFilter(settings.include, settings.exclude)
-    timed = InnerModules(models, with_parameters(layers), settings.max_layers)
+    timed = InnerModules(models, with_parameters(layers), settings.max_layers) if settings.layer_times else None
     store = JobStore()
     return Checked(
         index=index,
@@ -112,7 +112,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
         push=push,
         clip=clip,
         modules=modules,
-        timed=timed if settings.layer_times else None,
+        timed=timed,
     )
 
 
