@@ -98,15 +98,20 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     web_config = _web_config(settings, given)
     layers = LayerFilter(settings.include, settings.exclude)
     timed = InnerModules(models, with_parameters(layers), settings.max_layers) if settings.layer_times else None
+    # Last, since it may open a connection.
     store = JobStore()
+    try:
+        run = run_name(place, settings.run, store)
+    except BaseException:  # Ctrl-C while other ranks are waited for
+        store.close()
+        raise
     return Checked(
         index=index,
         settings=settings,
         arguments=arguments,
         identity=place,
         rank=rank,
-        # Last, since it may open a connection.
-        run=run_name(place, settings.run, store),
+        run=run,
         store=store,
         web_config=web_config,
         push=push,
