@@ -114,6 +114,24 @@ def test_close_within_a_backward(backward: Callable[[Perceptron], None]) -> None
     assert errors(exporter) == {}
 
 
+class Interrupting:
+    def remove(self) -> None:
+        """Be where the user presses Ctrl-C."""
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_close_is_complete() -> None:
+    """Ctrl-C in the middle of `close` reaches the user, and nothing is left."""
+    model = Perceptron()
+    exporter = start(model, 0)
+    train(model)
+    exporter.adopt(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        exporter.close()
+    assert hooks_of(model) == 0
+    assert exporter.port is None
+
+
 def test_close_between_backward_and_step() -> None:
     """A sample that was captured when the exporter is closed is counted."""
     model = Perceptron()

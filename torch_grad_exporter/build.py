@@ -291,22 +291,22 @@ class Stages:
         settings, errors, ending, scrape = checked.settings, self.errors, self._ending, self.scrape
         # An armed round references parameters; a model that is dropped meanwhile must be freed.
         self.models = WatchedModels(models.values(), gone=self._release_parameters)
-        self._at_end(self.models.close)
-        self._at_end(functools.partial(self._store.close, STORE_SECONDS))
+        self.at_end(self.models.close)
+        self.at_end(functools.partial(self._store.close, STORE_SECONDS))
 
         if (registry := checked.arguments.registry) is not None:
             registered = RegistryCollector(
                 scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs,
                 on_error=errors.count,
             )  # fmt: skip
-            self._at_end(registered.close)
+            self.at_end(registered.close)
             registered.register(registry)
-        self._at_end(scrape.close)
+        self.at_end(scrape.close)
         scrape.start()
         if (provider := checked.arguments.meter_provider) is not None:
             on_error = functools.partial(errors.count, "request")
             self._instruments = Instruments(provider, scrape, checked.labels, on_error=on_error)
-            self._at_end(self._instruments.close)
+            self.at_end(self._instruments.close)
         self.outputs = outputs = Outputs(
             scrape,
             self._announcement.rank,
@@ -324,36 +324,43 @@ class Stages:
             push=checked.push,
             page=self.view.page,
         )
-        self._at_end(lambda: outputs.close(failed=ending.error is not None, hurried=ending.hurried))
+        self.at_end(lambda: outputs.close(failed=ending.error is not None, hurried=ending.hurried))
 
-        self._at_end(lambda: self.act.close(hurried=ending.hurried))
+        self.at_end(lambda: self.act.close(hurried=ending.hurried))
         if (notify := self._notify) is not None:
-            self._at_end(lambda: notify.close(hurried=ending.hurried))
+            self.at_end(lambda: notify.close(hurried=ending.hurried))
             errors.boundary("notify", limit=None)(notify.start)
-        self._at_end(lambda: self.view.close(ending.error))
+        self.at_end(lambda: self.view.close(ending.error))
         errors.boundary("history", limit=None)(self.view.start)
-        self._at_end(self._host.close)
+        self.at_end(self._host.close)
         # Without its thread, scrapes drain the mailbox.
         errors.boundary("worker", limit=None)(self._host.start)
 
         if REGISTRY.reads_devices(settings.collectors):
             # So their counters are there before the first step.
             errors.boundary("devices", limit=None)(self._memory.refresh_now)
-        self._at_end(self.capture.close)
-        self._at_end(self.capture.settle)
-        self._at_end(self._hooks.close)
+        self.at_end(self.capture.close)
+        self.at_end(self.capture.settle)
+        self.at_end(self._hooks.close)
         self.capture.watch(models.values())
-        self._at_end(self._close_watch)
+        self.at_end(self._close_watch)
         if self.clip is not None:
-            self._at_end(self.clip.close)
+            self.at_end(self.clip.close)
             # After the capture, which reads gradients before they are clipped.
             self.clip.start()
         lost.tell()
         if outputs.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", outputs.url)
 
+    def at_end(self, action: Callable[[], object]) -> None:
+        """Let `close` call this before all that was added until now; a failure is counted."""
+        self._closing.callback(self._guard, action)
+
     def close(self) -> None:
-        """Give back what `start` took, in the order of the data; a failure is counted."""
+        """Give back what `start` took, in the order of the data.
+
+        What is raised in the middle, as by Ctrl-C, is raised at the end.
+        """
         self._closing.close()
 
     def abort(self) -> None:
@@ -392,9 +399,6 @@ class Stages:
             )  # fmt: skip
             self.capture.inspect(self._watch, self.errors.boundary("watch"))
         return self._watch.watch(name, tensor, max_norm)
-
-    def _at_end(self, action: Callable[[], object]) -> None:
-        self._closing.callback(self._guard, action)
 
     def _close_watch(self) -> None:
         if self._watch is not None:

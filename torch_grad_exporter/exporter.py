@@ -77,6 +77,7 @@ class Exporter:
         guarded = ("observe", "request", "close", "watch", "integration")
         self._guards = {source: stages.errors.boundary(source, limit=None) for source in guarded}
         self._guards["step"] = stages.errors.boundary("observe", "step")
+        stages.at_end(self._release_adopted)
         _open[self] = None
         _handle_forks_and_exit()
 
@@ -405,9 +406,10 @@ class Exporter:
         """
         if not self._ending.close():
             return
-        self._guards["close"](self._release_adopted)
-        self._stages.close()
-        _open.pop(self, None)
+        try:
+            self._stages.close()
+        finally:
+            _open.pop(self, None)
 
     def end(self, error: BaseException | None) -> None:
         """Close at the end of the training.
