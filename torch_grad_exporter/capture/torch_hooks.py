@@ -229,9 +229,12 @@ class Hooks:
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
         self._around_step = self.guarded("optimizer_hook", before), self.guarded("optimizer_hook", after)
-        handles = register_optimizer_step_pre_hook(self._around_step[0]), register_optimizer_step_post_hook(self._around_step[1])
-        self._step_numbers = handles[0].id, handles[1].id
-        self._handles += handles
+        # One after the other: if the second cannot be set, `close` takes off the first.
+        first = register_optimizer_step_pre_hook(self._around_step[0])
+        self._handles.append(first)
+        second = register_optimizer_step_post_hook(self._around_step[1])
+        self._handles.append(second)
+        self._step_numbers = first.id, second.id
 
     def come_first(self) -> None:
         """Puts what `on_module` set before a forward in front of all others, such as FSDP2's hook, which gathers parameters."""

@@ -68,12 +68,33 @@ class Outputs:
         self._renderer = Renderer(rank.labels)
         self._over = False
         self._seen_over = threading.Event()
-        self._last_values = self._started_last_values() if options.textfile_dir else None
-        self._push = None if push is None else Guard(self._not_pushed).result(self._started_push, push)
         self._announcement = announcement
-        self._server = self._serve(health, page, web_config)
-        if self._server is not None:
-            errors.boundary("discovery", limit=None)(self._announcement.start, self._server.port, self._server.scheme)
+        self._last_values: LastValues | None = None
+        self._push: Push | None = None
+        self._server: MetricsServer | None = None
+        try:
+            self._start(health, page, web_config, push)
+        except BaseException:  # such as Ctrl-C while the name service is asked
+            self.close(failed=False, hurried=True)
+            raise
+
+    def _start(
+        self,
+        health: Callable[[], Mapping[str, object]],
+        page: Callable[[Request], Response | None],
+        web_config: WebConfigFile | None,
+        push: PushSettings | None,
+    ) -> None:
+        if self._options.textfile_dir:
+            self._last_values = self._started_last_values()
+        if push is not None:
+            self._push = Guard(self._not_pushed).result(self._started_push, push)
+        self._server = server = self._serve(health, page, web_config)
+        if server is None:
+            return
+        if server.open_to_all and self._rank.identity.local_rank == 0:
+            _warn_of_open_port(server.port, self._options.web_config_file)
+        self._errors.boundary("discovery", limit=None)(self._announcement.start, server.port, server.scheme)
 
     def _started_last_values(self) -> LastValues:
         path = text_file(self._options.textfile_dir, self._rank.run, self._rank.number)
@@ -120,8 +141,6 @@ class Outputs:
             message = "no metrics are served, training goes on: cannot serve on %s, port %d and on: %s"
             say(logger, logging.WARNING, message, addr or "all interfaces", port, error)
             return None
-        if server.open_to_all and identity.local_rank == 0:
-            _warn_of_open_port(server.port, self._options.web_config_file)
         return server
 
     def _served(self) -> list[Family]:

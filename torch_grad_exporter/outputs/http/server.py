@@ -83,7 +83,7 @@ class MetricsServer:
         try:
             for thread in self._threads:
                 thread.start()
-        except RuntimeError:  # no more threads to be had
+        except BaseException:  # no more threads to be had, or Ctrl-C
             self.close()
             raise
 
