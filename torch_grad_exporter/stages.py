@@ -10,8 +10,9 @@ import torch
 
 from torch_grad_exporter.actions.act.act import Act, Sources
 from torch_grad_exporter.actions.act.between_steps import Training
+from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.steps import BetweenTheSteps, JobOfRanks
-from torch_grad_exporter.actions.act.trigger import Failures
+from torch_grad_exporter.actions.act.trigger import SOURCE, Failures
 from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
@@ -35,6 +36,7 @@ from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
@@ -250,7 +252,23 @@ def acting(
         spent=training.clock.spent,
         steps=training.steps,
     )
-    sources = Sources(judge=judge, fed=bool(checked.arguments.alerts), metrics=lambda: REGISTRY.catalogue, step=training.steps)
+    samples = None
+    if "gradients" in checked.settings.collectors:
+        collector = GradientCollector(
+            lambda: host.snapshot().gradients,
+            optimizers.names,
+            dead_window=checked.settings.dead_window,
+            moments=checked.settings.moments,
+            clip=None if checked.clip is None else ClipReports(),
+        )
+        samples = SampleFeed(host, collector, errors.boundary(SOURCE, "reading samples", limit=None))
+    sources = Sources(
+        judge=judge,
+        fed=bool(checked.arguments.alerts),
+        metrics=lambda: REGISTRY.catalogue,
+        step=training.steps,
+        samples=samples,
+    )
     return Act(sources, steps, ActionTotals(), errors)
 
 
