@@ -246,7 +246,12 @@ class Act:
 
     def evaluate(self, *, last: bool = False) -> None:
         """Judges once, and lets happen what is due. `last`: the run is over, and only rules are judged."""
-        triggers = [one for one in self._triggers if not one.off]
+        triggers = []
+        for trigger in self._triggers:
+            if trigger.off:
+                trigger.measurements.forget()  # nobody reads its windows any more
+            else:
+                triggers.append(trigger)
         if not triggers:
             return
         taken, self._taken = self._taken, None

@@ -129,12 +129,14 @@ class Measurements:
         if window is None:
             if len(self._windows) >= MOST_WINDOWS:
                 raise ConditionError(f"the condition asks for more than {MOST_WINDOWS} windows")
+            # First, since it raises where the worker is busy: the next evaluation tries again.
+            if self._feed is not None and key not in self._series:
+                series = self._feed.follow(self._metrics[metric], labels)
+                if series is not None:
+                    self._series[key] = series
             window = self._windows[key, size] = size.window()
             value = self._find(key)
             window.add([] if value is None else [value], self._now)
-            series = None if self._feed is None or key in self._series else self._feed.follow(self._metrics[metric], labels)
-            if series is not None:
-                self._series[key] = series
         return window
 
     def _noted(self, what: str, metric: str, labels: Mapping[str, str], size: Size | None, value: float) -> float:

@@ -46,8 +46,8 @@ class Series:
 
     def __init__(self, spec: Spec, labels: Mapping[str, str]) -> None:
         self.spec = spec
-        self._layer = labels.get("layer")
-        self._places = [(spec.labels.index(name), value) for name, value in labels.items()]
+        self._layer = str(labels["layer"]) if "layer" in labels else None
+        self._places = [(spec.labels.index(name), str(value)) for name, value in labels.items()]
         self._values: deque[float] = deque(maxlen=MOST_SAMPLES)
         self._rows: tuple[LabelRows | None, int | None] = (None, None)
         self._table: object = None
