@@ -15,8 +15,9 @@ import torch
 
 from torch_grad_exporter.actions.act.act import Act, Sources
 from torch_grad_exporter.actions.act.between_steps import Training
+from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.steps import BetweenTheSteps, JobOfRanks
-from torch_grad_exporter.actions.act.trigger import Failures
+from torch_grad_exporter.actions.act.trigger import SOURCE, Failures
 from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
@@ -38,9 +39,10 @@ from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
-from torch_grad_exporter.collectors.gradients import dead_from
+from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from
 from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals
@@ -248,12 +250,20 @@ class Stages:
         layers = FrozenLayers(checked.index, known, frozen)
         norms = functools.partial(LayerNorms, host)
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size)
+        feed = None
+        if "gradients" in settings.collectors:
+            of_samples = GradientCollector(
+                lambda: host.snapshot().gradients, optimizers.names, dead_window=settings.dead_window,
+                moments=settings.moments, clip=None if checked.clip is None else ClipReports(),
+            )  # fmt: skip
+            feed = SampleFeed(host, of_samples, errors.boundary(SOURCE, "reading samples", limit=None))
         self.act = Act(
             Sources(
                 judge=lambda last: view.live.judged(last=last),
                 fed=bool(arguments.alerts),
                 metrics=lambda: REGISTRY.catalogue,
                 step=self.steps,
+                samples=feed,
             ),
             BetweenTheSteps(
                 Training(known, stop.set, layers, norms),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -21,7 +21,7 @@ from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.collectors.weights import WEIGHTS, weight_families
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache
+from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache, Spec
 from torch_grad_exporter.transfer.events import Outcome
 
 GRADIENTS = Section("Gradients")
@@ -245,6 +245,16 @@ class GradientCollector:
         yield from self._per_optimizer(snapshot)
         if self._clip is not None:
             yield from self._clip.of_policies(snapshot)
+
+    def some(self, snapshot: GradientSnapshot, specs: Collection[Spec]) -> Iterator[Family]:
+        """Yield the families of these metrics, and make as few of the others as possible: it may be called for each sample."""
+        for part, of_layers in ((self._per_layer, True), (self._per_optimizer, False)):
+            missing = {spec for spec in specs if ("layer" in spec.labels) is of_layers}
+            families = part(snapshot)
+            while missing and (family := next(families, None)) is not None:
+                if family.spec in missing:
+                    missing.discard(family.spec)
+                    yield family
 
     def _per_layer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         table, shown = snapshot.table, snapshot.table.shown

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from torch_grad_exporter.actions.act.agreement import RefusedError
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action, Event, Timing
-from torch_grad_exporter.actions.act.measurements import ConditionError, Measurements
+from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.queue import ActionQueue
+from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.steps import BetweenTheSteps, Slot
 from torch_grad_exporter.actions.act.trigger import (
     SOURCE,
@@ -30,6 +31,7 @@ from torch_grad_exporter.actions.act.trigger import (
     name_of,
     seconds,
 )
+from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.actions.users_code import contained
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.collectors.outcomes import ActionTotals, Outcome
@@ -60,13 +62,15 @@ CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
 class Sources:
     """What it reads. `judge`: judges the run now, as `Live.judged`, for the last time if its argument says so. `metrics`: by name.
 
-    `fed`: whether Notify judges as well, and hands it to `Act.take`.
+    `fed`: whether Notify judges as well, and hands it to `Act.take`. `samples`: the values of each sample, for windows; None if
+    nothing shows them.
     """
 
     judge: Callable[[bool], Judged]
     fed: bool
     metrics: Callable[[], Mapping[str, Spec]]
     step: Callable[[], int]
+    samples: SampleFeed | None = None
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
@@ -157,7 +161,7 @@ class Act:
             condition=condition,
             action=action,
             timing=timing,
-            measurements=Measurements(self._sources.metrics()),
+            measurements=Measurements(self._sources.metrics(), self._sources.samples),
             counted=self.totals.know(of_action),
             conditions=self._failures.guard(f"the condition {name}"),
             actions=self._failures.guard(f"the action {of_action} on {name}"),
@@ -174,6 +178,7 @@ class Act:
 
     def _remove(self, trigger: Trigger) -> None:
         trigger.removed = True
+        trigger.measurements.forget()
         with self._lock:
             self._triggers = tuple(one for one in self._triggers if one is not trigger)
             slot = self._slots.pop(trigger, None)
@@ -241,7 +246,12 @@ class Act:
 
     def evaluate(self, *, last: bool = False) -> None:
         """Judges once, and lets happen what is due. `last`: the run is over, and only rules are judged."""
-        triggers = [one for one in self._triggers if not one.off]
+        triggers = []
+        for trigger in self._triggers:
+            if trigger.off:
+                trigger.measurements.forget()  # nobody reads its windows any more
+            else:
+                triggers.append(trigger)
         if not triggers:
             return
         taken, self._taken = self._taken, None

@@ -1,24 +1,22 @@
 """Measurements: what a condition reads, the values of now and their windows.
 
-A window is remembered from the first evaluation on in which a condition asks for it, one value at each evaluation.
+A window is remembered from the first evaluation on in which a condition asks for it. It holds the values of all samples of the
+gradients since then; of other metrics it holds one value per evaluation.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
+from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
+from torch_grad_exporter.actions.act.windows import ConditionError, Size, Window
 from torch_grad_exporter.collectors.clipping import CLIPPING
 from torch_grad_exporter.collectors.gradients import GRAD_SAMPLE_STEP, GRADIENTS
 from torch_grad_exporter.collectors.weights import WEIGHTS
 from torch_grad_exporter.metrics.families import Kind, Spec
 from torch_grad_exporter.rules import Values
-
-LONGEST_SECONDS, MOST_SAMPLES = 86_400.0, 100_000
-"""The largest windows."""
 
 MOST_WINDOWS = 1000
 """Of one condition."""
@@ -30,76 +28,6 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 """A metric and labels."""
 
 
-class ConditionError(ValueError):
-    """What a condition asks for can never be there: it is switched off at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How long a window is: in seconds, or in samples."""
-
-    seconds: float | None
-    samples: int | None
-
-    @classmethod
-    def of(cls, seconds: float | None, samples: int | None) -> Size:
-        """Raises `ConditionError` unless it is one of both, within bounds."""
-        if (seconds is None) == (samples is None):
-            raise ConditionError("give the window as seconds= or as samples=, one of both")
-        if seconds is not None and not 0 < seconds <= LONGEST_SECONDS:
-            raise ConditionError(f"seconds={seconds!r}: expected a number above 0, up to {LONGEST_SECONDS:g}")
-        if samples is not None and not (isinstance(samples, int) and 0 < samples <= MOST_SAMPLES):
-            raise ConditionError(f"samples={samples!r}: expected a whole number above 0, up to {MOST_SAMPLES}")
-        return cls(seconds, samples)
-
-    def __str__(self) -> str:
-        return f"samples={self.samples}" if self.seconds is None else f"seconds={self.seconds:g}"
-
-
-@dataclass(slots=True)
-class Window:
-    """The values of one series that a window of this size needs, with their times; the oldest is the last one before it."""
-
-    size: Size
-    sampled: bool
-    _values: deque[tuple[float, float]] = field(default_factory=deque)
-    _stamp: float | None = None
-
-    def add(self, value: float | None, now: float, stamp: float) -> None:
-        """Takes the value as of now, if there is one. `stamp`: grows with each sample of the gradients."""
-        if value is None:
-            return
-        if self.size.samples is not None and self.sampled and self._values:
-            # Values that `observe` gives are new without a sample.
-            before = self._values[-1][1]
-            if stamp == self._stamp and (value == before or (math.isnan(value) and math.isnan(before))):
-                return
-        self._stamp = stamp
-        self._values.append((now, value))
-        if self.size.samples is not None:
-            while len(self._values) > self.size.samples + 1:
-                self._values.popleft()
-        else:
-            while len(self._values) > 1 and self._values[1][0] <= now - (self.size.seconds or 0.0):
-                self._values.popleft()
-
-    def inside(self, now: float) -> list[float]:
-        """The values in the window; none while it is not full."""
-        if self.size.samples is not None:
-            values = [value for _, value in self._values]
-            return values[-self.size.samples :] if len(values) >= self.size.samples else []
-        first = now - (self.size.seconds or 0.0)
-        if not self._values or self._values[0][0] > first:
-            return []
-        return [value for at, value in self._values if at > first]
-
-    def before(self, now: float) -> float:
-        """The value right before the window; NaN while that is not known."""
-        if self.size.samples is not None:
-            return self._values[0][1] if len(self._values) > self.size.samples else math.nan
-        return self._values[0][1] if self._values and self._values[0][0] <= now - (self.size.seconds or 0.0) else math.nan
-
-
 class Measurements:
     """The values of now and their windows, for one condition. `metrics`: all that there are, by name. For one thread.
 
@@ -107,8 +35,10 @@ class Measurements:
     labels leave several series. A value that is not there, or whose window is not full yet, is NaN.
     """
 
-    def __init__(self, metrics: Mapping[str, Spec]) -> None:
+    def __init__(self, metrics: Mapping[str, Spec], feed: SampleFeed | None = None) -> None:
         self._metrics = metrics
+        self._feed = feed
+        self._series: dict[Key, Series] = {}
         self._windows: dict[tuple[Key, Size], Window] = {}
         self._values = Values(())
         self._now = 0.0
@@ -119,9 +49,30 @@ class Measurements:
     def begin(self, values: Values, now: float) -> None:
         """An evaluation begins, with these values at this time."""
         self._values, self._now, self.read = values, now, {}
-        self._stamp = sum(step for _, step in values.rows(GRAD_SAMPLE_STEP))
-        for (key, _), window in self._windows.items():
-            window.add(self._find(key), now, self._stamp)
+        stamp, self._stamp = self._stamp, sum(step for _, step in values.rows(GRAD_SAMPLE_STEP))
+        sampled = {key: series.take() for key, series in self._series.items()}
+        for (key, size), window in self._windows.items():
+            fresh = sampled.get(key, [])
+            value = self._find(key)
+            if value is not None and self._is_new(value, key, size, window, fresh, same=stamp == self._stamp):
+                fresh = [*fresh, value]
+            window.add(fresh, now)
+
+    def _is_new(self, value: float, key: Key, size: Size, window: Window, fresh: Sequence[float], *, same: bool) -> bool:
+        """Return whether the value of now goes behind the `fresh` ones. `same`: no sample came since the last evaluation."""
+        if size.samples is None:
+            # Without a new value the last one goes on.
+            return not _contains(fresh, value)
+        if key in self._series:
+            # All samples are in `fresh` or before, but not the norms that `observe` was given.
+            return not _contains((*fresh, window.last), value)
+        if self._metrics[key[0]] in _SAMPLED:
+            return not (same and _contains((window.last,), value))
+        return True
+
+    def forget(self) -> None:
+        """Drop all windows."""
+        self._windows, self._series = {}, {}
 
     def last(self, metric: str, **labels: str) -> float:
         """The value of now."""
@@ -131,18 +82,17 @@ class Measurements:
     def mean(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """The mean of the values in the window."""
         size = Size.of(seconds, samples)
-        inside = self._window(metric, labels, size).inside(self._now)
-        return self._noted("mean", metric, labels, size, _mean(inside))
+        return self._noted("mean", metric, labels, size, self._window(metric, labels, size).mean(self._now))
 
     def max(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """The largest value in the window; NaN if one of them is."""
         size = Size.of(seconds, samples)
-        return self._noted("max", metric, labels, size, _extreme(max, self._window(metric, labels, size).inside(self._now)))
+        return self._noted("max", metric, labels, size, self._window(metric, labels, size).max(self._now))
 
     def min(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """The smallest value in the window; NaN if one of them is."""
         size = Size.of(seconds, samples)
-        return self._noted("min", metric, labels, size, _extreme(min, self._window(metric, labels, size).inside(self._now)))
+        return self._noted("min", metric, labels, size, self._window(metric, labels, size).min(self._now))
 
     def increase(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """By how much the value has grown in the window."""
@@ -179,8 +129,14 @@ class Measurements:
         if window is None:
             if len(self._windows) >= MOST_WINDOWS:
                 raise ConditionError(f"the condition asks for more than {MOST_WINDOWS} windows")
-            window = self._windows[key, size] = Window(size, self._metrics[metric] in _SAMPLED)
-            window.add(self._find(key), self._now, self._stamp)
+            # First, since it raises where the worker is busy: the next evaluation tries again.
+            if self._feed is not None and key not in self._series:
+                series = self._feed.follow(self._metrics[metric], labels)
+                if series is not None:
+                    self._series[key] = series
+            window = self._windows[key, size] = size.window()
+            value = self._find(key)
+            window.add([] if value is None else [value], self._now)
         return window
 
     def _noted(self, what: str, metric: str, labels: Mapping[str, str], size: Size | None, value: float) -> float:
@@ -195,15 +151,6 @@ def near(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def _mean(values: list[float]) -> float:
-    """NaN of none. The sum of the values may be more than a float holds."""
-    if not values:
-        return math.nan
-    parts = [value / len(values) for value in values]
-    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
-
-
-def _extreme(of: Callable[[list[float]], float], values: list[float]) -> float:
-    if not values or any(map(math.isnan, values)):
-        return math.nan
-    return of(values)
+def _contains(values: Sequence[float | None], value: float) -> bool:
+    """Return whether the value is one of them, where NaN equals NaN."""
+    return value in values or (math.isnan(value) and any(found is not None and math.isnan(found) for found in values))

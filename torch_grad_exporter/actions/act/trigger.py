@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action, Timing
-from torch_grad_exporter.actions.act.measurements import ConditionError, Measurements, near
+from torch_grad_exporter.actions.act.measurements import Measurements, near
+from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.actions.users_code import contained, without_addresses
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, raised_by_handler
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values

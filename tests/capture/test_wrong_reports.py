@@ -1,0 +1,62 @@
+"""Reports with wrong arguments of what a loop reports: counted as errors, and the training is sampled as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.capture.recorded_loop import RecordedLoop
+from tests.capture.scenes import CAPTURES, COUNTED, OFF, REGIMES, all_regimes
+from tests.support.scrape import errors, lost, value
+from torch_grad_exporter import start_exporter
+
+ROUNDS = 30
+
+broken = pytest.mark.xfail(strict=True, reason="the number is kept, and all hooks fail by it until they are switched off")
+
+
+@broken
+@pytest.mark.slow
+@all_regimes
+@pytest.mark.parametrize("number", ["abc", "7", [1], float("nan")])
+def test_a_step_with_a_wrong_number(number: Any, regime: str) -> None:  # noqa: ANN401 - it is to be anything
+    """Each call counts as an error, no step is added, and the loop is followed as before."""
+    loop = RecordedLoop()
+    with start_exporter(loop.model, port=None, collectors=OFF, **REGIMES[regime]) as exporter:
+        loop.warm_up(exporter, regime)
+        for _ in range(ROUNDS):
+            loop.step()
+            exporter.step(number)
+        loop.go_on(regime)
+        loop.check(exporter)
+        assert errors(exporter).keys() == {"observe"}
+        if regime == "sampled":
+            assert lost(exporter) == {}
+            assert value(exporter, CAPTURES) == loop.steps
+
+
+@broken
+@pytest.mark.slow
+def test_before_the_first_step() -> None:
+    """A wrong number before the training changes nothing of it."""
+    loop = RecordedLoop()
+    with start_exporter(loop.model, port=None, collectors=OFF, every=1) as exporter:
+        exporter.step("abc")  # type: ignore[arg-type]
+        for _ in range(ROUNDS):
+            loop.step()
+        loop.check(exporter)
+        assert value(exporter, CAPTURES) == ROUNDS
+
+
+@broken
+@pytest.mark.slow
+def test_it_costs_no_counted_round() -> None:
+    """Rounds that were only counted are only counted afterwards."""
+    loop = RecordedLoop()
+    with start_exporter(loop.model, port=None, collectors=OFF, **COUNTED) as exporter:
+        loop.until_counted(exporter)
+        exporter.step("abc")  # type: ignore[arg-type]
+        loop.until_counted(exporter)
+        loop.go_on("counted")
+        loop.check(exporter)
