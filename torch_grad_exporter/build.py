@@ -109,7 +109,7 @@ class Stages:
         ending: How and when the run ends.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], checked: Checked, ending: Ending) -> None:  # noqa: PLR0915 - read from top to bottom
+    def __init__(self, models: Mapping[str, torch.nn.Module], checked: Checked, ending: Ending) -> None:  # noqa: C901, PLR0915 - read from top to bottom
         settings, arguments, identity = checked.settings, checked.arguments, checked.identity
         several = identity.world_size > 1
         self._ending, self._store = ending, checked.store
