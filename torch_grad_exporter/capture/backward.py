@@ -63,7 +63,6 @@ class BackwardWatch:
 
     def __init__(self, parts: Parts, count_only: CountOnly) -> None:
         self._parts = parts
-        self._regular = count_only.regular
         self._count_only = count_only
         self._clock = parts.clock
         self._rounds = parts.rounds
@@ -146,18 +145,12 @@ class BackwardWatch:
         Asks to be called at its end, where the two are distinguished.
         """
         start = self._clock.clock()
-        if self._regular.active and self._running.task == -1 and not unannounced and self._regular.backward_began(start):
-            self._running.task, self._running.certain = task, True
-            self._parts.waits.saw(task)
-            (at_end_of_backward if self._regular.wrapped else after_backward)(self._end_hook)
-            self._clock.spent(self._clock.clock() - start)
-            return
         self._count_only.settle()
         # First: what fails below must not begin it again at each hook.
         self._running = running = _Backward(task, unannounced=unannounced and self._parts.ladder.announces)
         self._parts.waits.saw(task)
         self._parts.reader.backward_began()
-        self._clock.switch(BACKWARD)
+        self._clock.switch(BACKWARD, start)
         self._rounds.backward_began(self.preparation.evidence, within_step=self._clock.stepping)
         if self._rounds.current.sampled:
             why = self.preparation.backward_began(unannounced=running.unannounced)
@@ -193,13 +186,9 @@ class BackwardWatch:
         if self._running.task == -1:
             return
         start = self._clock.clock()
-        if self._regular.active and self._regular.backward_ended(start):
-            self._running.task = -1
-            self._clock.spent(self._clock.clock() - start)
-            return
         backward, self._running = self._running, _Backward(certain=self._running.certain)
         self._parts.nodes.end()
-        self._clock.switch(OUTSIDE)
+        self._clock.switch(OUTSIDE, start)
         current = self._rounds.current
         sampled = current.sampled
         self._parts.waits.end(current.number, start)

@@ -116,13 +116,12 @@ class StepWatch:
         Call it right after a step.
         """
         parts = self._parts
-        settled = parts.ladder.mode is Mode.OUTPUT and not (parts.nodes.held or self._backward.running)
-        # It may turn out later that a step did not take place.
-        answers_may_come = parts.reader.knows_scaler or parts.fused.waiting
-        if not settled or parts.index.fully_sharded or parts.index.models != 1 or answers_may_come:
+        settled = parts.ladder.sees_backwards and not (parts.nodes.held or self._backward.running)
+        # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
+        if not settled or parts.index.fully_sharded or parts.fused.waiting:
             return None
         found = self._rounds.regular_optimizer()
-        return None if found in self._parts.optimizers.copying else found
+        return None if found in parts.optimizers.copying or found in parts.fused.answering else found
 
     def _view(self, optimizer: int) -> OptimizerView:
         return OptimizerView(optimizer, found_inf=self._found_inf.get(optimizer))

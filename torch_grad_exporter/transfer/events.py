@@ -177,12 +177,15 @@ class Stepped:
 class Counted:
     """Rounds that were only counted: the seconds from step to step, and what the exporter took in all of them.
 
-    `stretch`: the number of the rounds in a row that these are; later ones have larger numbers.
+    `stretch`: the number of the rounds in a row that these are; later ones have larger numbers. `at`, `step`: Unix time and number
+    of the last of the steps, as of `Stepped`.
     """
 
     seconds: tuple[float, ...]
     own_seconds: float
     stretch: int = 0
+    at: float = 0.0
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
