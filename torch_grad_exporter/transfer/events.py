@@ -90,7 +90,8 @@ class AfterClip:
 
     `loss_scale`: the scale that the backward was multiplied by, if it is known only now. `own_scale`: the one that these
     norms still contain, because the optimizer divides by it itself. `found_inf`: not zero if the optimizer itself leaves
-    this step out. `ours`: after the clipping that `clip=` asked for; what the loop itself has left was told before.
+    this step out. `unchanged`: nothing has written to the gradients since they were captured, so that they were not measured again.
+    `ours`: after the clipping that `clip=` asked for; what the loop itself has left was told before.
     """
 
     round: int
@@ -100,6 +101,7 @@ class AfterClip:
     own_scale: Ticket | None = None
     found_inf: Ticket | None = None
     ours: bool = False
+    unchanged: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
