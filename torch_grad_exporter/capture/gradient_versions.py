@@ -140,7 +140,7 @@ class GradientsAsRead:
     """Gradients as a sample has read them, to see at the step whether anything has written to them since.
 
     An edit shows by the tensor or its version. One that bypasses versions, as by `.data` or NumPy, shows in `ELEMENTS` elements, other
-    ones in each sample, where they can be read without waiting for a device; else in the samples that are compared in full.
+    ones in each sample. These are read only where there is no device to wait for: on devices gradients always count as written to.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,9 @@ class GradientsAsRead:
         """Return whether these gradients, those of the parameters at `positions`, are as they were read."""
         numbers, versions = self._versions.numbers, self._versions.versions
         for position, gradient in zip(positions, gradients, strict=True):
-            if gradient is None or _number_of(gradient) != numbers[position] or _version_of(gradient) != versions[position]:
+            if gradient is None or gradient.device.type != "cpu":
+                return False
+            if _number_of(gradient) != numbers[position] or _version_of(gradient) != versions[position]:
                 return False
             known = self._elements.get(position)
             if known is not None:

@@ -272,7 +272,8 @@ class GradientReader:
         now = PresentGradients.of(tracked, self.optimizers.parameters_at(optimizer, mine))
         if not now.in_place:
             return
-        in_full = self._views[optimizer] % IN_FULL == 0
+        # A scaler's own division leaves no trace in versions.
+        in_full = self._views[optimizer] % IN_FULL == 0 or (self.scale is not None and seen.grad_scale is None)
         self._views[optimizer] += 1
         if not (ours or in_full) and self._as_read.unchanged(mine, now.gradients):
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
