@@ -23,7 +23,7 @@ EXPORTER_OVERHEAD_BUDGET = METRICS.gauge(
 EXPORTER_SAMPLING_INTERVAL = METRICS.gauge("torch_grad_exporter_sampling_interval_steps", "Steps from one sample to the next.")
 EXPORTER_TIMING_INTERVAL = METRICS.gauge(
     "torch_grad_exporter_timing_interval_steps",
-    "Steps from one that is timed to the next: 1, unless steps are so short that timing each would take up the overhead budget.",
+    "Steps from one that hooks follow to the next, among those that are not sampled: 1 where steps are irregular; else most are only counted.",
 )
 EXPORTER_MODELS = METRICS.gauge("torch_grad_exporter_models", "Models that start_exporter was given.")
 EXPORTER_LAYERS = METRICS.gauge("torch_grad_exporter_layers", "Layers shown.")
