@@ -66,7 +66,7 @@ class ForwardWatch:
             return
         clock.switch(OUTSIDE, start)
         if torch.is_grad_enabled():
-            self._backward.forward_ended(model, output)
+            self._backward.forward_ended(output)
             if module.training and not isinstance(output, torch.Tensor):
                 self._observations.forward_over(model, output, kwargs)
         if self._parts.periodic is not None and not module.training:
@@ -79,7 +79,8 @@ class ForwardWatch:
             return
         start = self._clock.clock()
         self._parts.thread.is_here()
-        self._backward.forward_ended(0, loss)
+        self._preparation.backward_comes()
+        self._backward.forward_ended(loss)
         self._clock.spent(self._clock.clock() - start)
 
     def step_over(self) -> None:

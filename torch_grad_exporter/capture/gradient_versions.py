@@ -113,6 +113,12 @@ class GradientVersions:
     def of_present(cls, present: PresentGradients) -> GradientVersions:
         """The versions of gradients that were looked up."""
         gradients = present.gradients
+        if all(type(g) is torch.Tensor for g in gradients):  # no line of Python more for each of them than is needed
+            numbers: list[int | None] = [getattr(g, _ATTRIBUTE, None) for g in gradients]
+            for place in [place for place, number in enumerate(numbers) if number is None]:
+                numbers[place] = next(_NUMBERS)
+                setattr(gradients[place], _ATTRIBUTE, numbers[place])
+            return cls(present.tracked, numbers, [*map(version_of, gradients)])  # type: ignore[arg-type]
         numbers = [None if g is None else _numbered(g) for g in gradients]
         return cls(present.tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
 
@@ -139,7 +145,7 @@ class GradientVersions:
 class GradientsAsRead:
     """Gradients as a sample has read them, to see at the step whether anything has written to them since.
 
-    An edit shows by the tensor or its version. One that bypasses versions, as by `.data` or NumPy, shows in `ELEMENTS` elements, other
+    An edit shows by the tensor or its version. One that bypasses versions, as by `.data` or NumPy, shows in a few elements, other
     ones in each sample. These are read only where there is no device to wait for: on devices gradients always count as written to.
     """
 
@@ -165,9 +171,9 @@ class GradientsAsRead:
         """Return whether these gradients, those of the parameters at `positions`, are as they were read."""
         numbers, versions = self._versions.numbers, self._versions.versions
         for position, gradient in zip(positions, gradients, strict=True):
-            if gradient is None or gradient.device.type != "cpu":
+            if gradient is None or type(gradient) is not torch.Tensor or gradient.device.type != "cpu":
                 return False
-            if _number_of(gradient) != numbers[position] or _version_of(gradient) != versions[position]:
+            if getattr(gradient, _ATTRIBUTE, None) != numbers[position] or gradient._version != versions[position]:
                 return False
             known = self._elements.get(position)
             if known is not None:

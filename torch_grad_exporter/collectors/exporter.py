@@ -33,7 +33,7 @@ EXPORTER_LAYERS_FOLDED = METRICS.gauge(
 EXPORTER_SERIES = METRICS.gauge("torch_grad_exporter_series", "Time series in the previous scrape.")
 EXPORTER_CAPTURE_MODE = METRICS.gauge(
     "torch_grad_exporter_capture_mode",
-    "How gradients are captured: 1 for the current one of output, parameter and optimizer, else 0.",
+    "Where gradients are read: 1 for the current one of backward (at its end) and optimizer (at its step), else 0.",
     "mode",
 )
 EXPORTER_OVERHEAD_SECONDS = METRICS.counter(

@@ -126,6 +126,7 @@ class CountOnly:
         # In this order: whatever interrupts this, `settle` puts back what there is.
         self._counting = counting
         clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._mean_size)
+        self._parts.nodes.disarm()
         if not self._parts.hooks.rest(counting):
             self.settle()
 
