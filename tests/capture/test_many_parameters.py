@@ -68,7 +68,7 @@ def of_a_run(layers: int) -> dict[str, float]:
 def test_calls_for_each_parameter() -> None:
     """A start walks through the modules a few times; a sample passes through all parameters, but hardly by lines of Python."""
     _, few, many = (of_a_run(layers) for layers in (SIZES[0], *SIZES))
-    for name, most in {"start": 145, "first step": 44, "second step": 12, "later step": 9}.items():
+    for name, most in {"start": 145, "first step": 45, "second step": 12, "later step": 9}.items():
         assert (many[name] - few[name]) / (2 * (SIZES[1] - SIZES[0])) <= most, name
 
 

@@ -178,5 +178,5 @@ def test_what_is_shown_is_equal_on_all_ranks(found: Found, loop: str) -> None:
     assert second["layers"] == [[None, None]] * STEPS
     assert (first["skipped"], first["errors"], second["errors"]) == (0, {}, {})
     for mine in (first, second):
-        assert mine["mode"] == ("optimizer" if loop in AT_THE_STEP else "output")
+        assert mine["mode"] == ("optimizer" if loop in AT_THE_STEP else "backward")
         assert any("written after the backward" in line for line in mine["said"]) == (loop in AT_THE_STEP)

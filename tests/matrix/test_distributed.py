@@ -176,7 +176,7 @@ def complaints(name: str, way: Way, findings: Findings) -> list[str]:
         said = [f"without an exporter: {plain.failed}"] if plain.failed else [mine.failed] if mine.failed else mine.wrong
         if not said and not mine.collectives == plain.collectives > 0:
             said = [f"{mine.collectives} collectives, {plain.collectives} without an exporter"]
-        if not said and mine.shown[key("torch_grad_exporter_capture_mode", mode="output")] != 1:
+        if not said and mine.shown[key("torch_grad_exporter_capture_mode", mode="backward")] != 1:
             said = ["the backward was not seen through the root's output"]
         found += [f"rank {rank}: {one}" for one in said]
     return found

@@ -54,9 +54,9 @@ def value(exporter: Exporter, name: str, /, **labels: str) -> float | None:
 
 
 def mode(exporter: Exporter) -> str:
-    """The rung of the ladder in use."""
+    """Return where gradients are read: after the backward, or at the step (`optimizer`)."""
     found = values(exporter)
-    return next(m for m in ("output", "parameter", "optimizer") if found[key("torch_grad_exporter_capture_mode", mode=m)] == 1)
+    return next(m for m in ("backward", "optimizer") if found[key("torch_grad_exporter_capture_mode", mode=m)] == 1)
 
 
 def lost(exporter: Exporter) -> dict[str, float]:

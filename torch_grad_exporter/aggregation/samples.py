@@ -23,6 +23,8 @@ class Sample:
     present: BoolArray
     elements: IntArray
     units: IntArray
+    as_read: FloatArray
+    """The norm of each gradient with all scales and divisors that were in it when it was read, shape (parameters,)."""
     scale: float = 1.0
     divisor: float = 1.0
     """By what the loop has divided the gradients after the capture."""
@@ -43,7 +45,7 @@ class Sample:
             present[part.positions] = True
             elements[part.positions] = part.elements
             units[part.positions] = part.units
-        sample = cls(captured, layout, columns, present, elements, units)
+        sample = cls(captured, layout, columns, present, elements, units, columns[:, Column.NORM].copy())
         sample.divide(captured.divisor)
         if captured.scale is not None:
             sample.unscale(float(values(captured.scale.ready())[0]))

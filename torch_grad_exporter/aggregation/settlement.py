@@ -141,7 +141,7 @@ class Settlement:
         """Compares the norms before and after, and divides the sample by what is known only now."""
         sample, closed = ended.sample, ended.closed
         loop = [event for event in ended.after if not event.ours]
-        after = _norms(loop, np.zeros(len(closed.owners)))
+        after = _norms(loop, np.zeros(len(closed.owners)), ended)
         for event in loop:
             if event.loss_scale is not None:  # of the scaler that was found among the step's callers
                 sample.unscale(float(values(event.loss_scale.ready())[0]))
@@ -168,7 +168,7 @@ class Settlement:
         Of that one both norms are known, so that nothing is to be guessed.
         """
         by_us = [event for event in ended.after if event.ours]
-        clipped, told = _norms(by_us, np.zeros(len(after))), {event.optimizer for event in by_us}
+        clipped, told = _norms(by_us, np.zeros(len(after)), ended), {event.optimizer for event in by_us}
         edited = Edit(np.full(len(after), np.nan), np.full(len(after), np.nan))
         found = dict(verdicts)
         for optimizer, own in mine.items():
@@ -191,10 +191,13 @@ class Settlement:
         return bool(scales)
 
 
-def _norms(events: Iterable[AfterClip], norms: FloatArray) -> FloatArray:
+def _norms(events: Iterable[AfterClip], norms: FloatArray, ended: Ended) -> FloatArray:
     """The norms of these events by parameter, in the place of what is in `norms`."""
     for event in events:
         own_scale = 1.0 if event.own_scale is None else float(values(event.own_scale.ready())[0])
+        if event.unchanged:
+            own = ended.sample.present & (ended.closed.owners == event.optimizer)
+            norms[own] = ended.sample.as_read[own] / own_scale
         for part in event.parts:
             norms[part.positions] = arrived(part)[:, 0] / own_scale
     return norms

@@ -105,6 +105,11 @@ class TrainingTotals:
         self._end_before(event.stretch + 1, came=event.stretch)
         self._stretch = event.stretch
         self._add(event.seconds, event.own_seconds)
+        if event.step is not None:
+            step, at = event.step - len(event.seconds), event.at - sum(event.seconds)
+            for seconds in event.seconds:
+                step, at = step + 1, at + seconds
+                self._enter("step_seconds", step, seconds, at)
 
     def _add(self, durations: tuple[float, ...], own_seconds: float) -> None:
         totals, share = self._totals, own_seconds / len(durations)

@@ -1,11 +1,13 @@
-"""AccumulateGradNodes: tells which parameters just received their gradients, whatever the backward runs through.
+"""AccumulateGradNodes: reports backwards, and which parameters receive their gradients in them.
 
-Every accumulation into a `.grad` by autograd runs through the parameter's AccumulateGrad node. So its hook sees all of them in a
-sampled round, also those of a backward that nothing has announced. Unlike post-accumulate-grad hooks, hooks on the nodes leave
-next to nothing behind when they are removed. A node lives as long as something references it, and it references its parameter.
-Nodes keep parameters alive, so they are armed for single rounds only. A node expects gradients of the shape that its parameter had
-when it was made, and autograd uses it as long as it lives. So none is made of a parameter without elements, which is gathered
-later, and none outlives a change of its parameter's shape: that is looked at before each forward of a root.
+Every accumulation into a `.grad` by autograd runs through the parameter's AccumulateGrad node, whatever the backward runs through, and
+`torch.autograd.grad` runs through none. So hooks on the nodes see all of a round's backwards, each before its first gradient is
+written. Unlike post-accumulate-grad hooks they leave next to nothing behind when they are removed.
+
+A node lives as long as something references it, and it references its parameter: nodes are hooked for single rounds. A node expects
+gradients of the shape that its parameter had when it was made, and autograd uses it as long as it lives. So none is made of a
+parameter without elements, which is gathered later, and none outlives a change of its parameter's shape: that is looked at before
+each forward of a root.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, TrackedParameters, parameters_of
-from torch_grad_exporter.torch_compat.autograd import graph_task, nodes_of
+from torch_grad_exporter.torch_compat.autograd import nodes_of
 from torch_grad_exporter.torch_compat.compiler import never_compile
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
-NodeHook = Callable[[TrackedParameter], None]
-"""Is called with the `TrackedParameter` whose node fired in a backward that is not the expected one; guarded."""
+Gradients = tuple[torch.Tensor | None, ...]
+
+NodeHook = Callable[[TrackedParameter, Gradients], None]
+"""Is called with the first parameter that a backward reaches, and what it is about to receive; guarded."""
 
 Node = torch.autograd.graph.Node
+
+
+def _nothing(_tracked: TrackedParameter, _gradients: Gradients) -> None:
+    """Before there is anything to be called."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,68 +44,78 @@ class _Held:
     tracked: TrackedParameters
     nodes: Sequence[Node] = ()
     kinds: Sequence[_Kind] = ()
+    places: Sequence[int] = ()
+    """Their memory: autograd makes another node where it is replaced by that of another type, even if that is taken back."""
 
     @classmethod
-    def of(cls, table: ParameterTable, trained: dict[TrackedParameter, torch.nn.Parameter], before: _Held) -> _Held:
-        """The nodes of what is trained of a table, and of the rest of it those that were held before."""
-        nodes, kinds = nodes_of(trained.values()), _shared(map(_kind, trained.values()))
-        if len(trained) == len(table.tracked):
-            return cls(table.tracked, nodes, kinds)
-        frozen = before.only({*table.tracked} - trained.keys())
-        return cls(TrackedParameters((*trained, *frozen.tracked)), [*nodes, *frozen.nodes], [*kinds, *frozen.kinds])
+    def of(cls, tracked: TrackedParameters, trained: dict[TrackedParameter, torch.nn.Parameter], before: _Held) -> _Held:
+        """The nodes of what is trained of these parameters, and of the rest of them those that were held before."""
+        nodes, kinds, places = nodes_of(trained.values()), _shared(map(_kind, trained.values())), _places(trained.values())
+        if len(trained) == len(tracked):
+            return cls(tracked, nodes, kinds, places)
+        frozen = before.only({*tracked} - trained.keys())
+        together = TrackedParameters((*trained, *frozen.tracked))
+        return cls(together, [*nodes, *frozen.nodes], [*kinds, *frozen.kinds], [*places, *frozen.places])
 
     def only(self, wanted: Collection[TrackedParameter]) -> _Held:
         """Those of some parameters."""
-        rows = zip(self.tracked, self.nodes, self.kinds, strict=True) if wanted else ()
+        rows = zip(self.tracked, self.nodes, self.kinds, self.places, strict=True) if wanted else ()
         found = [row for row in rows if row[0] in wanted]
-        return _Held(TrackedParameters(t for t, _, _ in found), [node for _, node, _ in found], [kind for _, _, kind in found])
+        return _Held(TrackedParameters(row[0] for row in found), *([row[i] for row in found] for i in (1, 2, 3)))
 
     def items(self) -> Iterator[tuple[TrackedParameter, Node]]:
         """The parameters with their nodes."""
         return zip(self.tracked, self.nodes, strict=True)
 
     def changed(self, parameters: Sequence[torch.nn.Parameter | None]) -> set[TrackedParameter]:
-        """Which of these, which there are now, are of another kind. What is not in its place is left."""
-        if types.NoneType not in map(type, parameters) and all(map(operator.eq, map(_kind, parameters), self.kinds)):  # type: ignore[arg-type]
-            return set()
-        rows = zip(self.tracked, parameters, self.kinds, strict=True)
-        return {tracked for tracked, parameter, kind in rows if parameter is not None and _kind(parameter) != kind}
+        """Which of these, which there are now, are of another kind or in other memory. What is not in its place is left."""
+        if types.NoneType not in map(type, parameters):
+            now: Sequence[torch.Tensor] = parameters  # type: ignore[assignment]  # none is `None`
+            if all(map(operator.eq, map(_kind, now), self.kinds)) and _places(now) == self.places:
+                return set()
+        rows = zip(self.tracked, parameters, self.kinds, self.places, strict=True)
+        return {t for t, p, kind, place in rows if p is not None and (_kind(p) != kind or _places([p]) != [place])}
 
 
 class AccumulateGradNodes:
-    """Hooks on the AccumulateGrad nodes of a table's parameters, while `armed`.
+    """Hooks on the AccumulateGrad nodes of parameters.
 
-    `table`: whose parameters' nodes were hooked last, `None` while none is armed. `task`: autograd's number of the backward that
-    is known to run, -1 for none. `fired`: the parameters that received a gradient since `begin`.
+    `on_first`: what is called with the first parameter that a backward reaches. `table`: the table of which all parameters are hooked, `None` while none or only some of them are. `running`: whether a backward is
+    known to run. `fired`: the parameters that it has reached.
 
     A parameter that is frozen has no node, and one that is thawed within the round is thawed too late to be hooked, as by a loop
     that trains two networks in turn. So the nodes of those that are frozen at times are held: a node outlives the freezing.
 
-    What a signal's handler raises may end any method here between two statements: what was hooked and is not held is hooked anew.
+    What a signal's handler raises may end any method here between two statements: what was hooked and is not held is hooked again.
     """
 
     def __init__(self) -> None:
+        self.on_first: NodeHook = _nothing
         self._held = _Held(TrackedParameters())
         self._hooks: dict[TrackedParameter, MutableMapping[int, object]] = {}
         """The hooks of each node that is hooked."""
         self._numbers: dict[TrackedParameter, int] = {}
         """The number of ours among them."""
-        self._hook: NodeHook | None = None
         self._at_times: set[TrackedParameter] = set()
-        """Those that were frozen at the end of a round, or thawed within one, as long as the table has them."""
+        """Those that were frozen at the end of a round, or thawed within one, as long as they are hooked."""
         self.table: ParameterTable | None = None
-        self.task = -1
+        self.running = False
         self.fired: set[TrackedParameter] = set()
 
     @property
     def armed(self) -> bool:
         """Whether nodes are hooked."""
-        return self.table is not None
+        return bool(self._hooks)
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether any node is kept alive."""
+        return bool(self._held.tracked)
 
     @property
     def held(self) -> bool:
-        """Whether any node is kept alive."""
-        return bool(self._held.tracked)
+        """Whether nodes of parameters are held that are frozen at times."""
+        return bool(self._at_times)
 
     def drop_changed(self, table: ParameterTable | None = None, present: Sequence[torch.nn.Parameter | None] | None = None) -> bool:
         """Releases the nodes of parameters that have another shape, type or device than when the node was taken; whether any has.
@@ -116,63 +134,70 @@ class AccumulateGradNodes:
             self._at_times -= changed
         return bool(changed)
 
-    def arm(self, table: ParameterTable, hook: NodeHook, *, late: bool = False) -> None:
+    def arm(self, table: ParameterTable, *, late: bool = False) -> None:
         """Hooks the nodes of all parameters of the table, those that are frozen now as far as their nodes are held.
 
-        What is hooked stays so; what was hooked and is another node now is hooked anew. `late`: a backward runs already.
+        `late`: a backward runs already.
         """
         self.drop_changed()
         trained = _trained(table.tracked)
-        before, held = self._held, _Held.of(table, trained, self._held)
-        if late and before.tracked:  # else none was hooked before, as in a round that is sampled in addition
-            self._at_times |= trained.keys() - {*before.tracked}
-        self._hook = hook
-        hooked, told = dict(before.items()) if self._hooks else {}, self._accumulated
-        for stale in self._hooks.keys() - {*held.tracked}:
+        if late and self._held.tracked:  # else none was hooked before, as in a round that is sampled in addition
+            self._at_times |= trained.keys() - {*self._held.tracked}
+        self._hook_all(table.tracked, trained)
+        self.table = table
+
+    def arm_some(self, tracked: Iterable[TrackedParameter]) -> None:
+        """Hooks the nodes of these parameters, which are to report backwards, and of no others."""
+        self.drop_changed()
+        some = TrackedParameters(tracked)
+        if self.table is not None:
+            self._remember_frozen()
+        self._hook_all(TrackedParameters(dict.fromkeys((*some, *self._at_times))), _trained(some), hooked={*some})
+        self.table = None
+
+    def _hook_all(
+        self,
+        tracked: TrackedParameters,
+        trained: dict[TrackedParameter, torch.nn.Parameter],
+        hooked: Collection[TrackedParameter] | None = None,
+    ) -> None:
+        before, held = self._held, _Held.of(tracked, trained, self._held)
+        known, told = dict(before.items()) if self._hooks else {}, self._reached
+        wanted = {*held.tracked} if hooked is None else hooked
+        for stale in self._hooks.keys() - wanted:
             self._unhook(stale)
-        for tracked, node in held.items():
-            if tracked not in self._hooks or hooked.get(tracked) is not node:
-                self._unhook(tracked)
-                self._hook_on(node, tracked, told)
-        self._held, self.table = held, table
+        for one, node in held.items():
+            if one in wanted and (one not in self._hooks or known.get(one) is not node):
+                self._unhook(one)
+                self._hook_on(node, one, told)
+        self._held = held
         self._at_times &= {*held.tracked}
 
-    def begin(self, task: int) -> None:
-        """A backward begins, of this number."""
-        self.task = task
+    def begin(self) -> None:
+        """A backward begins."""
+        self.running = True
         self.fired.clear()
 
     def end(self) -> None:
         """It is over."""
-        self.task = -1
+        self.running = False
 
     def hooks_all_of(self, table: ParameterTable) -> bool:
-        """Whether every trained parameter of the table was hooked; its node may be another one by now."""
+        """Whether every trained parameter of the table is hooked."""
         if self.table is None:
             return False
         return all(map(self._hooks.__contains__, table.tracked)) or not _trained(t for t in table.tracked if t not in self._hooks)
 
-    def sees_all_of(self, table: ParameterTable) -> bool:
-        """Whether the node of every trained parameter of the table is hooked, and is still the one that a backward runs through."""
-        if not self.hooks_all_of(table):
-            return False
-        trained = _trained(table.tracked)
-        now = nodes_of(trained.values())
-        if self._held.tracked == (*trained,):
-            return all(map(operator.is_, self._held.nodes, now))
-        return all(map(operator.is_, map(dict(self._held.items()).get, trained), now))
-
     def positions(self, table: ParameterTable) -> set[int]:
-        """The positions in the table of the parameters that fired."""
+        """The positions in the table of the parameters that a backward has reached."""
         return {position for position, tracked in enumerate(table.tracked) if tracked in self.fired}
 
     def disarm(self) -> None:
         """Removes the hooks and releases the nodes, but for those of parameters that are frozen at times; idempotent."""
-        if not self.armed:  # as at the end of each round that was not sampled
+        if not self._hooks:
             return
+        self._remember_frozen()
         self._unhook_all()
-        pairs = zip(self._held.tracked, self._held.tracked.parameters(), strict=True)
-        self._at_times = {t for t, p in pairs if p is not None and (t in self._at_times or not p.requires_grad)}
         self._held = self._held.only(self._at_times)
 
     def release(self) -> None:
@@ -180,15 +205,19 @@ class AccumulateGradNodes:
         self._unhook_all()
         self._held, self._at_times = _Held(TrackedParameters()), set()
 
-    def _accumulated(self, tracked: TrackedParameter) -> None:
-        """A parameter has received a gradient. Called for each one of each backward of a sampled round: it does next to nothing."""
-        if graph_task() != self.task and self._hook is not None:
-            self._hook(tracked)
+    def _remember_frozen(self) -> None:
+        pairs = zip(self._held.tracked, self._held.tracked.parameters(), strict=True)
+        self._at_times = {t for t, p in pairs if p is not None and (t in self._at_times or not p.requires_grad)}
+
+    def _reached(self, tracked: TrackedParameter, gradients: Gradients) -> None:
+        """A parameter is about to receive a gradient. Called for each one of each backward: it does next to nothing."""
+        if not self.running:
+            self.on_first(tracked, gradients)
         self.fired.add(tracked)
 
     def _hook_on(self, node: Node, tracked: TrackedParameter, told: NodeHook) -> None:
         tracked.told = told
-        handle = node.register_hook(tracked)
+        handle = node.register_prehook(tracked)
         hooks = handle.hooks_dict_ref()
         if hooks is not None:
             self._numbers[tracked] = handle.id
@@ -204,10 +233,10 @@ class AccumulateGradNodes:
         self.table = None
         for tracked in [*self._hooks]:
             self._unhook(tracked)
-        self._hook, self.fired = None, set()
+        self.fired = set()
 
 
-never_compile(AccumulateGradNodes._accumulated)
+never_compile(AccumulateGradNodes._reached)
 
 
 def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torch.nn.Parameter]:
@@ -218,6 +247,14 @@ def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torc
 
 
 _kind: Callable[[torch.Tensor], _Kind] = operator.attrgetter("shape", "dtype", "device")
+
+
+def _places(parameters: Collection[torch.Tensor]) -> list[int]:
+    """Where the parameters' memory begins; 0 for those of kinds that do not tell."""
+    try:
+        return [*map(torch.Tensor.data_ptr, parameters)]
+    except (RuntimeError, NotImplementedError):
+        return [0 for _ in parameters]
 
 
 def _shared(kinds: Iterable[_Kind]) -> list[_Kind]:

@@ -95,7 +95,9 @@ class Capture:
         self._count_only.settle()
         self._parts.schedule.never()
         self._parts.rounds.gradients_elsewhere()
-        self._parts.nodes.disarm()
+        table = self._parts.index.table
+        self._parts.ladder.follow(table, set(range(len(table.tracked))))
+        self._backward.preparation.arm_nodes(sampled=False)
 
     def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
         """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is told to leave the step out."""
@@ -118,7 +120,7 @@ class Capture:
 
     def release(self) -> None:
         """Releases everything that keeps a parameter alive; idempotent, from any thread."""
-        self._parts.ladder.release()
+        self._parts.nodes.release()
         self._parts.reductions.disarm()
         self._parts.inspections.release()
 

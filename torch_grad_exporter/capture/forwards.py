@@ -25,7 +25,6 @@ class ForwardWatch:
         self, parts: Parts, backward: BackwardWatch, steps: StepWatch, count_only: CountOnly, observations: Observations
     ) -> None:
         self._parts = parts
-        self._regular = count_only.regular
         self._count_only = count_only
         self._clock = parts.clock
         self._backward = backward
@@ -35,8 +34,6 @@ class ForwardWatch:
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
-        if self._regular.active and self._regular.forward_began(module, args, kwargs):
-            return
         self._count_only.settle()
         clock = self._clock
         start = clock.clock()
@@ -51,7 +48,7 @@ class ForwardWatch:
             again = graph_task() != -1
             if not again:  # within a backward this may be a thread of autograd's
                 self._parts.thread.is_here()
-                clock.switch(FORWARD)
+                clock.switch(FORWARD, start)
             if clock.examples_known and not (again and clock.forward_came):
                 size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
                 if size is None:
@@ -69,9 +66,9 @@ class ForwardWatch:
             return
         clock.switch(OUTSIDE, start)
         if torch.is_grad_enabled():
-            self._backward.forward_ended(model, output)
+            self._backward.forward_ended(output)
             if module.training and not isinstance(output, torch.Tensor):
-                self._observations.forward_over(model, output, kwargs, regular=self._regular.active)
+                self._observations.forward_over(model, output, kwargs)
         if self._parts.periodic is not None and not module.training:
             self._parts.periodic()
         clock.spent(clock.clock() - start)
@@ -82,7 +79,8 @@ class ForwardWatch:
             return
         start = self._clock.clock()
         self._parts.thread.is_here()
-        self._backward.forward_ended(0, loss)
+        self._preparation.backward_comes()
+        self._backward.forward_ended(loss)
         self._clock.spent(self._clock.clock() - start)
 
     def step_over(self) -> None:

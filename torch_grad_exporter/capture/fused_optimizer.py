@@ -34,6 +34,8 @@ class FusedSteps:
 
     clock: StepClock
     transfer: HostTransfer = field(default_factory=lambda: HostTransfer(ring=UNDECIDED))
+    answering: set[int] = field(default_factory=set)
+    """The optimizers that were ever given an answer."""
     _rounds: deque[_Round] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
 
     @property
@@ -49,6 +51,8 @@ class FusedSteps:
             self.clock.step_done(optimizer)
         if found_inf is None and not self._rounds:
             return
+        if found_inf is not None:
+            self.answering.add(optimizer)
         if not self._rounds or self._rounds[-1].number != round_number:
             self._rounds.append(_Round(round_number))
         current = self._rounds[-1]

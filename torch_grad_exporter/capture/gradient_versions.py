@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,6 +27,12 @@ PROBES = 4
 
 LOOKED_AT = 1 << 12
 """Elements of a gradient that are looked at to see whether it was set to zero."""
+
+ELEMENTS = 8
+"""Gradients of which an element is compared between the backward and the step."""
+
+_STRIDE = 7919
+"""A prime: over the samples the compared elements are spread over the gradients."""
 
 _ATTRIBUTE = "_torch_grad_exporter_number"
 _NUMBERS = itertools.count()
@@ -100,9 +107,20 @@ class GradientVersions:
     @classmethod
     def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> GradientVersions:
         """The versions of the parameters' gradients as they are now. `parameters`: where they were looked up already."""
-        gradients = PresentGradients.of(tracked, parameters).gradients
+        return cls.of_present(PresentGradients.of(tracked, parameters))
+
+    @classmethod
+    def of_present(cls, present: PresentGradients) -> GradientVersions:
+        """The versions of gradients that were looked up."""
+        gradients = present.gradients
+        if all(type(g) is torch.Tensor for g in gradients):  # no line of Python more for each of them than is needed
+            numbers: list[int | None] = [getattr(g, _ATTRIBUTE, None) for g in gradients]
+            for place in [place for place, number in enumerate(numbers) if number is None]:
+                numbers[place] = next(_NUMBERS)
+                setattr(gradients[place], _ATTRIBUTE, numbers[place])
+            return cls(present.tracked, numbers, [*map(version_of, gradients)])  # type: ignore[arg-type]
         numbers = [None if g is None else _numbered(g) for g in gradients]
-        return cls(tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
+        return cls(present.tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
 
     def moved(self, now: PresentGradients | None = None) -> set[int]:
         """The positions of those that have a gradient now that is another tensor than then, or was written to.
@@ -122,6 +140,57 @@ class GradientVersions:
         now = PresentGradients.of(self.tracked)
         rows = zip(now.gradients, self.numbers, strict=True)
         return not self.moved(now) and all((gradient is None) == (number is None) for gradient, number in rows)
+
+
+class GradientsAsRead:
+    """Gradients as a sample has read them, to see at the step whether anything has written to them since.
+
+    An edit shows by the tensor or its version. One that bypasses versions, as by `.data` or NumPy, shows in a few elements, other
+    ones in each sample. These are read only where there is no device to wait for: on devices gradients always count as written to.
+    """
+
+    def __init__(self) -> None:
+        self._versions = GradientVersions.of(())
+        self._elements: dict[int, tuple[int, float]] = {}
+        """By position in the table the index of an element and its value."""
+        self._sample = 0
+
+    def read(self, present: PresentGradients) -> None:
+        """Remembers gradients that were just read."""
+        self._versions, self._elements = GradientVersions.of_present(present), {}
+        self._sample += 1
+        gradients = present.gradients
+        for number in range(min(ELEMENTS, len(gradients))):
+            position = (self._sample * ELEMENTS + number) % len(gradients)
+            gradient = gradients[position]
+            if gradient is not None and _is_readable(gradient):
+                index = self._sample * _STRIDE % gradient.numel()
+                self._elements[position] = index, _element(gradient, index)
+
+    def unchanged(self, positions: Collection[int], gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether these gradients, those of the parameters at `positions`, are as they were read."""
+        numbers, versions = self._versions.numbers, self._versions.versions
+        for position, gradient in zip(positions, gradients, strict=True):
+            if gradient is None or type(gradient) is not torch.Tensor or gradient.device.type != "cpu":
+                return False
+            if getattr(gradient, _ATTRIBUTE, None) != numbers[position] or gradient._version != versions[position]:
+                return False
+            known = self._elements.get(position)
+            if known is not None:
+                now = _element(gradient, known[0])
+                if now != known[1] and not (math.isnan(now) and math.isnan(known[1])):
+                    return False
+        return True
+
+
+def _is_readable(gradient: torch.Tensor) -> bool:
+    """Whether an element can be read at once."""
+    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.device.type == "cpu"
+    return plain and gradient.is_contiguous() and gradient.is_floating_point() and gradient.numel() > 0
+
+
+def _element(gradient: torch.Tensor, index: int) -> float:
+    return float(gradient.detach().view(-1)[index].item())
 
 
 def _values_of(versions: GradientVersions) -> list[int]:

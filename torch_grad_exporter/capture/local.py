@@ -56,6 +56,8 @@ class LocalGradients:
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._scratch = Scratch()
         self._handles: list[Handle] = []
+        self._armed: dict[TrackedParameter, int] = {}
+        """What is hooked, with its position."""
         self._sum = _Sum()
         self._begins = False
         self._reduction: Reduction | None = None
@@ -87,9 +89,16 @@ class LocalGradients:
             for position, (tracked, parameter) in found
             if parameter is not None and parameter.requires_grad and (not reduced or tracked.identity in reduced)
         }
+        self._armed = {table.tracked[position]: position for position in trained}
         self._there |= {position for position, parameter in trained.items() if parameter.grad is not None}
         for position, node in zip(trained, nodes_of(trained.values()), strict=True):
             self._handles.append(node.register_prehook(functools.partial(self._hook, position, table.tracked[position])))
+
+    def arrives_first(self, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """The node of this parameter is the one that was running when the others were hooked."""
+        position = self._armed.get(tracked)
+        if position is not None:
+            self._arrives(position, tracked, gradients)
 
     def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """A gradient is about to be added to what its parameter has. The last time in a backward counts."""
@@ -159,7 +168,7 @@ class LocalGradients:
 
     def disarm(self) -> None:
         """Removes the hooks; idempotent, from any thread."""
-        handles, self._handles = self._handles, []
+        handles, self._handles, self._armed = self._handles, [], {}
         for handle in handles:
             handle.remove()
 

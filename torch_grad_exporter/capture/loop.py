@@ -46,7 +46,6 @@ class TrainingLoop:
         self._rounds = parts.rounds
         self._steps = steps
         self._forwards = forwards
-        self._regular = count_only.regular
         self._count_only = count_only
         self._observations = observations
         self._weights = WeightProbe(parts) if parts.options.weights else None
@@ -68,8 +67,6 @@ class TrainingLoop:
 
         `over`: it was not seen until it was over, so that no other hook is to be waited for.
         """
-        if self._regular.active and self._regular.step_began(optimizer, args, kwargs):
-            return
         parts, clock = self._parts, self._clock
         if not parts.optimizers.concerns(optimizer):
             if parts.thread.may_be_here():  # on another thread it has nothing to do with these models
@@ -93,7 +90,7 @@ class TrainingLoop:
         if clock.stepping and number in self._rounds.stepping:
             self._steps.inner_began(number)  # `step` has called `super().step()`
             return
-        clock.step_began()
+        clock.step_began(start)
         sampled = self._rounds.current.sampled
         if sampled:
             parts.reader.scaler_looked_for(_calling_scaler(sys._getframe(1)))
@@ -133,18 +130,13 @@ class TrainingLoop:
         if number is None or not (self._rounds.current.sampled or skip is not None):
             return
         start = clock.clock()
-        self._regular.settle()
         self._steps.clipped(OptimizerView(number, _tensor(getattr(optimizer, "grad_scale", None)), skip))
         clock.spent(clock.clock() - start)
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
-        if self._regular.active and self._regular.step_ended(optimizer):
-            self._hooked = True
-            return
         number = self._parts.optimizers.number(optimizer)  # None of a foreign one, and then nothing is changed
         if number is not None and graph_task() == -1:
-            self._regular.settle()
             self._hooked = True
             self._ended(number)
             self.release()
@@ -200,23 +192,14 @@ class TrainingLoop:
             self._observations.round_over()
         if parts.periodic is not None:
             parts.periodic()
-        clock.step_over(first_of_round=first)
+        clock.step_over(start, first_of_round=first)
         clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))
         own = clock.own_seconds
         seconds = clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
         if seconds is not None:
             parts.schedule.stepped(seconds - own, None if sampled else own)
-        if first and not self._count_only.round_over(self._steps.regular_optimizer, self._over_hook, self._steps.prepare_next):
-            self._round_over()
-
-    def _round_over(self) -> None:
-        """The rounds to come are followed: by itself each, or together those that are like the last ones."""
-        if self._observations.waiting or not self._regular.may_begin():
-            return
-        number = self._steps.regular_optimizer()
-        alive = [optimizer for one, optimizer in self._parts.optimizers.numbered() if one == number]
-        if number is not None and len(alive) == 1:
-            self._regular.begin(number, alive[0])
+        if first:
+            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook, self._steps.prepare_next)
 
     # The end
 

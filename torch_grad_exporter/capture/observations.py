@@ -40,7 +40,6 @@ class Observations:
     def __init__(self, parts: Parts, count_only: CountOnly) -> None:
         self._parts = parts
         self._clock = parts.clock
-        self._regular = count_only.regular
         self._count_only = count_only
         self._ring = _Ring(parts.mailbox.press)
         self._losses = RoundLoss(parts)
@@ -114,28 +113,15 @@ class Observations:
         if surplus is None:
             current = self._parts.rounds.current
             passed = bool(current.backwards) and not current.stepped
-            if self._regular.active:
-                passed = self._regular.backwards > 0
             self._early = clock.forward_came and not passed
             under_way = clock.forward_came or passed
         else:
             under_way = surplus > 0 or self._early
         return clock.number + under_way
 
-    def forward_over(self, model: int, output: object, kwargs: Mapping[str, object], *, regular: bool) -> None:
-        """A training forward of the root of this number, with these keyword arguments, is over: takes the loss in its output.
-
-        `regular`: of a round whose loss is not read.
-        """
-        if regular:
-            self._losses.left_out()
-        else:
-            self._post_losses(self._losses.forward(model, output, kwargs))
-
-    @property
-    def waiting(self) -> bool:
-        """Whether losses of models are taken whose rounds are not over."""
-        return self._losses.waiting
+    def forward_over(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
+        """A training forward of the root of this number, with these keyword arguments, is over: takes the loss in its output."""
+        self._post_losses(self._losses.forward(model, output, kwargs))
 
     def round_over(self) -> None:
         """A round's first step is done: takes the loss of the round."""

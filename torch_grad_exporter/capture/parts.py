@@ -14,7 +14,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
 from torch_grad_exporter.capture.inspections import Inspections
-from torch_grad_exporter.capture.ladder import Ladder
+from torch_grad_exporter.capture.ladder import CaptureMode
 from torch_grad_exporter.capture.local import LocalGradients
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
@@ -80,13 +80,13 @@ class Parts:
     thread: TrainingThread = field(init=False, default_factory=TrainingThread)
     fused: FusedSteps = field(init=False)
     rounds: RoundTracker = field(init=False)
-    ladder: Ladder = field(init=False)
+    ladder: CaptureMode = field(init=False)
+    nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
     waits: GradientWaits = field(init=False)
     reductions: ReductionWatch = field(init=False)
     by_hand: ByHand = field(init=False)
     inspections: Inspections = field(init=False)
     probes: GradientProbes = field(init=False, default_factory=GradientProbes)
-    nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
 
     def __post_init__(self) -> None:
         clock, mailbox, errors = self.clock, self.mailbox, self.errors
@@ -100,22 +100,20 @@ class Parts:
             step_of_sample=self.reader.stepped,
             withdraw=self._withdraw,
             step_before_skipped=self.fused.settle,
-            round_began=self._round_began,
+            round_began=lambda _sampled, after_step: self._round_began(after_step),
         )
         self.rounds = RoundTracker(self.schedule.due, self.optimizers.manual, effects)
-        start = Mode.OUTPUT if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
-        self.ladder = Ladder(self.nodes, self.probes, self.optimizers, start)
+        start = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
+        self.ladder = CaptureMode(self.probes, self.optimizers, start)
         self.waits = GradientWaits(clock, self.hooks)
         local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
         self.reductions = ReductionWatch(self.index, self.probes, self.waits, local, errors)
         self.by_hand = ByHand(self.index, self.reductions)
 
-    def _round_began(self, sampled: bool, after_step: bool) -> None:
+    def _round_began(self, after_step: bool) -> None:
         self.reader.begin_round()
         if after_step:
             self.optimizers.round_over()
-        if not sampled:
-            self.nodes.disarm()
 
     def _close_sample(self, closed: Round, outcome: Outcome, usual: frozenset[int]) -> None:
         self.inspections.round_over(closed.number, kept=True)  # first: its cost is part of the sample's

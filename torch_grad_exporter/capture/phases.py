@@ -27,6 +27,8 @@ READ = 4
 class PhaseTimes:
     """The seconds of each phase of training. Belongs to the training thread and to that of the backward.
 
+    By the host's clock they are without what the exporter takes, which mostly comes in sampled rounds: `own`, in seconds so far.
+
     `events`: of devices; without them there is the host's clock alone. `seen`: the phases that there were. `untimed`: rounds that
     were followed, and are in no phase, since the device was too far behind, or a graph was being captured.
     """
@@ -36,10 +38,11 @@ class PhaseTimes:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.seen: set[str] = set()
         self.current = OUTSIDE
+        self.own = 0.0
         self.untimed = 0
         self.device: torch.device | None = None
         """Where the time passes; `None` while that is not known, and then as on the CPU."""
-        self._since = clock()
+        self._since, self._own_since = clock(), 0.0
         self._on_device: Timeline[str, Event] | None = None
         self._behind: deque[Stretch[str, Event]] = deque()
 
@@ -71,15 +74,15 @@ class PhaseTimes:
         self.seen.add(phase)
         if self._on_device is None:
             moment = self._clock() if moment is None else moment
-            self.seconds[self.current] += moment - self._since
-            self.current, self._since = phase, moment
+            self.seconds[self.current] += max(0.0, moment - self._since - (self.own - self._own_since))
+            self.current, self._since, self._own_since = phase, moment, self.own
         elif phase != self.current:
             self.current = phase
             self._on_device.enter(phase)
 
     def restart(self, phase: str = OUTSIDE) -> None:
         """Outside of a step, or in this phase; the time since the last phase began belongs to none."""
-        self.current, self._since = phase, self._clock()
+        self.current, self._since, self._own_since = phase, self._clock(), self.own
         if self._on_device is not None:
             self._on_device.restart()
             self._on_device.enter(phase)

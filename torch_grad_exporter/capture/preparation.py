@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.accumulate_grad import NodeHook
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import main_device
@@ -21,7 +20,7 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task, within_transform
 from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
-from torch_grad_exporter.transfer.outcomes import Lost, Mode
+from torch_grad_exporter.transfer.outcomes import Lost
 
 PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"
 
@@ -33,46 +32,45 @@ class RoundPreparation:
     pipeline schedule divides gradients after its last backward. Others only read them.
     """
 
-    def __init__(self, parts: Parts, node_hook: NodeHook) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._rounds = parts.rounds
-        self._node_hook = node_hook
         self._early_evidence = ClearingEvidence()
         self._placed: tuple[ParameterTable | None, torch.device | None] = None, None
         """The parameters whose device is known, and that of the first one."""
+        self._replaced = False
+        """Whether parameters were out of their places when the last forward began: replaced, or only for the time of it."""
         self.early: GradientVersions | None = None
         self.divisor = 1.0
 
     # After a step
 
     def step_over(self) -> None:
-        """A step is over: hooks the nodes of all parameters if the next round is sampled, before any backward of it can begin."""
-        parts = self._parts
-        parts.inspections.step_over(sampled=parts.rounds.next_is_sampled)
+        """A step is over: hooks the nodes that the next round needs, before any backward of it can begin."""
+        parts, sampled = self._parts, self._parts.rounds.next_is_sampled
+        parts.inspections.step_over(sampled=sampled)
         if parts.index.fully_sharded:
             parts.hooks.come_first()
-            if parts.rounds.next_is_sampled:  # here its sharded parameters are in their places
+            if sampled:  # here its sharded parameters are in their places
                 parts.cost.of(parts.index.refresh)
-        if not parts.rounds.next_is_sampled:
-            parts.nodes.disarm()
-        elif self._may_arm and not self._follows_a_sample:
-            parts.cost.of(self._arm)
+        self.arm_nodes(sampled=sampled)
 
-    def hold_nodes(self) -> None:
-        """A step came without a backward that was seen: hooks the nodes of what is trained now, for the next sampled rounds."""
-        if self._may_arm:
-            self._parts.nodes.arm(self._parts.index.refresh(), self._node_hook, late=True)
+    def arm_nodes(self, *, sampled: bool) -> None:
+        """Hooks all nodes for a round that is sampled, else those of a few parameters that report its backwards."""
+        parts = self._parts
+        if not self._may_arm:
+            parts.nodes.disarm()
+        elif sampled or not parts.ladder.detectors:
+            # Where roots are called, a forward will come that looks for what has changed since.
+            if not (parts.ladder.around_roots and parts.nodes.table is parts.index.table):
+                parts.cost.of(self._arm)
+        else:
+            parts.nodes.arm_some(parts.ladder.detectors)
 
     @property
     def _may_arm(self) -> bool:
         """Whether nodes show what comes into gradients; those of gathered parameters do not show it of the sharded ones."""
         return self._parts.ladder.sees_backwards and not self._parts.index.fully_sharded
-
-    @property
-    def _follows_a_sample(self) -> bool:
-        """Whether nodes are hooked since the round before, and a forward will come that looks for what has changed since."""
-        nodes = self._parts.nodes
-        return self._parts.ladder.announces and nodes.armed and nodes.table is self._parts.index.table
 
     def _arm(self, *, in_place: bool = False) -> None:
         """Hooks the nodes of all parameters that are trained now, until the round ends. `in_place`: as of `refresh`."""
@@ -80,7 +78,7 @@ class RoundPreparation:
             self._parts.index.look_at_shapes()
         table = self._parts.index.refresh(in_place=in_place)
         if not self._parts.nodes.hooks_all_of(table) and table.parameters() is not None:
-            self._parts.nodes.arm(table, self._node_hook)
+            self._parts.nodes.arm(table)
 
     # Before a forward
 
@@ -93,11 +91,16 @@ class RoundPreparation:
             self._parts.cost.of(self._prepare_for_thawed)
             self._parts.reductions.look(root)
             self.look_for_pipeline(sys._getframe(1))
-        elif self._parts.nodes.held:
-            self._parts.cost.of(self._drop_changed)
+        elif self._parts.nodes.keeps_any and self._drop_changed():
+            self._parts.nodes.arm_some(self._parts.ladder.detectors)
         if self._parts.index.fully_sharded:
             self._look_early()
         self._parts.inspections.forward_began(root, args, kwargs, sampled=self._rounds.next_is_sampled)
+
+    def backward_comes(self) -> None:
+        """A backward is about to begin that no forward of a root has shown."""
+        if self._rounds.next_is_sampled and torch.is_grad_enabled():
+            self._parts.cost.of(self._prepare_for_thawed)
 
     def follow_device(self) -> None:
         """The model may be somewhere else than before: phases are timed on the device where most of its parameters are."""
@@ -114,24 +117,30 @@ class RoundPreparation:
     def _drop_changed(self, present: list[torch.nn.Parameter | None] | None = None) -> bool:
         """No node that was taken before this forward may be used with data of another shape. Whether any was."""
         index, nodes = self._parts.index, self._parts.nodes
-        changed = nodes.held and nodes.drop_changed(index.table, present)
+        changed = nodes.keeps_any and nodes.drop_changed(index.table, present)
         if changed:
             index.look_at_shapes()
         return changed
 
     def _prepare_for_thawed(self) -> None:
         """Before the first forward of a sampled round: what was added or thawed since the step is hooked as well."""
-        index, nodes, current = self._parts.index, self._parts.nodes, self._rounds.current
+        index, nodes = self._parts.index, self._parts.nodes
         if capturing_graph():
             nodes.release()  # they were made for another stream
             return
-        first = bool(current.stepped) or not current.backwards
         # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
-        looks = first and self._may_arm and not within_transform()
-        present = index.present() if looks and nodes.held else None
+        looks = self._may_arm and not within_transform()
+        present = index.present() if looks and nodes.keeps_any else None
         changed = self._drop_changed(present)
         if looks and (changed or present is None or not nodes.hooks_all_of(index.table)):
             self._arm(in_place=True)
+            self._replaced = index.table.parameters() is None
+
+    def backward_announced(self) -> None:
+        """A backward has reached the output of a root, and no parameter yet: what was replaced before its forward is hooked now."""
+        if self._replaced and self._may_arm and self._rounds.next_is_sampled:
+            self._parts.cost.of(self._arm)
+        self._replaced = False
 
     def _look_early(self) -> None:
         """With FSDP this is the last moment at which sharded parameters are in their places."""
@@ -151,13 +160,17 @@ class RoundPreparation:
             return
         # Under FSDP2 the schedule reduces by hand what its backwards have left.
         if pipeline.divisor is None or pipeline.piecewise or self._parts.index.fully_sharded:
-            self._parts.ladder.fall_to(Mode.OPTIMIZER, PIECEWISE)
+            self._parts.ladder.read_at_steps(PIECEWISE)
+            self._parts.nodes.release()
             self._parts.reductions.disarm()
 
     # When a backward begins
 
-    def backward_began(self, *, unannounced: bool) -> Lost | None:
-        """A backward of a sampled round begins: why its gradients cannot be read, or told from earlier ones; `None` if they can."""
+    def backward_began(self) -> Lost | None:
+        """A backward of a sampled round begins: why its gradients cannot be read, or told from earlier ones; `None` if they can.
+
+        Where all nodes are yet to be hooked, as right after a skipped step, a later round is sampled instead.
+        """
         parts = self._parts
         if capturing_graph():
             return Lost.GRAPH_CAPTURE
@@ -166,25 +179,27 @@ class RoundPreparation:
             return None
         if parts.index.fully_sharded:
             return Lost.GATHERED if self.early is None else None
-        # Where the root announces the backward before any node fires, those can be hooked now, and a node that was replaced shows
-        # by the gradient's version.
-        announced = parts.ladder.announces and not unannounced
-        table = parts.reader.table
-        complete = parts.nodes.hooks_all_of(table) if announced else parts.nodes.sees_all_of(table)
+        if not parts.ladder.around_roots:
+            self.look_for_pipeline(parts.thread.frame())
+        table, before = parts.reader.table, parts.nodes.table
+        complete = parts.nodes.hooks_all_of(table)
         if not complete:
-            parts.nodes.arm(table, self._node_hook, late=True)
-        return None if known and (complete or announced) else Lost.PARAMETERS_CHANGED
+            parts.nodes.arm(table, late=True)
+            if before is None and not self._rounds.current.captured:
+                self._rounds.postpone()
+                return None
+        return None if known and complete else Lost.PARAMETERS_CHANGED
 
     def _renew_table(self) -> bool:
         """Takes the parameters that are trained now; whether all are among them that got a gradient in this round."""
         parts, current = self._parts, self._rounds.current
-        if parts.ladder.mode is not Mode.OUTPUT:
+        if not parts.ladder.around_roots:
             parts.reductions.look()
         if not parts.ladder.sees_backwards and current.backwards:
             return True
         if self._may_arm and not parts.nodes.armed:
             parts.index.look_at_shapes()
-        before, table = parts.reader.table, parts.reader.renew_table(versions=self._may_arm)
+        before, table = parts.reader.table, parts.reader.renew_table(versions=parts.reductions.wrapped)
         if table is before or not current.fired:
             return True
         fired = {before.tracked[position] for position in current.fired}

@@ -114,11 +114,6 @@ class StepClock:
         """Steps of the training before those that are counted here, as the loop told; `None` where it told none."""
         self._owed: dict[int, int] = {}
         self._uncommitted: _CountedRounds | None = None
-        self._alike: tuple[int, list[float]] | None = None
-        """The number of the rounds in a row that are alike, and the seconds from step to step, until they are handed over.
-
-        One value, for the reason that `_CountedRounds` is one.
-        """
         self._stretch = 0
         self._placed = 0
         """Of how many rounds the step was told."""
@@ -141,23 +136,23 @@ class StepClock:
         """Whether an optimizer is in its step, or raised in it."""
         return self.phases.current == OPTIMIZER
 
-    def step_began(self) -> None:
-        """An optimizer's step begins."""
-        self._enter(OPTIMIZER)
+    def step_began(self, moment: float | None = None) -> None:
+        """An optimizer's step begins. `moment`: as of `switch`."""
+        self._enter(OPTIMIZER, moment)
 
     def leave_step(self) -> None:
         """The step that had begun will not end: it raised."""
         self._enter(OUTSIDE)
 
-    def step_over(self, *, first_of_round: bool) -> None:
-        """An optimizer's step is over; `step_ended` is to follow."""
-        self._enter(OUTSIDE)
+    def step_over(self, moment: float, *, first_of_round: bool) -> None:
+        """An optimizer's step was over at this moment of the clock; `step_ended` is to follow."""
+        self._enter(OUTSIDE, moment)
         if first_of_round and self._uncommitted is None:
             self.phases.round_over()
 
-    def _enter(self, phase: str) -> None:
+    def _enter(self, phase: str, moment: float | None = None) -> None:
         if self._uncommitted is None:
-            self.phases.enter(phase)
+            self.phases.enter(phase, moment)
 
     # Counts
 
@@ -226,6 +221,7 @@ class StepClock:
     def spent(self, seconds: float) -> None:
         """The exporter has taken so long on the training thread."""
         self.own_seconds += seconds
+        self.phases.own += seconds
 
     def spent_on_devices(self, seconds: float) -> None:
         """The exporter has taken so long on devices."""
@@ -242,11 +238,6 @@ class StepClock:
         """When the loop last showed that it is alive, as Unix time; `None` before it ever did."""
         times = [moment for moment in (self.last_step, self._last_activity) if moment is not None]
         return max(times, default=None)
-
-    @property
-    def tells_steps(self) -> bool:
-        """Whether the step of the next round is still to be told, see `PLACED`."""
-        return self._placed <= PLACED
 
     @property
     def last_moment(self) -> float:
@@ -268,58 +259,11 @@ class StepClock:
         seconds = None if self._round_at is None else moment - self._round_at
         self._round_at = moment
         step = None
-        if self.tells_steps:  # the first one has no duration
+        if self._placed <= PLACED:  # the first one has no duration
             self._placed, step = self._placed + 1, self.number
         self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace, step))
         self.own_seconds = self.device_seconds = 0.0
         return seconds
-
-    # Rounds that are alike
-
-    def begin_alike(self) -> None:
-        """From now on, right after a round, rounds are alike, and their durations are handed over together."""
-        self._stretch += 1
-        self._alike = self._stretch, []
-
-    def forward_alike(self, examples: int | None) -> None:
-        """A training forward of such a round has begun, of so many examples; `None` if that cannot be seen."""
-        if examples is None:
-            self.examples_known = False
-        else:
-            self.examples += examples
-        self._last_activity = self.now()
-        self.evaluating, self.forward_came = False, True
-
-    def round_alike(self, optimizer: int, moment: float) -> None:
-        """Such a round is over at this moment of the clock, with the one step of this optimizer."""
-        self.phases.enter(OUTSIDE, moment)
-        if self.phases.by_events:
-            self.phases.round_over()
-        self.step_done(optimizer)
-        self._last_step = self._last_activity = self.now()
-        self.forward_came = self.evaluating = False
-        if self._alike is not None and self._round_at is not None:
-            self._alike[1].append(moment - self._round_at)
-        self._round_at = moment
-
-    def end_alike(self, own_to_a_round: float) -> tuple[tuple[float, ...], float]:
-        """Hands those rounds over; returns as `commit`."""
-        stretch, seconds = self._alike or (0, ())
-        durations = tuple(seconds)
-        own = self._hand_over(durations, stretch, own_to_a_round)
-        self._alike = None
-        return durations, own
-
-    def _hand_over(self, durations: tuple[float, ...], stretch: int, own_to_a_round: float) -> float:
-        """Posts rounds together; returns what the exporter took in all of them.
-
-        Comes before `counting` says nothing of them any more: who asks it and then takes what was posted misses none.
-        """
-        if not durations:
-            return 0.0
-        own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
-        self._mailbox.append(Counted(durations, own, stretch))
-        return own
 
     # Rounds that something else counts
 
@@ -335,10 +279,8 @@ class StepClock:
 
     def counting(self) -> Counting | None:
         """The rounds that are to be handed over together, as far as they have come; `None` without any. From any thread."""
-        uncommitted, alike = self._uncommitted, self._alike
-        if uncommitted is not None:
-            return Counting(uncommitted.durations(), uncommitted.stretch)
-        return None if alike is None else Counting(tuple(alike[1]), alike[0])
+        uncommitted = self._uncommitted
+        return None if uncommitted is None else Counting(uncommitted.durations(), uncommitted.stretch)
 
     def commit(self, own_to_a_round: float) -> tuple[tuple[float, ...], float]:
         """Takes over what was counted; returns the seconds from step to step of those rounds, and what the exporter took in all.
@@ -349,7 +291,12 @@ class StepClock:
         durations = () if uncommitted is None else uncommitted.durations()
         own = 0.0
         if uncommitted is not None and durations:
-            own = self._hand_over(durations, uncommitted.stretch, own_to_a_round)
+            own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
+            at, step = uncommitted.moments[-1] + uncommitted.offset, None
+            if self._placed <= PLACED:
+                self._placed, step = self._placed + len(durations), self.number
+            # Before `counting` says nothing of them any more: who asks it and then takes what was posted misses none.
+            self._mailbox.append(Counted(durations, own, uncommitted.stretch, at, step))
             self._round_at = uncommitted.moments[-1]
         self._last_step, self._last_activity = self.last_step, self.last_activity
         counts = self.counts()

@@ -6,6 +6,7 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
+from torch_grad_exporter.capture.gradient_versions import GradientsAsRead, GradientVersions, PresentGradients
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round, RoundTracker
 from torch_grad_exporter.errors import ErrorLog
@@ -29,6 +30,9 @@ from torch_grad_exporter.torch_compat.optimizers import scale_of
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Mailbox, Part, Withdrawn
 from torch_grad_exporter.transfer.outcomes import Outcome
 from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket
+
+IN_FULL = 8
+"""Of so many samples of an optimizer one is measured again at the step though nothing seems to have written to its gradients."""
 
 CROWDED = 1 << 12
 """Records in the mailbox, half of what it takes, beyond which no sample is taken: the host side has fallen behind."""
@@ -115,6 +119,9 @@ class GradientReader:
         """Whether the callers of a step were searched for a gradient scaler."""
         self._transfer = HostTransfer(pressed=self.mailbox.press)
         self._early = StepsWithinBackward(self.statistics)
+        self._as_read = GradientsAsRead()
+        self._views: Counter[int] = Counter()
+        """By optimizer, how often it was looked at what it sees."""
         self._places: frozenset[torch.device] = frozenset()
         self.table: ParameterTable = self.index.table
         self._before: GradientVersions | None = None
@@ -203,6 +210,7 @@ class GradientReader:
         parts, scale = self._sent(self.statistics.finish(readings, current.number), loss_scale)
         self.cost.timer.end(begun)
         if parts:
+            self._as_read.read(now)
             # A gradient that a hook of the user removed at once counts as none.
             there = early.fired | gradients.keys()
             every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
@@ -263,6 +271,14 @@ class GradientReader:
         tracked = table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine]
         now = PresentGradients.of(tracked, self.optimizers.parameters_at(optimizer, mine))
         if not now.in_place:
+            return
+        # A scaler's own division leaves no trace in versions.
+        in_full = self._views[optimizer] % IN_FULL == 0 or (self.scale is not None and seen.grad_scale is None)
+        self._views[optimizer] += 1
+        if not (ours or in_full) and self._as_read.unchanged(mine, now.gradients):
+            own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
+            loss_scale = None if self.scale is None else self._one(self.scale)
+            self.mailbox.append(AfterClip(current.number, optimizer, (), loss_scale, own_scale, answer, unchanged=True))
             return
         gradients = table.tracked.own({i: g for i, g in zip(mine, now.gradients, strict=True) if g is not None})
         begun = self.cost.timer.begin(self._places)

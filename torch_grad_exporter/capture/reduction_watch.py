@@ -10,13 +10,14 @@ from dataclasses import InitVar, dataclass
 
 import torch
 
+from torch_grad_exporter.capture.accumulate_grad import Gradients
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
 from torch_grad_exporter.capture.local import LocalGradients
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.reduction import Reductions
 
 
@@ -73,6 +74,11 @@ class ReductionWatch:
             self.waits.begin()
         if self.local is not None and local:
             self.local.begin(table, reduction, carries_on=backwards > 0 and self.probes.untouched())
+
+    def arrives(self, tracked: TrackedParameter, gradients: Gradients) -> None:
+        """The first parameter of a backward that has begun is about to receive these gradients; hooks that came since miss it."""
+        if self.local is not None:
+            self._began(self.local.arrives_first, tracked, gradients)
 
     def end(self, current: Round, table: ParameterTable, fired: set[int], *, written: bool) -> None:
         """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one."""

@@ -108,23 +108,12 @@ class RoundLoss:
         self._round: _Round | None = None
         self._trained = False
         """Whether there was a forward since the last step."""
-        self._left_out = False
-        """Whether there was one since the last step whose loss was not looked at."""
         self._rounds_given = 0
         self._asks = functools.partial(parts.errors.boundary("backward_hook", limit=None).result, self._cleared)
 
     def given(self) -> None:
         """The user gives the loss: those of the model are not shown in this round and in the next one."""
         self._rounds_given = 2
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there are losses that backwards may still pass through, or whose round is not over."""
-        return bool(self._waiting) or self._round is not None
-
-    def left_out(self) -> None:
-        """The loss of a training forward is not looked at: that of its round cannot be known any more."""
-        self._left_out = True
 
     def forward(self, model: int, output: object, kwargs: Mapping[str, object]) -> list[Value]:
         """A training forward of the root of this number is over."""
@@ -146,7 +135,7 @@ class RoundLoss:
     def step_over(self) -> list[Value]:
         """A round's first step is done."""
         over = [*self._sorted(), *self._taken()]
-        self._reading = self._trained = self._left_out = False
+        self._reading = self._trained = False
         self._rounds_given = max(0, self._rounds_given - 1)
         if self._waiting:  # a backward through them may still come, but not after another step
             self._waiting = [loss for loss in self._waiting if not loss.old]
@@ -170,7 +159,6 @@ class RoundLoss:
             on_gradient(loss, found)
         else:
             found.passes = self._clock.backward_passes
-        found.first &= not self._left_out
         return found
 
     def _cleared(self) -> bool:

@@ -86,6 +86,8 @@ class RoundTracker:
         self._unseen_optimizer = unseen_optimizer
         self._effects = effects
         self._skipped_unseen = False
+        self._postponed = False
+        """Whether a sample that could not be taken yet is to be taken of the next round."""
         self._readable = True
         self.current = Round(0, sampled=due(0))
         self.stepping: set[int] = set()
@@ -100,7 +102,7 @@ class RoundTracker:
     def next_is_sampled(self) -> bool:
         """Whether the backward that comes next belongs to a sampled round."""
         current = self.current
-        return self._due(current.number + 1) if current.stepped else current.sampled
+        return (self._postponed or self._due(current.number + 1)) if current.stepped else current.sampled
 
     @property
     def behind(self) -> bool:
@@ -153,10 +155,6 @@ class RoundTracker:
             self._effects.steps_skipped(1 + self.pattern.release())
             self._begin_round(skipped=True)
 
-    def model_reached(self, model: int) -> None:
-        """The running backward has reached the output, or a parameter, of a model."""
-        self.current.models.add(model)
-
     def renumbered(self, fired: set[int]) -> None:
         """The table was replaced within the round: these are now the positions of the parameters that got a gradient."""
         self.current.fired = fired
@@ -168,6 +166,10 @@ class RoundTracker:
         if self.current.captured or not self.current.extra:
             self._lose(why)
         self.current.sampled = self.current.captured = False
+
+    def postpone(self) -> None:
+        """The sample of this round is to be taken of the next one."""
+        self.current.sampled, self._postponed = False, True
 
     def backward_ended(self, fired: set[int], *, stepped_within: bool = False) -> bool:
         """A backward that wrote gradients is over; whether the round's gradients are to be read now.
@@ -302,6 +304,8 @@ class RoundTracker:
         late = self._effects.step_before_skipped(number)
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled and self._readable
         self._skipped_unseen = False
+        surprising |= self._postponed and self._readable
+        self._postponed = False
         self.current = Round(number, due or surprising, extra=not due)
         self._effects.round_began(self.current.sampled, bool(last.stepped))
 

@@ -9,8 +9,8 @@ a fixed place would alias with a loop that has a period of its own, and of two a
 one would never be sampled. The pattern depends on the round's number alone, and the rounds of a long interval
 are among those of every shorter one, so ranks that count alike sample alike.
 
-Rounds that are not sampled cost something, too: hooks at the forward, the backward and the step. Where steps are so short
-that this would take up the budget, most of those rounds are only counted, see `count_only/`.
+Rounds that are not sampled are only counted, if they are like those before, see `count_only/`: hooks at the forward, the backward
+and the step would cost more than a short step may.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, STEPS_REMEMBERED, CountingBudget, StepTimes
+from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, RoundCosts, StepTimes
 
 FIRST_SAMPLES = 10
 FIRST_SECONDS = 2.0
@@ -93,7 +93,7 @@ class SamplingSchedule:
         self.budget = budget
         self.interval = every or 1
         self._steps = StepTimes()
-        self.counting = CountingBudget(budget, self._steps)
+        self.counting = RoundCosts()
         self._first = FIRST_SAMPLES
         self._first_spent = 0.0
         self._since_change = 0
@@ -134,14 +134,11 @@ class SamplingSchedule:
         return block
 
     def only_counted(self, number: int) -> int:
-        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled.
+        """How many rounds from this number on need only be counted: all up to the next one that is sampled, if these are few.
 
-        The same number on average, but not each time, for the reason that samples are scattered for.
+        Many are interrupted by one that is followed, at scattered places for the reason that samples are scattered for.
         """
-        most = self.counting.rounds_to_a_followed - 1
-        if most < 1:
-            return 0
-        return min((most + 1) // 2 + scattered(number) % most, COUNTED_ROUNDS, self.next_due(number) - number)
+        return min((COUNTED_ROUNDS + 1) // 2 + scattered(number) % (COUNTED_ROUNDS // 2), self.next_due(number) - number)
 
     @property
     def shown_interval(self) -> int | None:
@@ -159,13 +156,6 @@ class SamplingSchedule:
         self._account.stepped(1, seconds)
         if floor is not None:
             self.counting.followed(floor)
-
-    def followed(self, seconds: Sequence[float], own: float) -> None:
-        """Learns how long rounds took that were followed and not sampled, and what they cost together, which is in those times."""
-        each = own / len(seconds)
-        self._steps.extend([one - each for one in seconds[-STEPS_REMEMBERED:]])
-        self._account.stepped(len(seconds), sum(seconds) - own)
-        self.counting.followed(each, len(seconds))
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
         """Learns how long rounds took that were only counted, and what they cost together."""

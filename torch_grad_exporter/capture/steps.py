@@ -15,7 +15,6 @@ from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.compiler import compiled_backwards
-from torch_grad_exporter.transfer.outcomes import Mode
 
 
 class StepWatch:
@@ -87,9 +86,9 @@ class StepWatch:
         late = optimizer in rounds.closures
         if late and not self._parts.ladder.sees_backwards:
             self._parts.cost.of(self._read, self._view(optimizer))
-        armed = self._parts.nodes.armed
+        table = self._parts.nodes.table
         if rounds.step_taken(optimizer):
-            self._no_backward_seen(armed=armed)
+            self._no_backward_seen(complete=table is not None and self._parts.nodes.hooks_all_of(self._parts.index.refresh()))
         if late and self._parts.ladder.sees_backwards:
             self._look(self._view(optimizer))
         first = not rounds.current.stepped
@@ -116,13 +115,12 @@ class StepWatch:
         Call it right after a step.
         """
         parts = self._parts
-        settled = parts.ladder.mode is Mode.OUTPUT and not (parts.nodes.held or self._backward.running)
-        # It may turn out later that a step did not take place.
-        answers_may_come = parts.reader.knows_scaler or parts.fused.waiting
-        if not settled or parts.index.fully_sharded or parts.index.models != 1 or answers_may_come:
+        settled = parts.ladder.sees_backwards and not (parts.nodes.held or self._backward.running)
+        # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
+        if not settled or parts.index.fully_sharded or parts.fused.waiting:
             return None
         found = self._rounds.regular_optimizer()
-        return None if found in self._parts.optimizers.copying else found
+        return None if found in parts.optimizers.copying or found in parts.fused.answering else found
 
     def _view(self, optimizer: int) -> OptimizerView:
         return OptimizerView(optimizer, found_inf=self._found_inf.get(optimizer))
@@ -149,7 +147,8 @@ class StepWatch:
             parts.cost.of(self._backward.read)
         if untouched is not False or seen.optimizer == parts.optimizers.manual_number:
             return False  # a step that the user reports is over: its gradients may be cleared
-        parts.ladder.fall_to(Mode.OPTIMIZER, WHY)
+        parts.ladder.read_at_steps(WHY)
+        parts.nodes.release()
         parts.reductions.disarm()
         parts.cost.of(self._read, seen)
         return True
@@ -175,21 +174,22 @@ class StepWatch:
             return owners
         return owners.union(number for number, _ in self._parts.optimizers.numbered())  # each is read when it steps
 
-    def _no_backward_seen(self, *, armed: bool) -> None:
-        """A step that no backward was seen before: another rung may see what this one does not. `armed`: nodes were, before it."""
-        mode = self._parts.ladder.mode
-        if mode is Mode.OPTIMIZER or (mode is Mode.PARAMETER and not armed):
+    def _no_backward_seen(self, *, complete: bool) -> None:
+        """A step that no backward was seen before. `complete`: the nodes of all parameters were hooked."""
+        parts = self._parts
+        if not parts.ladder.sees_backwards:
             return
-        table = self._parts.reader.table
+        table = parts.reader.table
         has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
-        if has_gradients and self._parts.probes.written_between_steps(table):
-            complete = armed and self._parts.nodes.hooks_all_of(self._parts.index.refresh())
-            self._parts.nodes.disarm()  # they may be those of tensors that were replaced
-            compiled = compiled_backwards() > self._compiled_before
-            # Where hooked nodes saw nothing, gradients do not come from autograd, and no other rung that waits for it sees more.
-            lower = not (complete or self._parts.index.fully_sharded)
-            self._parts.ladder.missed(compiled=compiled, lower=lower)
-            if not complete:
-                self._preparation.hold_nodes()
-            if not self._parts.ladder.sees_backwards:
-                self._parts.reductions.disarm()  # no end of a backward will do it
+        if not (has_gradients and parts.probes.written_between_steps(table)):
+            return
+        compiled = compiled_backwards() > self._compiled_before
+        parts.nodes.disarm()  # they may be those of tensors that were replaced
+        if compiled or complete or parts.index.fully_sharded:
+            # Where hooked nodes saw nothing, gradients do not come from autograd.
+            parts.ladder.missed(compiled=compiled)
+        if parts.ladder.sees_backwards:
+            self._preparation.arm_nodes(sampled=True)
+        else:
+            parts.nodes.release()
+            parts.reductions.disarm()  # no end of a backward will do it

@@ -23,7 +23,7 @@ EXPORTER_OVERHEAD_BUDGET = METRICS.gauge(
 EXPORTER_SAMPLING_INTERVAL = METRICS.gauge("torch_grad_exporter_sampling_interval_steps", "Steps from one sample to the next.")
 EXPORTER_TIMING_INTERVAL = METRICS.gauge(
     "torch_grad_exporter_timing_interval_steps",
-    "Steps from one that is timed to the next: 1, unless steps are so short that timing each would take up the overhead budget.",
+    "Steps from one that hooks follow to the next, among those that are not sampled: 1 where steps are irregular; else most are only counted.",
 )
 EXPORTER_MODELS = METRICS.gauge("torch_grad_exporter_models", "Models that start_exporter was given.")
 EXPORTER_LAYERS = METRICS.gauge("torch_grad_exporter_layers", "Layers shown.")
@@ -33,7 +33,7 @@ EXPORTER_LAYERS_FOLDED = METRICS.gauge(
 EXPORTER_SERIES = METRICS.gauge("torch_grad_exporter_series", "Time series in the previous scrape.")
 EXPORTER_CAPTURE_MODE = METRICS.gauge(
     "torch_grad_exporter_capture_mode",
-    "How gradients are captured: 1 for the current one of output, parameter and optimizer, else 0.",
+    "Where gradients are read: 1 for the current one of backward (at its end) and optimizer (at its step), else 0.",
     "mode",
 )
 EXPORTER_OVERHEAD_SECONDS = METRICS.counter(

@@ -52,7 +52,7 @@ TRAIN_STEP_DURATION = METRICS.histogram(
 )
 TRAIN_PHASE_SECONDS = METRICS.counter(
     "torch_train_phase_seconds_total",
-    "Time by phase of the training step: data, forward, backward, optimizer, and outside for everything between steps. On an accelerator in the time of the device that most parameters are on, where data and outside are what it waits for the host in them. Over timed steps: all, or one of each torch_grad_exporter_timing_interval_steps where steps are very short.",
+    "Time by phase of the training step: data, forward, backward, optimizer, and outside for everything between steps. On an accelerator in the time of the device that most parameters are on, where data and outside are what it waits for the host in them. Over the steps that hooks follow, of which torch_grad_exporter_timing_interval_steps tells how many there are, and without what the exporter itself takes on a CPU.",
     "phase",
     unit="seconds",
 )
@@ -66,7 +66,7 @@ TRAIN_GRADIENT_WAITS = METRICS.counter(
 )
 TRAIN_SAMPLES = METRICS.counter(
     "torch_train_samples_total",
-    "Training examples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. A step that is not timed counts as many examples as the timed step before it.",
+    "Training examples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. A step that is only counted has as many examples as the last ones that hooks followed.",
 )
 TRAIN_TOKENS = METRICS.counter("torch_train_tokens_total", "Training tokens as observed.")
 TRAIN_LOSS = METRICS.gauge(

@@ -46,15 +46,15 @@ class TrackedParameter:
     """Whether another rank has the same part and counts it in sums over ranks."""
     flat: FlatPart | None = None
     """What this rank has of it, where `FullyShardedDataParallel` keeps it."""
-    told: Callable[[TrackedParameter], None] | None = None
-    """What is told that the parameter has received a gradient, while autograd's node for it has this object as a hook."""
+    told: Callable[[TrackedParameter, tuple[torch.Tensor | None, ...]], None] | None = None
+    """What is called when the parameter is about to receive gradients, while autograd's node for it has this object as a hook."""
 
-    def __call__(self, *_gradients: object) -> None:
+    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """The hook itself: an object less for each parameter, which matters where there are thousands."""
         if is_compiling():
             return
         if self.told is not None:
-            self.told(self)
+            self.told(self, gradients)
 
     @classmethod
     def at(

@@ -90,7 +90,8 @@ class AfterClip:
 
     `loss_scale`: the scale that the backward was multiplied by, if it is known only now. `own_scale`: the one that these
     norms still contain, because the optimizer divides by it itself. `found_inf`: not zero if the optimizer itself leaves
-    this step out. `ours`: after the clipping that `clip=` asked for; what the loop itself has left was told before.
+    this step out. `unchanged`: nothing has written to the gradients since they were captured, so that they were not measured again.
+    `ours`: after the clipping that `clip=` asked for; what the loop itself has left was told before.
     """
 
     round: int
@@ -100,6 +101,7 @@ class AfterClip:
     own_scale: Ticket | None = None
     found_inf: Ticket | None = None
     ours: bool = False
+    unchanged: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,12 +179,15 @@ class Stepped:
 class Counted:
     """Rounds that were only counted: the seconds from step to step, and what the exporter took in all of them.
 
-    `stretch`: the number of the rounds in a row that these are; later ones have larger numbers.
+    `stretch`: the number of the rounds in a row that these are; later ones have larger numbers. `at`, `step`: Unix time and number
+    of the last of the steps, as of `Stepped`.
     """
 
     seconds: tuple[float, ...]
     own_seconds: float
     stretch: int = 0
+    at: float = 0.0
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ class Lost(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """The rungs of the ladder: how a backward is detected, and so where gradients are read."""
+    """Where gradients are read: after the backward, or at the optimizer's step."""
 
-    OUTPUT = "output"
-    PARAMETER = "parameter"
+    BACKWARD = "backward"
     OPTIMIZER = "optimizer"

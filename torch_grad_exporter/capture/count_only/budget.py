@@ -1,14 +1,9 @@
-"""CountingBudget: what rounds cost that are not sampled, and how many of them need only be counted for the budget's sake."""
+"""RoundCosts: what rounds cost that are not sampled, be they followed by hooks or only counted."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import deque
 from statistics import median
-
-TIMED_SHARE = 0.2
-"""Share of the budget that may be spent on the hooks of rounds that are not sampled; beyond it most of them are only counted."""
 
 HOOKS_SECONDS = 10e-6
 """What PyTorch takes to call the hooks of a round, which a clock inside them cannot measure; as `make bench` measures it."""
@@ -19,9 +14,6 @@ COUNTED_SECONDS = 7e-6
 COUNTED_ROUNDS = 255
 COUNTING_SECONDS = 0.5
 """Rounds that are only counted in a row, at most."""
-
-PATIENCE = 8
-"""Rounds, or blocks of counted ones, between two judgements of how many to follow."""
 
 STEPS_REMEMBERED = 32
 """Whose durations are known."""
@@ -42,30 +34,25 @@ class StepTimes(deque[float]):
         return max(median(self), 1e-9)
 
 
-class CountingBudget:
-    """Learns what rounds cost that are not sampled, in seconds. Belongs to the training thread. `budget`: as of the schedule."""
+class RoundCosts:
+    """Learns what rounds cost that are not sampled, in seconds. Belongs to the training thread."""
 
-    def __init__(self, budget: float, steps: StepTimes) -> None:
-        self._budget = budget
-        self._steps = steps
+    def __init__(self) -> None:
         self._floors: deque[float] = deque(maxlen=_FLOORS_REMEMBERED)
-        self._until_judged = PATIENCE
         self._counted: tuple[float, float] = (0.0, 0.0)
         """Rounds that were only counted, and what they cost together in seconds; older ones halved."""
-        self.rounds_to_a_followed = 1
-        """Of so many rounds that are not sampled one is to be followed by hooks."""
-        self._lately: tuple[float, float] = (0.0, 0.0)
+        self._recent: tuple[float, float] = (0.0, 0.0)
         """Rounds that were followed and that were only counted, older ones halved."""
 
     @property
     def timing_interval(self) -> int:
-        """Of how many rounds that are not sampled one was followed by hooks lately."""
+        """Of how many of the last rounds that were not sampled one was followed by hooks."""
         return round(1 / self._followed)
 
-    def followed(self, own: float, rounds: int = 1) -> None:
-        """Learns what each of some rounds in a row cost that were followed by hooks and not sampled."""
-        self._floors.extend(itertools.repeat(own, rounds))
-        self._note(followed=rounds)
+    def followed(self, own: float) -> None:
+        """Learns what a round cost that was followed by hooks and not sampled."""
+        self._floors.append(own)
+        self._note(1, 0)
 
     def counted(self, rounds: int, own: float) -> None:
         """Learns what rounds cost together that were only counted."""
@@ -73,30 +60,17 @@ class CountingBudget:
         if before > _ROUNDS_REMEMBERED:
             before, spent = before / 2, spent / 2
         self._counted = before + rounds, spent + own
-        self._note(counted=rounds)
+        self._note(0, rounds)
 
-    def _note(self, followed: int = 0, counted: int = 0) -> None:
-        """Takes in rounds that were not sampled, and judges from time to time how many of the next ones to follow."""
-        self._lately = self._lately[0] + followed, self._lately[1] + counted
-        if sum(self._lately) > _ROUNDS_REMEMBERED:
-            self._lately = max(1.0, self._lately[0] / 2), self._lately[1] / 2
-        self._until_judged -= 1
-        if self._until_judged <= 0:
-            self._until_judged = PATIENCE
-            self.rounds_to_a_followed = self._judge()
-
-    def _judge(self) -> int:
-        """Of how many rounds that are not sampled one is to be followed, so that its hooks keep to their share of the budget."""
-        if len(self._floors) < PATIENCE:
-            return 1
-        step = self._steps.typical
-        rounds = math.ceil(self.floor() / step / (TIMED_SHARE * self._budget))
-        return max(1, min(rounds, COUNTED_ROUNDS, int(COUNTING_SECONDS / step)))
+    def _note(self, followed: int, counted: int) -> None:
+        self._recent = self._recent[0] + followed, self._recent[1] + counted
+        if sum(self._recent) > _ROUNDS_REMEMBERED:
+            self._recent = max(1.0, self._recent[0] / 2), self._recent[1] / 2
 
     @property
     def _followed(self) -> float:
-        """The share of rounds followed by hooks, of those lately that were not sampled."""
-        followed, counted = self._lately
+        """The share of rounds followed by hooks, of the last ones that were not sampled."""
+        followed, counted = self._recent
         return max(followed, 1.0) / max(followed + counted, 1.0)
 
     def rest(self) -> float:

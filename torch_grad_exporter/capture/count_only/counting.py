@@ -18,7 +18,6 @@ import torch
 from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.capture.count_only.hook import CountingHook, Witness
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.regular_rounds import RegularRounds
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.transfer.events import OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
@@ -26,22 +25,21 @@ from torch_grad_exporter.transfer.outcomes import Outcome
 STILL_SECONDS = 1.0
 """Without a step, after which the hooks around the forward come back."""
 
-AFTER_TROUBLE = 256
+AFTER_TROUBLE = 32
 """Rounds that are all followed after a skipped step, and after counted rounds that ended otherwise than thought."""
+
+AT_LEAST = 2
+"""Rounds: to begin and to end counting costs as much as to follow one."""
 
 SIZES = 8
 """Rounds followed closely whose mean size is that of the rounds that are only counted."""
 
 
 class CountOnly:
-    """Belongs to the training thread, but for `look` and `release`.
-
-    `regular`: follows rounds together that are not counted.
-    """
+    """Belongs to the training thread, but for `look` and `release`."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.regular = RegularRounds(parts)
         self._clock = parts.clock
         self._rounds = parts.rounds
         self._sizes: deque[float] = deque(maxlen=SIZES)
@@ -69,7 +67,7 @@ class CountOnly:
         if self._clock.skipped != self._skipped:
             self._skipped, self._not_before = self._clock.skipped, number + AFTER_TROUBLE
         rounds = self._parts.schedule.only_counted(number + 1)
-        stepper = regular() if rounds and number >= self._not_before else None
+        stepper = regular() if rounds >= AT_LEAST and number >= self._not_before else None
         found = self._parts.optimizers.numbered() if stepper is not None else []
         if len(found) != 1 or found[0][0] != stepper:
             self._dismiss()
@@ -128,6 +126,7 @@ class CountOnly:
         # In this order: whatever interrupts this, `settle` puts back what there is.
         self._counting = counting
         clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._mean_size)
+        self._parts.nodes.disarm()
         if not self._parts.hooks.rest(counting):
             self.settle()
 
@@ -139,13 +138,12 @@ class CountOnly:
         return mine
 
     def settle(self, *, after_step: bool = False) -> None:
-        """Ends the counting, or regular rounds, and leaves everything as if each round had been followed by itself; idempotent.
+        """Ends the counting and leaves everything as if each round had been followed by itself; idempotent.
 
         `after_step`: a step is just over, so that no round is under way.
         """
         counting = self._counting
         if counting is None:
-            self.regular.settle()
             return
         self._parts.hooks.wake()
         durations, own = self._clock.commit(COUNTED_SECONDS)  # with what the user's calls meanwhile have cost
@@ -209,9 +207,7 @@ class CountOnly:
     def norm_observed(self) -> None:
         """The norm of a round was posted: where it is only counted, of one that is not over, or of the one before."""
         counting = self._counting
-        if self.regular.active:
-            self.regular.norm_observed()
-        elif counting is None or not (counting.moments or counting.backwards):
+        if counting is None or not (counting.moments or counting.backwards):
             self._rounds.norm_observed()
         elif counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
