@@ -104,7 +104,7 @@ def test_training_is_unchanged(event: Event, every: int) -> None:
 
 
 def test_a_skipped_step_keeps_nothing_alive() -> None:
-    """After a skipped step, and one more sample, a parameter that is replaced is freed."""
+    """After a skipped step, and one more sample, a parameter that is replaced is freed by the next step."""
     model = Layers()
     with start_exporter(model, port=None, every=100, collectors=OFF):
         for step in range(30):
@@ -115,6 +115,9 @@ def test_a_skipped_step_keeps_nothing_alive() -> None:
             optimizer.zero_grad()
         gone = weakref.ref(model[0].weight)
         model[0] = nn.Linear(6, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
         del optimizer
         gc.collect()
         assert gone() is None

@@ -1,7 +1,7 @@
 """AccumulateGradNodes: reports backwards, and which parameters receive their gradients in them.
 
-Every accumulation into a `.grad` by autograd runs through the parameter's AccumulateGrad node, whatever the backward runs through, and
-`torch.autograd.grad` runs through none. So hooks on the nodes see all of a round's backwards, each before its first gradient is
+Every accumulation into a `.grad` by autograd runs through the parameter's AccumulateGrad node, whatever the backward runs through,
+and `torch.autograd.grad` runs through none. So hooks on the nodes see all of a round's backwards, each before its first gradient is
 written. Unlike post-accumulate-grad hooks they leave next to nothing behind when they are removed.
 
 A node lives as long as something references it, and it references its parameter: nodes are hooked for single rounds. A node expects
@@ -61,7 +61,8 @@ class _Held:
         """Those of some parameters."""
         rows = zip(self.tracked, self.nodes, self.kinds, self.places, strict=True) if wanted else ()
         found = [row for row in rows if row[0] in wanted]
-        return _Held(TrackedParameters(row[0] for row in found), *([row[i] for row in found] for i in (1, 2, 3)))
+        tracked = TrackedParameters(row[0] for row in found)
+        return _Held(tracked, [row[1] for row in found], [row[2] for row in found], [row[3] for row in found])
 
     def items(self) -> Iterator[tuple[TrackedParameter, Node]]:
         """The parameters with their nodes."""
@@ -80,8 +81,9 @@ class _Held:
 class AccumulateGradNodes:
     """Hooks on the AccumulateGrad nodes of parameters.
 
-    `on_first`: what is called with the first parameter that a backward reaches. `table`: the table of which all parameters are hooked, `None` while none or only some of them are. `running`: whether a backward is
-    known to run. `fired`: the parameters that it has reached.
+    `on_first`: what is called with the first parameter that a backward reaches. `table`: the table of which all parameters are
+    hooked, `None` while none or only some of them are. `running`: whether a backward is known to run. `fired`: the parameters that
+    it has reached.
 
     A parameter that is frozen has no node, and one that is thawed within the round is thawed too late to be hooked, as by a loop
     that trains two networks in turn. So the nodes of those that are frozen at times are held: a node outlives the freezing.

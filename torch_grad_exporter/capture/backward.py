@@ -1,9 +1,9 @@
 """BackwardWatch: one backward, from the forward before it to its end, and what it wrote.
 
 It begins when it reaches the first parameter whose node is hooked; with FSDP, whose sharded parameters have no such nodes, when it
-reaches the root's output. At its end a nested callback runs after everything that DistributedDataParallel and FSDP2 queued for it, so
-the gradients are reduced there, and before clipping. A sample is read there and handed over at once, since a NaN that an exception
-or a hang follows must be seen.
+reaches the root's output. At its end a nested callback runs after everything that DistributedDataParallel and FSDP2 queued for it,
+so the gradients are reduced there, and before clipping. A sample is read there and handed over at once, since a NaN that an
+exception or a hang follows must be seen.
 
 Which parameters got a gradient is known by their nodes. Where a wrapper writes gradients that came from other ranks it follows from
 `.grad` and its version before and after; a gradient left from an earlier step does not count.

@@ -113,12 +113,6 @@ class GradientVersions:
     def of_present(cls, present: PresentGradients) -> GradientVersions:
         """The versions of gradients that were looked up."""
         gradients = present.gradients
-        if all(type(g) is torch.Tensor for g in gradients):  # no line of Python more for each of them than is needed
-            numbers: list[int | None] = [getattr(g, _ATTRIBUTE, None) for g in gradients]
-            for place in [place for place, number in enumerate(numbers) if number is None]:
-                numbers[place] = next(_NUMBERS)
-                setattr(gradients[place], _ATTRIBUTE, numbers[place])
-            return cls(present.tracked, numbers, [*map(version_of, gradients)])  # type: ignore[arg-type]
         numbers = [None if g is None else _numbered(g) for g in gradients]
         return cls(present.tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
 
@@ -146,47 +140,62 @@ class GradientsAsRead:
     """Gradients as a sample has read them, to see at the step whether anything has written to them since.
 
     An edit shows by the tensor or its version. One that bypasses versions, as by `.data` or NumPy, shows in a few elements, other
-    ones in each sample. These are read only where there is no device to wait for: on devices gradients always count as written to.
+    ones in each sample. Only plain tensors on the host are compared, where no device is to be waited for: all others always count
+    as written to.
     """
 
     def __init__(self) -> None:
-        self._versions = GradientVersions.of(())
+        self._columns: tuple[list[int], list[int], list[int]] | None = None
+        """Identity, memory and version of each gradient; all three, since an `id` may be used again."""
         self._elements: dict[int, tuple[int, float]] = {}
         """By position in the table the index of an element and its value."""
         self._sample = 0
 
-    def read(self, present: PresentGradients) -> None:
-        """Remembers gradients that were just read."""
-        self._versions, self._elements = GradientVersions.of_present(present), {}
+    def read(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Remembers the gradients of the whole table, which were just read."""
+        self._columns, self._elements = _columns(gradients), {}
         self._sample += 1
-        gradients = present.gradients
-        for number in range(min(ELEMENTS, len(gradients))):
+        for number in range(min(ELEMENTS, len(gradients)) if self._columns is not None else 0):
             position = (self._sample * ELEMENTS + number) % len(gradients)
             gradient = gradients[position]
             if gradient is not None and _is_readable(gradient):
                 index = self._sample * _STRIDE % gradient.numel()
                 self._elements[position] = index, _element(gradient, index)
 
-    def unchanged(self, positions: Collection[int], gradients: Sequence[torch.Tensor | None]) -> bool:
+    def unchanged(self, positions: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether these gradients, those of the parameters at `positions`, are as they were read."""
-        numbers, versions = self._versions.numbers, self._versions.versions
-        for position, gradient in zip(positions, gradients, strict=True):
-            if gradient is None or type(gradient) is not torch.Tensor or gradient.device.type != "cpu":
-                return False
-            if getattr(gradient, _ATTRIBUTE, None) != numbers[position] or gradient._version != versions[position]:
-                return False
-            known = self._elements.get(position)
-            if known is not None:
-                now = _element(gradient, known[0])
-                if now != known[1] and not (math.isnan(now) and math.isnan(known[1])):
-                    return False
-        return True
+        before, now = self._columns, _columns(gradients)
+        if before is None or now is None:
+            return False
+        if len(positions) != len(before[0]):
+            before = tuple([column[i] for i in positions] for column in before)  # type: ignore[assignment]
+        if before != now:
+            return False
+        places = {position: place for place, position in enumerate(positions)}
+        return all(
+            _element(gradients[places[position]], index) == value  # type: ignore[arg-type]  # those are plain tensors
+            for position, (index, value) in self._elements.items()
+            if position in places and not math.isnan(value)
+        )
+
+
+def _columns(gradients: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int], list[int]] | None:
+    """Identities, memory and versions, without a line of Python for each; `None` where not all are plain tensors on the host."""
+    if {*map(type, gradients)} - {torch.Tensor, torch.nn.Parameter}:
+        return None
+    tensors: Sequence[torch.Tensor] = gradients  # type: ignore[assignment]  # by their types
+    if {*map(_layout_of, tensors)} - {torch.strided} or not all(map(_is_on_host, tensors)):
+        return None
+    return [*map(id, tensors)], [*map(torch.Tensor.data_ptr, tensors)], [*map(version_of, tensors)]
+
+
+_layout_of: Callable[[torch.Tensor], torch.layout] = operator.attrgetter("layout")
+_is_on_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 
 
 def _is_readable(gradient: torch.Tensor) -> bool:
     """Whether an element can be read at once."""
-    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.device.type == "cpu"
-    return plain and gradient.is_contiguous() and gradient.is_floating_point() and gradient.numel() > 0
+    return gradient.is_contiguous() and gradient.is_floating_point() and gradient.numel() > 0
 
 
 def _element(gradient: torch.Tensor, index: int) -> float:

@@ -210,7 +210,7 @@ class GradientReader:
         parts, scale = self._sent(self.statistics.finish(readings, current.number), loss_scale)
         self.cost.timer.end(begun)
         if parts:
-            self._as_read.read(now)
+            self._as_read.read(now.gradients)
             # A gradient that a hook of the user removed at once counts as none.
             there = early.fired | gradients.keys()
             every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()

@@ -176,8 +176,8 @@ class StepWatch:
 
     def _no_backward_seen(self, *, complete: bool) -> None:
         """A step that no backward was seen before. `complete`: the nodes of all parameters were hooked."""
-        parts = self._parts
-        if not parts.ladder.sees_backwards:
+        parts, ladder = self._parts, self._parts.ladder
+        if not ladder.sees_backwards:
             return
         table = parts.reader.table
         has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
