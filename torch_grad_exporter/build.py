@@ -349,8 +349,8 @@ class Stages:
         if REGISTRY.reads_devices(settings.collectors):
             # So their counters are there before the first step.
             errors.boundary("devices", limit=None)(self._memory.refresh_now)
-        self.at_end(self.capture.close)
-        self.at_end(self.capture.settle)
+        self.at_end(lambda: self.capture.close(failed=ending.error is not None))
+        self.at_end(lambda: self.capture.settle(failed=ending.error is not None))
         self.at_end(self._hooks.close)
         self.capture.watch(models.values())
         self.at_end(self._close_watch)

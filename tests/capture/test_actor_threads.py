@@ -201,13 +201,8 @@ class Chained(Met):
 @pytest.mark.slow
 @all_regimes
 @pytest.mark.parametrize("moments", CHAINS, ids=", ".join)
-def test_an_actor_that_never_rests(
-    moments: Sequence[str], regime: str, actor: ThreadPoolExecutor, request: pytest.FixtureRequest
-) -> None:
+def test_an_actor_that_never_rests(moments: Sequence[str], regime: str, actor: ThreadPoolExecutor) -> None:
     """An actor that is always within a forward changes no count and no norm, from the first round on."""
-    if "in step" in moments and regime != "sampled":
-        reason = "a forward of another thread during a step is taken for one of the training"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     loop = Chained(actor, moments)
     with watching(loop.model, **REGIMES[regime]) as exporter:
         for _ in range(STEPS):

@@ -68,11 +68,8 @@ def looked_at_around_the_root(loop: RecordedLoop) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", BUDGETS)
 @pytest.mark.parametrize("train", [penalised, penalised_at_inputs, looked_at, looked_at_before_the_step, looked_at_around_the_root])
-def test_it_is_no_backward(train: Round, regime: str, request: pytest.FixtureRequest) -> None:
+def test_it_is_no_backward(train: Round, regime: str) -> None:
     """Backwards, steps and skipped steps are those without it, and so is the norm."""
-    if train in (looked_at, looked_at_before_the_step) and regime == "large budget":
-        reason = "a forward whose gradients are asked for is taken for a backward"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     loop = RecordedLoop()
     with watching(loop.model, **BUDGETS[regime]) as exporter:
         if regime in REGIMES:

@@ -70,11 +70,8 @@ def test_each_round_is_attacked(attack: Attack, regime: str) -> None:
 @pytest.mark.slow
 @all_regimes
 @attacks
-def test_each_second_round_is_attacked(attack: Attack, regime: str, request: pytest.FixtureRequest) -> None:
+def test_each_second_round_is_attacked(attack: Attack, regime: str) -> None:
     """The same where every second batch is left as it is."""
-    if attack in (by_backward, by_two_backwards):
-        reason = "a backward of an attack is taken for a skipped step"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     loop = RecordedLoop()
     with watching(loop.model, **REGIMES[regime]) as exporter:
         for number in range(ROUNDS[regime]):

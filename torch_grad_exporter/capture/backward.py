@@ -12,6 +12,9 @@ Which parameters got a gradient is known by their nodes. Where a wrapper writes 
 from __future__ import annotations
 
 import logging
+import threading
+
+import numpy as np
 
 from torch_grad_exporter.capture.accumulate_grad import Gradients
 from torch_grad_exporter.capture.count_only.counting import CountOnly
@@ -72,7 +75,8 @@ class BackwardWatch:
 
     def watch(self) -> None:
         """The training may begin: a backward that comes before any forward of a root is not seen, but what it has left."""
-        if not self._parts.index.fully_sharded:
+        # Another thread may be training already, whose gradients are not to be looked at meanwhile.
+        if not self._parts.index.fully_sharded and threading.current_thread() is threading.main_thread():
             self._at_start = GradientVersions.of(self._parts.index.table.tracked)
 
     def forward_ended(self, output: object) -> None:
@@ -221,7 +225,9 @@ class BackwardWatch:
         at_start, self._at_start = self._at_start, None
         if at_start is not None and at_start.tracked is table.tracked:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
-        return self._parts.nodes.positions(table) | moved | self._parts.reader.found_early
+        # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
+        empty = {i for i in np.flatnonzero(table.elements == 0).tolist() if table.tracked[i].gradient() is not None}
+        return self._parts.nodes.positions(table) | moved | empty | self._parts.reader.found_early
 
     def catch_up(self) -> None:
         """At the step of a round with fewer backwards than any lately: reads its gradients, if they are untouched since."""

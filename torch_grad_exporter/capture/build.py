@@ -107,14 +107,14 @@ class Capture:
         """Lets an evaluation show while rounds are only counted; the seconds until it is to be called again. From any thread."""
         return self._count_only.look()
 
-    def settle(self) -> None:
-        """Ends counting and takes back the hook of a single step; idempotent. On the training thread."""
-        self._loop.close()
+    def settle(self, *, failed: bool) -> None:
+        """Ends counting and takes back the hook of a single step; idempotent. `failed`: an exception has ended the training."""
+        self._loop.close(failed=failed)
 
-    def close(self) -> None:
-        """Hands over what is still open and removes the hooks of this round; idempotent."""
+    def close(self, *, failed: bool) -> None:
+        """Hands over what is still open and removes the hooks of this round; idempotent. `failed`: as of `settle`."""
         self._parts.fused.settle(-1)
-        self._parts.rounds.training_over()
+        self._parts.rounds.training_over(failed=failed)
         self.release()
         self._observations.training_over()
 

@@ -34,6 +34,8 @@ class ForwardWatch:
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
+        if not self._parts.thread.may_be_here():  # such as an actor, which runs the same model while one trains
+            return
         self._count_only.settle()
         clock = self._clock
         start = clock.clock()
@@ -49,6 +51,8 @@ class ForwardWatch:
             if not again:  # within a backward this may be a thread of autograd's
                 self._parts.thread.is_here()
                 clock.switch(FORWARD, start)
+                inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+                self._parts.rounds.inputs_wanted = any(one.requires_grad and one.is_leaf for one in inputs)
             if clock.examples_known and not (again and clock.forward_came):
                 size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
                 if size is None:
@@ -62,7 +66,7 @@ class ForwardWatch:
         """The forward of the root of this number is over: hooks its output, and observes a loss in it."""
         clock = self._clock
         start = clock.clock()
-        if graph_task() != -1:
+        if graph_task() != -1 or not self._parts.thread.may_be_here():
             return
         clock.switch(OUTSIDE, start)
         if torch.is_grad_enabled():

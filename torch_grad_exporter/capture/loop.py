@@ -6,6 +6,7 @@ parameters.
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 from typing import Any
@@ -164,7 +165,11 @@ class TrainingLoop:
     # The end of a step
 
     def manual_step(self, number: int | None) -> None:
-        """The user says that a step is done; counts it unless an optimizer's hook has said so already. `number`: of the step."""
+        """The user says that a step is done; counts it unless an optimizer's hook has said so already. `number`: of the step.
+
+        Raises `TypeError` where that is not a whole number, and then changes nothing.
+        """
+        number = None if number is None else operator.index(number)
         self._count_only.settle()
         if not (self._hooked and self._rounds.current.stepped):
             optimizer = self._parts.optimizers.manual()
@@ -203,9 +208,9 @@ class TrainingLoop:
 
     # The end
 
-    def close(self) -> None:
-        """Ends the counting, and removes the hook of a single step; idempotent."""
-        self._count_only.settle()
+    def close(self, *, failed: bool) -> None:
+        """Ends the counting, and removes the hook of a single step; idempotent. `failed`: an exception has ended the training."""
+        self._count_only.settle(over=not failed)
         self.release()
 
     def release(self) -> None:

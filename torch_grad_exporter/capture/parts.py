@@ -94,7 +94,6 @@ class Parts:
         self.fused = FusedSteps(clock)
         effects = RoundEffects(
             steps_skipped=clock.steps_skipped,
-            stepped_unseen=clock.step_done,
             norm_resolved=lambda outcome: mailbox.append(OutcomeResolved(outcome)),
             close_sample=self._close_sample,
             step_of_sample=self.reader.stepped,
@@ -102,7 +101,7 @@ class Parts:
             step_before_skipped=self.fused.settle,
             round_began=lambda _sampled, after_step: self._round_began(after_step),
         )
-        self.rounds = RoundTracker(self.schedule.due, self.optimizers.manual, effects)
+        self.rounds = RoundTracker(self.schedule.due, effects)
         start = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
         self.ladder = CaptureMode(self.probes, self.optimizers, start)
         self.waits = GradientWaits(clock, self.hooks)

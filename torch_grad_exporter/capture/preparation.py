@@ -39,7 +39,7 @@ class RoundPreparation:
         self._placed: tuple[ParameterTable | None, torch.device | None] = None, None
         """The parameters whose device is known, and that of the first one."""
         self._replaced = False
-        """Whether parameters were out of their places when the last forward began: replaced, or only for the time of it."""
+        """Whether parameters were out of their places when the last forward began, replaced or only for the time of it, or lazy."""
         self.early: GradientVersions | None = None
         self.divisor = 1.0
 
@@ -134,7 +134,7 @@ class RoundPreparation:
         changed = self._drop_changed(present)
         if looks and (changed or present is None or not nodes.hooks_all_of(index.table)):
             self._arm(in_place=True)
-            self._replaced = index.table.parameters() is None
+            self._replaced = index.has_lazy or index.table.parameters() is None
 
     def backward_announced(self) -> None:
         """A backward has reached the output of a root, and no parameter yet: what was replaced before its forward is hooked now."""

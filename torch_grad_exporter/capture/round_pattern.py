@@ -20,10 +20,6 @@ MULTI_PASS = 4
 MEMORY = 8
 """Rounds whose optimizers are remembered."""
 
-PASSES = 3
-"""Passes of such a step at most where the parameters change in between (SAM) and no optimizer reports its steps: what is cleared
-more often was stepped on, unseen. Where they do not change (gradient surgery) there may be any number."""
-
 USUALLY = 0.75
 """Share of those rounds in which the same optimizers have stepped, from which on they are the usual ones."""
 
@@ -59,13 +55,17 @@ class RoundPattern:
     _plain: bool = False
     """Whether there was a step with no clearing before it."""
     _held: int = 0
-    _held_here: int = 0
-    """Clearings that may have been skipped steps or not, in all and in this round."""
+    """Clearings that may have been skipped steps or not."""
 
     @property
     def backwards(self) -> int | None:
         """The fewest backwards of the last rounds, `None` before the first round is over."""
         return min(self._backwards, default=None)
+
+    def is_whole(self, backwards: int) -> bool:
+        """Whether steps usually take no more backwards than these; false before the first step."""
+        usual = min(self._backwards_to_a_step, default=None)
+        return usual is not None and backwards >= usual
 
     def steppers(self, models: Iterable[int]) -> frozenset[int]:
         """The optimizers that step in rounds with backwards of these models; empty if unknown, or if they often differ."""
@@ -89,7 +89,6 @@ class RoundPattern:
 
     def learn(self, models: Iterable[int], stepped: Iterable[int], backwards: int) -> int:
         """Takes in a round that is over; returns how many clearings turn out to have been skipped steps."""
-        self._held_here = 0
         stepped = frozenset(stepped)
         if backwards:
             self._backwards.append(backwards)
@@ -109,30 +108,21 @@ class RoundPattern:
 
     def cleared(self, backwards: int, evidence: ClearingEvidence) -> bool:
         """Whether the gradients of the last backward were thrown away: its step was skipped. `backwards`: of the round so far."""
-        usual = min(self._backwards_to_a_step, default=None)
-        found = evidence.gone or (evidence.written and usual is not None and backwards >= usual)
+        found = evidence.gone or (evidence.written and self.is_whole(backwards))
         self._cleared_since_step |= found
         return found and not self._several_passes
 
-    def hold(self, *, stepped: bool) -> bool:
-        """Whether a clearing is to be held until it is known if it was a skipped step or the way of this training.
-
-        `stepped`: there may have been a step that nothing reported.
-        """
-        if self._plain or (stepped and self._held_here >= PASSES - 1):
+    def hold(self) -> bool:
+        """Hold a clearing until it is known if it was a skipped step or the way of this training; return whether it is held."""
+        if self._plain:
             return False
         self._held += 1
-        self._held_here += 1
         return True
 
     def release(self) -> int:
         """The clearings held so far, which were skipped steps after all."""
         held, self._held = self._held, 0
         return held
-
-    def stepped_unseen(self) -> None:
-        """What looked like cleared gradients was a step that no hook saw."""
-        self._cleared_since_step = False
 
     @property
     def _several_passes(self) -> bool:

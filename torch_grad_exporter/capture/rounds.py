@@ -25,7 +25,8 @@ class Round:
     thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `foreign`: one
     stepped that owns nothing of ours. `captured`: the gradients were read; `lost`: there was something to read that could not be
     read; `abandoned`: a step raised after a backward. `observed`: the user gave the global norm, and its outcome is still to be
-    reported; `open`: the same of what was captured.
+    reported; `open`: the same of what was captured. `of_inputs`: the last backward gives inputs a gradient, as that of an
+    adversarial attack does, whose gradients of parameters are cleared without a skipped step.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Round:
     observed: bool = False
     open: bool = True
     extra: bool = False
+    of_inputs: bool = False
 
     def begin_again(self) -> None:
         """The gradients so far were cleared, and it is not known yet whether that was a skipped step."""
@@ -56,8 +58,6 @@ class RoundEffects:
 
     steps_skipped: Callable[[int], object]
     """So many rounds ended without a step."""
-    stepped_unseen: Callable[[int, int], object]
-    """An optimizer has taken so many steps that no hook saw."""
     norm_resolved: Callable[[Outcome], object]
     """What became of the round of the norm that was observed is known."""
     close_sample: Callable[[Round, Outcome, frozenset[int]], object]
@@ -75,15 +75,14 @@ class RoundEffects:
 class RoundTracker:
     """The rules of rounds as a state machine.
 
-    `due`: whether the round of a number is to be sampled. `unseen_optimizer`: the number under which steps count that no
-    optimizer reports. `current`: the current round, to be read only. `stepping`: the optimizers that have begun a step and not
-    ended it; `closures`: those of them whose backward comes within the step. `samples`: rounds whose gradients were read; `lost`:
-    rounds that were due and were not read, by the reason.
+    `due`: whether the round of a number is to be sampled. `current`: the current round, to be read only. `stepping`: the optimizers
+    that have begun a step and not ended it; `closures`: those of them whose backward comes within the step. `samples`: rounds whose
+    gradients were read; `lost`: rounds that were due and were not read, by the reason. `inputs_wanted`: the last forward of a root
+    was given an input that is to have a gradient.
     """
 
-    def __init__(self, due: Callable[[int], bool], unseen_optimizer: Callable[[], int], effects: RoundEffects) -> None:
+    def __init__(self, due: Callable[[int], bool], effects: RoundEffects) -> None:
         self._due = due
-        self._unseen_optimizer = unseen_optimizer
         self._effects = effects
         self._skipped_unseen = False
         self._postponed = False
@@ -93,6 +92,7 @@ class RoundTracker:
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
         self.pattern = RoundPattern()
+        self.inputs_wanted = False
         self.samples = 0
         self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
 
@@ -136,24 +136,19 @@ class RoundTracker:
             self._begin_round()
         elif asks:
             seen = evidence()
-            if self.pattern.cleared(current.backwards, seen):
+            if self.pattern.cleared(current.backwards, seen) and (seen.scaler_known or not current.of_inputs):
                 self._gradients_were_cleared(seen)
+        self.current.of_inputs = self.inputs_wanted
 
     def _gradients_were_cleared(self, evidence: ClearingEvidence) -> None:
         """The gradients of the last backward are gone, and no step was seen."""
-        stepped = evidence.updated and not evidence.reporting
-        if not evidence.scaler_known and self.pattern.hold(stepped=stepped):
-            self.current.begin_again()
-        elif stepped:
-            # The parameters have changed: steps were taken that no hook saw, as of a compiled optimizer.
-            optimizer = self._unseen_optimizer()
-            self._effects.stepped_unseen(optimizer, 1 + self.pattern.release())
-            self.pattern.stepped_unseen()
-            self.current.stepped.add(optimizer)
-            self._begin_round()
-        else:
+        if evidence.scaler_known or not self.pattern.hold():
             self._effects.steps_skipped(1 + self.pattern.release())
             self._begin_round(skipped=True)
+        elif evidence.updated and not evidence.reporting:
+            self._begin_round()  # a step may have been taken that nothing reports: what became of the round is not known
+        else:
+            self.current.begin_again()
 
     def renumbered(self, fired: set[int]) -> None:
         """The table was replaced within the round: these are now the positions of the parameters that got a gradient."""
@@ -309,9 +304,13 @@ class RoundTracker:
         self.current = Round(number, due or surprising, extra=not due)
         self._effects.round_began(self.current.sampled, bool(last.stepped))
 
-    def training_over(self) -> None:
-        """The exporter is being closed."""
-        self._end(Outcome.UNKNOWN)
+    def training_over(self, *, failed: bool) -> None:
+        """The exporter is being closed: a whole round without a step is a skipped one, unless an exception ended it, `failed`."""
+        current = self.current
+        skipped = not failed and not current.stepped and current.open and self.pattern.is_whole(current.backwards)
+        self._effects.steps_skipped(skipped + self.pattern.release())
+        self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
+        current.open = False
 
     def _end(self, outcome: Outcome) -> None:
         """Reports what is open. `outcome`: of a round without a step."""

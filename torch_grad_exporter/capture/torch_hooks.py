@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_grad_exporter.errors import LIMIT, ErrorLog
+from torch_grad_exporter.torch_compat.autograd import dispatch_is_intercepted, outside_of_modes
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
 from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks
@@ -55,7 +56,11 @@ class GuardedHook:
             return
         compiler = stop_compiling()
         try:
-            action(*arguments)
+            if dispatch_is_intercepted():  # by a mode of the user's, which is not to see our operations
+                with outside_of_modes():
+                    action(*arguments)
+            else:
+                action(*arguments)
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
             self.failed(error)
         else:

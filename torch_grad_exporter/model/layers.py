@@ -76,6 +76,8 @@ class LayerIndex:
         self._table = make_table((), max_layers, self.replicas)
         self.fully_sharded = False
         """Whether FSDP manages a module, which then shows its sharded parameters outside of forward and backward only."""
+        self.has_lazy = False
+        """Whether a parameter is yet to be initialised, by the first forward."""
         self._scan()
 
     @property
@@ -129,10 +131,12 @@ class LayerIndex:
         self._scanned, (columns, owned) = [weakref.ref(module) for module in modules], _looked_at(modules)
         found: list[TrackedParameter] = []
         layers: set[str] = set()
+        self.has_lazy = False
         flat = self._flat.of(root for _, _, root in self._roots()) if self.fully_sharded else {}
         for place in self._places():
             parameter = place.parameter
             layers.add(place.layer)
+            self.has_lazy |= is_lazy(parameter)
             trained = _is_trained(parameter) and has_part(parameter, flat)
             if not trained and id(parameter) not in self._known:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -164,6 +165,14 @@ def started_from(frame: types.FrameType | None) -> Sequence[torch.Tensor]:
             return [one for one in (tensors if isinstance(tensors, list | tuple) else [tensors]) if isinstance(one, torch.Tensor)]
         frame = frame.f_back
     return ()
+
+
+_without_modes = find("torch.utils._python_dispatch._disable_current_modes")
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager[object]:
+    """Hides the operations of the calling function from all modes that intercept them, where that can be done."""
+    return contextlib.nullcontext() if _without_modes is None else _without_modes()
 
 
 _dispatch_modes = find("torch._C._len_torch_dispatch_stack")

@@ -137,10 +137,10 @@ class CountOnly:
         self.settle(after_step=mine)
         return mine
 
-    def settle(self, *, after_step: bool = False) -> None:
+    def settle(self, *, after_step: bool = False, over: bool = False) -> None:
         """Ends the counting and leaves everything as if each round had been followed by itself; idempotent.
 
-        `after_step`: a step is just over, so that no round is under way.
+        `after_step`: a step is just over, so that no round is under way. `over`: no step will come any more.
         """
         counting = self._counting
         if counting is None:
@@ -149,7 +149,7 @@ class CountOnly:
         durations, own = self._clock.commit(COUNTED_SECONDS)  # with what the user's calls meanwhile have cost
         self._counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
-        skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step)
+        skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step, over=over)
         unfinished = 0 if after_step else max(0, surplus - skipped * counting.to_a_step)
         if not steps or (surplus and after_step):
             self._follow_for_a_while()
@@ -255,7 +255,7 @@ class CountOnly:
         self._dismiss()
 
 
-def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool) -> int:
+def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool, over: bool) -> int:
     """How many rounds ended without a step, of those with more backwards than their steps account for.
 
     The witness' gradient shows it: without a step since, it is gone, or another backward was added to it. After a step it shows
@@ -265,4 +265,4 @@ def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool
     if after_step:
         return 0 if surplus % to_a_step or witness.added_up(len(counting.moments), surplus) else surplus // to_a_step
     gone = witness.seen.tracked[0].gradient() is None
-    return (surplus if gone else max(0, surplus - 1)) // to_a_step
+    return (surplus if gone or over else max(0, surplus - 1)) // to_a_step
