@@ -80,7 +80,7 @@ class TrainingSide:
         self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
         self.frozen, self.origins = FrozenLabels(), OriginPlaces()
         cost = SampleCost(self.clock, self.schedule, DeviceTimer(events))
-        by_programs = settings.statistics is Implementation.AUTO
+        by_programs = settings.statistics is Implementation.TRITON
         kernels = Kernels(self.layout, errors.boundary("kernels"), HostTransfer(ring=1).post) if by_programs else None
         reader = GradientReader(
             index=checked.index,

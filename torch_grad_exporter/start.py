@@ -42,7 +42,7 @@ def start_exporter(
     layer_times: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
     nan_origin: bool | Literal["always"] | Unset = UNSET,
-    statistics: Literal["auto", "torch"] | Unset = UNSET,
+    statistics: Literal["auto", "torch", "triton"] | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
     web_config_file: str | os.PathLike[str] | Unset = UNSET,
     run: str | Unset = UNSET,
@@ -92,9 +92,9 @@ def start_exporter(
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
     - `nan_origin` (off): look for the place where a value became NaN or Inf, once there is one. "always" looks in every sampled
       round, and so finds the first one. See docs/nan-origin.md.
-    - `statistics` ("auto"): what measures gradients on CUDA devices. "auto": programs in Triton that read each gradient once,
-      where Triton is there and they pass a comparison in the first samples; "torch": operations of torch, which read it several
-      times.
+    - `statistics` ("auto"): what measures gradients on CUDA devices. "auto", "torch": operations of torch, which read each
+      gradient several times; "triton": programs that read it once, where Triton is installed and they pass a comparison in the
+      first samples.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
       activations, nan_origin, layer_times, watched, training, whole_run, cuda_memory, gpu, process, host, container, exporter.
       `{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks together.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.statistics.test_statistics import Bare, plan_of, rows_of
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
+from torch_grad_exporter.statistics.host import BLOCK_ELEMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.extremes import Extremes
 

@@ -99,8 +99,8 @@ class Settings:
         kinds.choice(Implementation),
         Implementation.AUTO,
         "what measures gradients on CUDA devices",
-        '"auto": programs in Triton that read each gradient once, where Triton is there and they pass a comparison in the first '
-        'samples; "torch": operations of torch, which read it several times.',
+        '"auto", "torch": operations of torch, which read each gradient several times; "triton": programs that read it once, '
+        "where Triton is installed and they pass a comparison in the first samples.",
         shown='"auto"',
     )
     collectors: frozenset[str] = option(

@@ -15,8 +15,8 @@ import torch
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.batches import Batch
-from torch_grad_exporter.statistics.blocks import Scratch, blocks
 from torch_grad_exporter.statistics.device import chunks, joined
+from torch_grad_exporter.statistics.host import blocks
 
 WIDTH = len(WEIGHT_MAGNITUDES) + 2
 """Columns of a row: the elements in each bucket, the last of which has no bound, and the sum of their magnitudes."""
@@ -32,7 +32,6 @@ SMALL = 1 << 12
 class Magnitudes:
     """Measures tensors. For one thread at a time; the bounds stay on each device that it has seen."""
 
-    _scratch: Scratch = field(default_factory=Scratch)
     _bounds: dict[tuple[torch.device, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def of(self, batch: Batch, accumulate: torch.dtype) -> torch.Tensor:
@@ -45,8 +44,8 @@ class Magnitudes:
     def _on_host(self, batch: Batch) -> FloatArray:
         rows = np.zeros((len(batch.tensors), WIDTH))
         with np.errstate(all="ignore"):  # NaN and infinities are left out, a sum beyond the type is infinite
-            for block in blocks(batch, self._scratch, wide=False):
-                rows += _rows(block)
+            for block in blocks(batch):
+                rows += _rows(block.reshape(len(batch.tensors), -1))
         return rows
 
     def _on_device(self, flat: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
