@@ -51,6 +51,7 @@ RIGHT: list[tuple[str, object, object]] = [
     *[("activations", value, "a$") for value in ("a$", re.compile("a$"))],
     ("statistics", "torch", Implementation.TORCH),
     ("statistics", "Auto", Implementation.AUTO),
+    ("statistics", "triton", Implementation.TRITON),
     ("nan_origin", "Always", "always"),
     ("collectors", {}, DEFAULT),
     ("collectors", {"host": False, "gpu": True}, DEFAULT - {"host"}),

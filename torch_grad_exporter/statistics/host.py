@@ -79,7 +79,7 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
     direct = memory.dtype is dtype and memory.is_contiguous()
     width = batch.elements // batch.rows
     for part in (memory,) if small or (direct and whole) else slices(memory, BLOCK_ELEMENTS):
-        array = (part if direct else part.to(dtype, memory_format=torch.contiguous_format)).numpy()
+        array = (part if direct else part.to(dtype).contiguous()).numpy()
         yield array.reshape(-1, min(width, array.size))
 
 
