@@ -7,6 +7,7 @@ cost three more passes. They are taken on request, and whenever something is not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -41,16 +42,18 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
         A unit with a NaN is neither.
     """
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
-        squares, lengths = _squares(batches, wide=layout.float64)
-        norms = _norms(batches, squares, lengths)
-        counts = counts or not np.isfinite(norms).all()
         if counts or layout.apart:
-            columns = np.concatenate([_columns(batch, layout, counts=counts) for batch in batches])
+            looked = [_look(batch, layout, counts=counts) for batch in batches]
+            squares, lengths = _joined([some for some, _ in looked])
+            columns = np.concatenate([columns for _, columns in looked])
         else:
-            columns = np.zeros((len(norms), layout.width))
+            squares, lengths = _squares(batches, wide=False)
+            columns = np.zeros((sum(len(batch.tensors) for batch in batches), layout.width))
         if not counts:
             columns[:, [Column.ZEROS, Column.MIN, Column.MAX]] = np.nan
-        columns[:, Column.NORM] = norms
+        columns[:, Column.NORM] = _norms(batches, squares, lengths)
+        if not counts and not np.isfinite(columns[:, Column.NORM]).all():
+            return measure(batches, layout, counts=True)
         return columns, *_units(batches, squares, lengths)
 
 
@@ -79,8 +82,15 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
     direct = memory.dtype is dtype and memory.is_contiguous()
     width = batch.elements // batch.rows
     for part in (memory,) if small or (direct and whole) else slices(memory, BLOCK_ELEMENTS):
-        array = (part if direct else part.to(dtype).contiguous()).numpy()
+        array = (part if direct else _copied(part, dtype)).numpy()
         yield array.reshape(-1, min(width, array.size))
+
+
+def _copied(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy, by way of one in the order of memory: jumps within the cache cost less."""
+    order = sorted(range(part.dim()), key=part.stride, reverse=True)
+    inverse = sorted(range(part.dim()), key=order.__getitem__)
+    return part.permute(order).contiguous().permute(inverse).to(dtype).contiguous()
 
 
 def row_squares(rows: FloatArray) -> FloatArray:
@@ -102,13 +112,13 @@ def _dots(vectors: FloatArray) -> FloatArray:
 
 
 def _squares(batches: Sequence[Batch], *, wide: bool) -> tuple[FloatArray, list[int]]:
-    """The `row_squares` of all gradients end to end, float64, and their number for each batch."""
-    found, lengths = [], []
-    for batch in batches:
-        some = [row_squares(rows) for rows in blocks(batch, wide=wide, whole=True)]
-        found += some
-        lengths.append(sum(map(len, some)))
-    return np.concatenate(found, dtype=np.float64), lengths
+    return _joined([[row_squares(rows) for rows in blocks(batch, wide=wide, whole=True)] for batch in batches])
+
+
+def _joined(squares: Sequence[Sequence[FloatArray]]) -> tuple[FloatArray, list[int]]:
+    """The `row_squares` of all batches end to end, float64, and their number for each batch."""
+    flat = list(itertools.chain.from_iterable(squares))
+    return np.concatenate(flat, dtype=np.float64), [sum(map(len, some)) for some in squares]
 
 
 def _norms(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]) -> FloatArray:
@@ -132,8 +142,8 @@ def _norms(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]
 def _scaled_norms(batch: Batch) -> FloatArray:
     """The norms in float64, scaled by a power of two so that no square over- or underflows."""
     tensors = len(batch.tensors)
-    parts = [np.abs(rows).reshape(tensors, -1).max(axis=1) for rows in blocks(batch, wide=True)]
-    largest: FloatArray = np.maximum.reduce(parts)
+    magnitudes = [np.abs(rows).reshape(tensors, -1).max(axis=1) for rows in blocks(batch)]
+    largest: FloatArray = np.maximum.reduce(magnitudes).astype(np.float64)
     ordinary = (largest > 0) & np.isfinite(largest)
     if not ordinary.any():
         return largest
@@ -142,27 +152,45 @@ def _scaled_norms(batch: Batch) -> FloatArray:
     return np.where(ordinary, np.sqrt(np.sum(parts, axis=0)) * scale[:, 0], largest)
 
 
-def _columns(batch: Batch, layout: Layout, *, counts: bool) -> FloatArray:
-    """The rows of a batch without norms and units."""
-    tensors, found = len(batch.tensors), []
+def _look(batch: Batch, layout: Layout, *, counts: bool) -> tuple[list[FloatArray], FloatArray]:
+    """The `row_squares` of a batch, and its rows without norms and units."""
+    tensors = len(batch.tensors)
+    columns = np.zeros((tensors, layout.width))
+    squares, low, high, zeros, others = [], [], [], [], []
     for rows in blocks(batch, wide=layout.float64):
+        squares.append(row_squares(rows))
         flat = rows.reshape(tensors, -1)
-        row = np.zeros((tensors, layout.width))
         if counts:
-            low, high = flat.min(axis=1), flat.max(axis=1)
-            # Without negative zeros, whose order depends on the company that they are measured in.
-            row[:, Column.MIN], row[:, Column.MAX] = low + 0.0, high + 0.0
-            row[:, Column.ZEROS] = count(flat == 0)
-            if not np.isfinite(high - low).all():
-                row[:, Column.NANS], row[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
-        flat.flags.writeable = False  # a view, so that measures cannot change the gradient
-        for one in layout.apart:
-            if one.host is not None:
-                row[:, layout.places(one)] = expected(one, one.host(flat))
-        found.append(row)
-    if len(found) == 1:
-        return found[0]
-    return layout.runs(np.concatenate(found), np.zeros(len(found), dtype=np.int64), np.zeros(1, dtype=np.int64))
+            low.append(np.minimum.reduce(flat, 1))
+            high.append(np.maximum.reduce(flat, 1))
+            zeros.append(count(flat == 0))
+        if layout.apart:
+            others.append(_apart(flat, layout))
+    if others:
+        group = np.tile(np.arange(tensors), len(others))
+        columns = layout.combined(np.concatenate(others), group, tensors)
+    if counts:
+        # Without negative zeros, whose order depends on the company that they are measured in.
+        columns[:, Column.MIN] = np.minimum.reduce(low) + 0.0
+        columns[:, Column.MAX] = np.maximum.reduce(high) + 0.0
+        columns[:, Column.ZEROS] = np.add.reduce(zeros)
+        if not np.isfinite(columns[:, Column.MIN : Column.MAX + 1]).all():
+            for rows in blocks(batch):
+                flat = rows.reshape(tensors, -1)
+                columns[:, Column.NANS] += count(np.isnan(flat))
+                columns[:, Column.INFS] += count(np.isinf(flat))
+    return squares, columns
+
+
+def _apart(flat: FloatArray, layout: Layout) -> FloatArray:
+    """The columns of the statistics with measures of their own, all others 0."""
+    found = np.zeros((len(flat), layout.width))
+    flat = flat.view()
+    flat.flags.writeable = False  # it may be the gradient itself
+    for one in layout.apart:
+        if one.host is not None:
+            found[:, layout.places(one)] = expected(one, one.host(flat))
+    return found
 
 
 def count(mask: BoolArray) -> IntArray:
@@ -192,13 +220,19 @@ def _units(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]
 
 
 def _nonzero(batch: Batch, wanted: BoolArray) -> BoolArray:
-    """Which of the wanted output units have an element that is not zero; of others it is unknown."""
-    if batch.elements // batch.rows > BLOCK_ELEMENTS:  # a unit comes in parts
-        parts = [rows.any(axis=1) for rows in blocks(batch)]
-        return np.asarray(np.concatenate(parts).reshape(len(wanted), -1).any(axis=1))
-    found, end = np.zeros_like(wanted), 0
+    """Which of the wanted output units have an element that is not zero; of others it is unknown.
+
+    The squares of their elements are 0 in their own precision. Those of elements times a large
+    power of two are not, and far from overflow.
+    """
+    in_parts = batch.elements // batch.rows > BLOCK_ELEMENTS
+    found, end = [], 0
     for rows in blocks(batch):
         start, end = end, end + len(rows)
-        if (here := np.flatnonzero(wanted[start:end])).size:
-            found[start + here] = rows[here].any(axis=1)
-    return found
+        here = np.ones(len(rows), dtype=np.bool_) if in_parts else wanted[start:end]
+        flags = np.zeros(len(rows), dtype=np.bool_)
+        if here.any():
+            lifted = rows[here] * rows.dtype.type(2.0**100 if rows.itemsize == 4 else 2.0**600)
+            flags[here] = row_squares(lifted).reshape(len(lifted), -1).max(axis=1) > 0
+        found.append(flags)
+    return np.asarray(np.concatenate(found).reshape(len(wanted), -1).any(axis=1))
