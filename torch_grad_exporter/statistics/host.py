@@ -214,25 +214,12 @@ def _units(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]
             continue
         silent, nan = (rows == 0).all(axis=1), np.isnan(rows).any(axis=1)
         if silent.any():  # squares of float32 may underflow: only the elements tell
-            silent &= ~_nonzero(batch, silent)
+            silent &= ~_any_nonzero(batch, count)
         zero[here], alive[here] = silent, ~(silent | nan)
     return zero, alive
 
 
-def _nonzero(batch: Batch, wanted: BoolArray) -> BoolArray:
-    """Which of the wanted output units have an element that is not zero; of others it is unknown.
-
-    The squares of their elements are 0 in their own precision. Those of elements times a large
-    power of two are not, and far from overflow.
-    """
-    in_parts = batch.elements // batch.rows > BLOCK_ELEMENTS
-    found, end = [], 0
-    for rows in blocks(batch):
-        start, end = end, end + len(rows)
-        here = np.ones(len(rows), dtype=np.bool_) if in_parts else wanted[start:end]
-        flags = np.zeros(len(rows), dtype=np.bool_)
-        if here.any():
-            lifted = rows[here] * rows.dtype.type(2.0**100 if rows.itemsize == 4 else 2.0**600)
-            flags[here] = row_squares(lifted).reshape(len(lifted), -1).max(axis=1) > 0
-        found.append(flags)
-    return np.asarray(np.concatenate(found).reshape(len(wanted), -1).any(axis=1))
+def _any_nonzero(batch: Batch, units: int) -> BoolArray:
+    """Which output units have an element that is not zero, by the bits but for the sign."""
+    parts = [np.bitwise_or.reduce(rows.view(f"u{rows.itemsize}"), 1) << 1 != 0 for rows in blocks(batch)]
+    return np.asarray(np.concatenate(parts).reshape(units, -1).any(axis=1))
