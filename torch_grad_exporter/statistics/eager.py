@@ -160,7 +160,8 @@ class EagerStatistics:
             ones = np.ones_like
             pieces = np.concatenate([ones(p.group.positions) if p.pieces is None else p.pieces for p in parts])
         positions, elements, units, implied = (
-            np.concatenate([getattr(group, name) for group in groups]) for name in ("positions", "elements", "units", "implied")
+            getattr(groups[0], name) if len(groups) == 1 else np.concatenate([getattr(group, name) for group in groups])
+            for name in ("positions", "elements", "units", "implied")
         )
         packing = self._packing(self.layout, pieces, where, implied if implied.any() else None)
         return Measurement(positions, elements, units, joined([part.rows for part in parts]).reshape(-1), packing)

@@ -66,9 +66,12 @@ class UnitState:
         before, ends = last.before if sample == last.sample else last.after, last.ends
         if last.members is not members and last.members != members:
             before, ends = self._rearranged(before, last.members, members)
-        after = (before + zero).mul_(~alive)
-        flags = torch.stack((zero, after >= self._window))
-        totals = _sums_on_host(flags, ends) if self._device.type == "cpu" else _sums(flags, ends)
+        if self._device.type == "cpu" and alive.numpy().all():  # as mostly
+            after, totals = torch.zeros_like(before), torch.zeros((2, len(ends)), dtype=torch.int64, device=ends.device)
+        else:
+            after = (before + zero).mul_(~alive)
+            flags = torch.stack((zero, after >= self._window))
+            totals = _sums_on_host(flags, ends) if self._device.type == "cpu" else _sums(flags, ends)
         self._counts = _Counts(members, ends, before, after, sample)
         self._streams.end()
         return totals
@@ -114,8 +117,6 @@ def _sums(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_on_host(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The same in a tenth of the time, and in less where no flag is set."""
-    if not flags.numpy().any():
-        return torch.zeros((2, len(ends)), dtype=torch.int64, device=ends.device)
+    """The same in a tenth of the time."""
     starts = np.concatenate([[0], ends.numpy()[:-1] + 1])
     return torch.from_numpy(np.add.reduceat(flags.numpy().view(np.int8), starts, axis=1, dtype=np.int64))
