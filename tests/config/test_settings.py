@@ -87,7 +87,7 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
         for value in (None, 1, 0, "yes")
     ],
     *[("statistics", value, TypeError) for value in (None, True)],
-    *[("statistics", value, ValueError) for value in ("", "triton")],
+    *[("statistics", value, ValueError) for value in ("", "kernels")],
     *[("activations", value, TypeError) for value in (None, 1, "", ["a"], re.compile(b"a"))],
     ("activations", "(", ValueError),
     *[("collectors", value, TypeError) for value in (None, "host", ["host"], {"host": 0}, {"host": None})],
@@ -121,7 +121,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
     *[(name, text) for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin") for text in ("maybe", "2")],
     ("activations", "("),
-    ("statistics", "triton"),
+    ("statistics", "kernels"),
     *[("collectors", text) for text in ("host", "host=maybe", "hosts=off")],
     ("run", "x" * 201),
     *[("rank", text) for text in ("first", "-1", "0.0")],
