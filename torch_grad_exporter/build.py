@@ -128,7 +128,7 @@ class Stages:
         self._cost = cost = SampleCost(clock, schedule, DeviceTimer(events))
         self.optimizers = optimizers = Optimizers(checked.index, arguments.optimizers)
         kernels = None
-        if settings.statistics is Implementation.AUTO:
+        if settings.statistics is Implementation.TRITON:
             kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
         self._reader = reader = GradientReader(
             index=checked.index, optimizers=optimizers,

@@ -42,7 +42,7 @@ def start_exporter(
     layer_times: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
     nan_origin: bool | Literal["always"] | Unset = UNSET,
-    statistics: Literal["auto", "torch"] | Unset = UNSET,
+    statistics: Literal["auto", "torch", "triton"] | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
     web_config_file: str | os.PathLike[str] | Unset = UNSET,
     run: str | Unset = UNSET,

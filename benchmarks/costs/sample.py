@@ -22,7 +22,7 @@ from benchmarks.workloads import WORKLOADS, Training
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics import moments as sums
+from torch_grad_exporter.statistics.declared import MOMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -86,7 +86,7 @@ def parts(name: str, table: ParameterTable, gradients: Gradients, seconds: float
 
 
 def _candidates(table: ParameterTable, gradients: Gradients) -> dict[str, Callable[[], object]]:
-    plain, moments = EagerStatistics(100), EagerStatistics(100, Layout.of([sums.STATISTIC]))
+    plain, moments = EagerStatistics(100), EagerStatistics(100, Layout.of([MOMENTS]))
     broken, tiny = EagerStatistics(100), EagerStatistics(100)
     sample = itertools.count()
     tensors = [g for _, g in gradients]

@@ -17,7 +17,6 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics import Column, device, single
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS
-from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.eager import EagerStatistics
 
 ON_DEVICE = functools.partial(EagerStatistics, on_host=frozenset())
@@ -212,7 +211,7 @@ def test_a_device_without_float64_is_asked_for_none() -> None:
             for sample, members in enumerate((gradients, gradients[1:])):
                 statistics.measure(table, members, sample)
                 statistics.norms(table, members)
-            norms = [*single.norms(gradients[4][1], gradients[4][1], Scratch(), lambda _device: torch.float32)]
+            norms = [*single.norms(gradients[4][1], gradients[4][1], lambda _device: torch.float32)]
             assert [norm.dtype for norm in norms] == [torch.float32]
 
 

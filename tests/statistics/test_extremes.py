@@ -1,7 +1,8 @@
-"""Extremes by the bits of the elements, zeros in blocks, and sums of squares over many blocks."""
+"""Extremes and zeros of any bits, in blocks, in every fourth sample; and sums of squares over many blocks."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -14,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.statistics.test_statistics import Bare, plan_of, rows_of
+from tests.support.scrape import value
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
-from torch_grad_exporter.statistics.eager import EagerStatistics
-from torch_grad_exporter.statistics.extremes import Extremes
+from torch_grad_exporter.statistics.eager import SMALL, EagerStatistics
+from torch_grad_exporter.statistics.host import BLOCK_ELEMENTS
 
 NAN, INF = math.nan, math.inf
 
@@ -38,24 +41,21 @@ VALUES: list[list[float]] = [
 
 
 def truth(values: Sequence[float]) -> list[float]:
-    """Return the smallest and the largest by a loop; a negative zero is smaller than a positive one."""
-    if any(map(math.isnan, values)):
-        return [NAN, NAN]
-    ordered = sorted(values, key=lambda value: (value, math.copysign(1.0, value)))
-    return [ordered[0], ordered[-1]]
+    """Return the smallest and the largest by a loop."""
+    return [NAN, NAN] if any(map(math.isnan, values)) else [min(values), max(values)]
 
 
-def found_in(*blocks: np.ndarray) -> list[list[float]]:
-    """Return the smallest and the largest of each tensor of these blocks."""
-    extremes = Extremes()
-    for block in blocks:
-        extremes.look(block)
-    return np.stack(extremes.low_and_high(), axis=1).tolist()  # type: ignore[no-any-return]
+def found_in(block: np.ndarray) -> list[list[float]]:
+    """Return the smallest and the largest of each row of this block, measured as gradients of one shape."""
+    gradients = [torch.from_numpy(row.copy()) for row in block]
+    table = plan_of(Bare(*[row.shape for row in block], dtype=gradients[0].dtype))
+    rows = rows_of(EagerStatistics(9), table, gradients)
+    return [[rows[place][Column.MIN], rows[place][Column.MAX]] for place in range(len(block))]
 
 
 def same(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> bool:
-    """Return whether they are equal, with the signs of zeros; a NaN equals a NaN."""
-    return [[*map(repr, pair)] for pair in found] == [[*map(repr, pair)] for pair in expected]
+    """Return whether they are equal; a NaN equals a NaN."""
+    return np.array_equal(np.array(found), np.array(expected), equal_nan=True)
 
 
 def as_type(values: Sequence[float], dtype: type) -> np.ndarray:
@@ -125,6 +125,97 @@ def test_a_unit_of_zeros_in_one_block_alone() -> None:
         (row,) = rows_of(EagerStatistics(1), table, [one]).values()
         assert row[Column.ZEROS] == 2 * LARGE[1]
         assert row[Column.ZERO_UNITS] == row[Column.DEAD_UNITS] == 1
+
+
+# Every fourth sample
+
+
+MANY = (SMALL // 512 + 1, 512)
+
+
+def sample_of(statistics: EagerStatistics, gradient: torch.Tensor, number: int) -> np.ndarray:
+    """Return the row of one gradient of a large model."""
+    (row,) = rows_of(statistics, plan_of_many(), [gradient], number).values()
+    return row
+
+
+@functools.cache
+def plan_of_many() -> ParameterTable:
+    """Return the table of a model that is not small, and keep the model."""
+    module = Bare(MANY)
+    table = plan_of(module)
+    KEPT.append(module)
+    return table
+
+
+KEPT: list[torch.nn.Module] = []
+
+
+def test_zeros_are_counted_in_every_fourth_sample() -> None:
+    """Of a large model zeros and extremes are measured in the first sample and then in every fourth, all else in each."""
+    statistics, gradient = EagerStatistics(9), torch.randn(MANY, generator=torch.Generator().manual_seed(0))
+    gradient[3], gradient[4, 0] = 0, 7
+    rows = [sample_of(statistics, gradient, number) for number in range(0, 300, 10)]
+    counted = [number for number, row in enumerate(rows) if not math.isnan(row[Column.ZEROS])]
+    assert counted[0] == 0
+    assert [number for number in counted if number > 1] == [4, 8, 12, 16, 20, 24, 28]
+    for number in counted:
+        assert (rows[number][Column.ZEROS], rows[number][Column.MAX]) == (512, 7)
+    assert {row[Column.NORM] for row in rows} == {rows[0][Column.NORM]}
+    assert {row[Column.ZERO_UNITS] for row in rows} == {1}
+    assert not any(row[Column.NANS : Column.INFS + 1].any() for row in rows)
+
+
+def test_a_sample_that_is_captured_again_is_counted_again() -> None:
+    """Where each sample is captured several times, as while gradients accumulate, the last capture of a fourth has zeros."""
+    statistics, gradient = EagerStatistics(9), torch.ones(MANY)
+    for number in range(13):
+        last = [sample_of(statistics, gradient, number) for _ in range(3)][-1]
+        # The last capture of the sample before is counted as well: it might have been the first of this one.
+        assert math.isnan(last[Column.ZEROS]) == (number % 4 in (1, 2))
+
+
+@pytest.mark.parametrize(("value", "column"), [(NAN, Column.NANS), (INF, Column.INFS), (-INF, Column.INFS)])
+def test_what_is_not_finite_is_counted_in_any_sample(value: float, column: Column) -> None:
+    """A NaN or Inf anywhere in any sample is counted, and with it zeros and extremes."""
+    statistics, gradient = EagerStatistics(9), torch.ones(MANY)
+    gradient[-1, -1], gradient[0, 0] = value, 0
+    for number in range(9):
+        row = sample_of(statistics, gradient, number)
+        assert (row[column], row[Column.ZEROS]) == (1, 1)
+        assert row[Column.MAX] == pytest.approx(float(gradient.max()), nan_ok=True)
+
+
+def test_a_norm_beyond_float32_is_not_taken_for_infinite() -> None:
+    """Squares that overflow or underflow in float32 are no NaN, no Inf and no silent unit, in any sample."""
+    statistics = EagerStatistics(1)
+    for number, size in enumerate([1e25, 1e-30, 1e25, 1e-30, 1e25, 1e-30]):
+        gradient = torch.full(MANY, size)
+        row = sample_of(statistics, gradient, number)
+        assert row[Column.NORM] == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+        assert not row[[Column.NANS, Column.INFS, Column.ZERO_UNITS]].any()
+
+
+def test_a_scrape_shows_the_last_counts() -> None:
+    """Between two samples that count, the zero ratio stays; the norm is that of each sample."""
+    model = torch.nn.Linear(600, 500, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shown = []
+    with start_exporter(model, port=None, every=1, moments=True) as exporter:
+        assert value(exporter, "torch_grad_zero_ratio", layer="weight") is None
+        for number in range(9):
+            optimizer.zero_grad()
+            inputs = torch.ones(1, 600)
+            inputs[0, :number] = 0
+            (model(inputs).sum() * (number + 1)).backward()
+            optimizer.step()
+            names = ("torch_grad_zero_ratio", "torch_grad_max", "torch_grad_norm")
+            shown.append([value(exporter, name, layer="weight") for name in names])
+    for number, (zeros, largest, norm) in enumerate(shown):
+        counted = number - number % 4 if number >= 4 else min(number, 1)
+        assert zeros == pytest.approx(counted / 600)
+        assert largest == counted + 1
+        assert norm == pytest.approx((number + 1) * math.sqrt(500 * (600 - number)))
 
 
 # Sums of squares

@@ -12,7 +12,7 @@ import torch
 
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.statistics.batches import Batch
-from torch_grad_exporter.statistics.magnitudes import CHUNK_ELEMENTS, SMALL, WIDTH, Magnitudes
+from torch_grad_exporter.statistics.magnitudes import CHUNK_ELEMENTS, WIDTH, Magnitudes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -60,7 +60,7 @@ def measured(tensors: Sequence[torch.Tensor], accumulate: torch.dtype = torch.fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 3 * SMALL, 200_000])
+@pytest.mark.parametrize("size", [1, 12_288, 200_000])
 def test_the_counts_are_those_of_float64(dtype: torch.dtype, size: int) -> None:
     """Counts are exact in all buckets, on the bounds and beside them, on the CPU and on devices with and without float64."""
     tensor = awkward(size, dtype)

@@ -14,8 +14,8 @@ from tests.statistics.test_device_chunks import Largest
 from tests.statistics.test_statistics import NAN, Bare, assert_agrees, plan_of, rows_of, some, sparse
 from tests.support.statistics import WITH_MOMENTS
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.host import BLOCK_ELEMENTS
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "nothing": lambda g: g,

@@ -22,9 +22,9 @@ from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows
-from torch_grad_exporter.statistics import declared, moments
+from torch_grad_exporter.statistics import declared
 from torch_grad_exporter.statistics.combine import Combine
-from torch_grad_exporter.statistics.declared import ColumnSpec, Elements, Statistic, register
+from torch_grad_exporter.statistics.declared import MOMENTS, ColumnSpec, Elements, Statistic, register
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -196,7 +196,7 @@ def test_a_failing_measure_does_not_harm_training() -> None:
 
 # Each declared statistic against its definition
 
-EVERYTHING = Layout.of([moments.STATISTIC, TOY])
+EVERYTHING = Layout.of([MOMENTS, TOY])
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "matrix": lambda: some((40, 30)),

@@ -11,12 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_grad_exporter.model.units import UnitLayout
-from torch_grad_exporter.statistics import moments
-from torch_grad_exporter.statistics.declared import Elements
+from torch_grad_exporter.statistics.declared import MOMENTS, Elements
 from torch_grad_exporter.statistics.eager import Measurement
 from torch_grad_exporter.statistics.layout import Layout
 
-WITH_MOMENTS = Layout.of([moments.STATISTIC])
+WITH_MOMENTS = Layout.of([MOMENTS])
 
 
 def by_position(measured: Iterable[Measurement]) -> dict[int, np.ndarray]:

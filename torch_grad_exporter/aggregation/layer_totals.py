@@ -37,6 +37,9 @@ from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.statistics.magnitudes import WIDTH
 from torch_grad_exporter.transfer.events import Outcome, Weights
 
+COUNTED = ("minimum", "maximum", "max_magnitude", "zero_ratio")
+"""What is of the last sample that has counted zeros and extremes: of large models on the CPU, every fourth does."""
+
 MOST_UNTRACKED = 1000
 """Labels that keep a row though the table does not have them, or twice as many as the largest table had, if that is more.
 
@@ -148,9 +151,10 @@ class LayerTotals:
         self.use(sample.captured.table)
         owned = settled.owned(settled.shown)
         shown = self._groups(settled, settled.shown)
+        counted = {name: self._values[name][shown.layers] for name in COUNTED}
         self._clear(self._choices.of(self.table, owned).layers)
         self._show_missing(sample, shown, owned)
-        self._show(shown, sample)
+        self._show(shown, sample, counted)
         self._count(shown if settled.uncounted == settled.shown else self._groups(settled, settled.uncounted))
         self._judge(shown if settled.unmeasured == settled.shown else self._groups(settled, settled.unmeasured), sample)
         if settled.edited is not None:
@@ -175,15 +179,16 @@ class LayerTotals:
             rows, counts = np.unique(self.table.layer_of[owned & missing], return_counts=True)
             self._values["missing"][rows] = counts
 
-    def _show(self, groups: Groups, sample: Sample) -> None:
+    def _show(self, groups: Groups, sample: Sample, before: Mapping[str, FloatArray]) -> None:
+        """Shows a sample; what only some samples measure stays as it was `before`, where this one did not."""
         layers, rows = self._values, groups.layers
         norms, elements, units = groups.combined(Column.NORM), groups.total(sample.elements), groups.total(sample.units)
         layers["norm"][rows], layers["read"][rows], layers["sized"][rows] = norms, True, sample.sized
         layers["part"][rows], layers["units"][rows] = groups.combined(Column.NORM, counted=True), units
-        low, high = groups.combined(Column.MIN), groups.combined(Column.MAX)
-        layers["minimum"][rows], layers["maximum"][rows] = low, high
-        layers["max_magnitude"][rows] = np.maximum(np.abs(low), np.abs(high))
-        layers["zero_ratio"][rows] = groups.combined(Column.ZEROS) / np.maximum(elements, 1)
+        low, high, zeros = (groups.combined(column) for column in (Column.MIN, Column.MAX, Column.ZEROS))
+        counted = low, high, np.maximum(np.abs(low), np.abs(high)), zeros / np.maximum(elements, 1)
+        for name, found in zip(COUNTED, counted, strict=True):
+            layers[name][rows] = np.where(np.isnan(zeros), before[name], found)
         share = np.where(units > 0, 1 / np.maximum(units, 1), np.nan)
         layers["zero_units_ratio"][rows] = groups.combined(Column.ZERO_UNITS) * share
         layers["dead_ratio"][rows] = groups.combined(Column.DEAD_UNITS) * share

@@ -53,7 +53,7 @@ class _Held:
         nodes, kinds, places = nodes_of(trained.values()), _shared(map(_kind, trained.values())), _places(trained.values())
         if len(trained) == len(tracked):
             return cls(tracked, nodes, kinds, places)
-        frozen = before.only({*tracked} - trained.keys())
+        frozen = before.only({one for one in tracked if one not in trained and one.parameter() is not None})
         together = TrackedParameters((*trained, *frozen.tracked))
         return cls(together, [*nodes, *frozen.nodes], [*kinds, *frozen.kinds], [*places, *frozen.places])
 

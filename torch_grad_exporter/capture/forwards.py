@@ -48,8 +48,7 @@ class ForwardWatch:
         if module.training and torch.is_grad_enabled():
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1
-            if not again:  # within a backward this may be a thread of autograd's
-                self._parts.thread.is_here()
+            if not again:
                 clock.switch(FORWARD, start)
                 inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
                 self._parts.rounds.inputs_wanted = any(one.requires_grad and one.is_leaf for one in inputs)

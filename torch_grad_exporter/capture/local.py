@@ -24,7 +24,6 @@ from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
-from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.torch_compat.autograd import nodes_of
 from torch_grad_exporter.transfer.events import Local, LocalPart, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
@@ -54,7 +53,6 @@ class LocalGradients:
         self._hook = hooks.guarded("backward_hook", self._arrives)
         self._mailbox = mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
-        self._scratch = Scratch()
         self._handles: list[Handle] = []
         self._armed: dict[TrackedParameter, int] = {}
         """What is hooked, with its position."""
@@ -104,13 +102,13 @@ class LocalGradients:
         """A gradient is about to be added to what its parameter has. The last time in a backward counts."""
         start, incoming, present = self._clock.clock(), gradients[0], tracked.gradient()
         if self._begins and present is not None and position not in self._norms:
-            self._sum.found[position] = [*single.norms(present, None, self._scratch)]
+            self._sum.found[position] = [*single.norms(present)]
         if self._reduction is None or not self._reduction.parameters:
             self._norms[position] = []
         elif incoming is not None:
-            self._norms[position] = [*single.norms(incoming, present, self._scratch)]
+            self._norms[position] = [*single.norms(incoming, present)]
         else:
-            self._norms[position] = [] if present is None else [*single.norms(present, None, self._scratch)]
+            self._norms[position] = [] if present is None else [*single.norms(present)]
         self._cost.spent(start, sampled=True)
 
     def end(self, current: Round, table: ParameterTable, fired: set[int], *, written: bool) -> None:

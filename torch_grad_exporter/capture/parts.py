@@ -40,7 +40,7 @@ class CaptureOptions:
 
 
 class TrainingThread:
-    """The thread of the last forward of a root, or of the last step of an optimizer of the models."""
+    """The thread of the last step of an optimizer of the models: before the first one it may be any."""
 
     def __init__(self) -> None:
         self._ident: int | None = None

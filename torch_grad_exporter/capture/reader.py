@@ -23,9 +23,8 @@ from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.statistics.device import Reading, capturing_graph
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
-from torch_grad_exporter.statistics.reading import Reading
 from torch_grad_exporter.torch_compat.optimizers import scale_of
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Mailbox, Part, Withdrawn
 from torch_grad_exporter.transfer.outcomes import Outcome

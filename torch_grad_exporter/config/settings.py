@@ -79,8 +79,9 @@ class Settings:
         kind=kinds.ORIGIN)
     statistics: Implementation = option(Implementation.AUTO,
         "what measures gradients on CUDA devices",
-        '"auto": programs in Triton that read each gradient once, where Triton is there and they pass a '
-        'comparison in the first samples; "torch": operations of torch, which read it several times.')
+        '"auto", "torch": operations of torch, which read each gradient several times; "triton": '
+        "programs that read it once, where Triton is installed and they pass a comparison in the "
+        "first samples.")
     collectors: frozenset[str] = option(lambda: REGISTRY.on_by_default,
         'collectors to disable, such as `{"host": False}`, or to enable',
         f"There are {', '.join(REGISTRY.names)}. "

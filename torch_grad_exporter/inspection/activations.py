@@ -25,7 +25,6 @@ from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHoo
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies, Tallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
-from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import called_from_compiled, compiles_backwards, something_is_compiled
@@ -69,7 +68,6 @@ class Activations:
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._hooks_gradients = True
         self._units = UnitDims()
-        self._scratch = Scratch()
         self._forward = 0
         """The number of the last forward of a model."""
         self._pending: dict[int, _Forward] = {}
@@ -160,7 +158,7 @@ class Activations:
         forward = self._pending.setdefault(self._forward, _Forward())
         with measuring(values.device.type):
             unit_dim = self._units.of(inner.module, values)
-            self._tallies.measure(key, lambda: Tally.of_output(values, unit_dim, self._scratch), forward.tallies)
+            self._tallies.measure(key, lambda: Tally.of_output(values, unit_dim), forward.tallies)
         if found.requires_grad and self._hooks_gradients:
             hook = functools.partial(self._on_gradient, key, self._forward, found.output_nr)
             forward.hooked |= on_node_of(found, hook)
@@ -177,7 +175,7 @@ class Activations:
             backward = self._tallies.backward(task)
             backward.forwards.add(forward)
             with measuring(values.device.type):
-                self._tallies.measure(key, lambda: Tally.of_gradient(values, self._scratch), backward.tallies)
+                self._tallies.measure(key, lambda: Tally.of_gradient(values), backward.tallies)
         self._cost.spent(start, sampled=True)
 
     def _tell(self) -> None:

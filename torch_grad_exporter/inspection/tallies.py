@@ -17,9 +17,8 @@ import torch
 
 from torch_grad_exporter.aggregation.activations import OfOutput
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.statistics import Column, device, host, single, squares
+from torch_grad_exporter.statistics import Column, device, host, single
 from torch_grad_exporter.statistics.batches import Batch, resolved
-from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS, Scratch
 from torch_grad_exporter.statistics.layout import ORDINARY
 
 HELD = 16
@@ -45,15 +44,15 @@ class Tally:
     gradients: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of_output(cls, values: torch.Tensor, unit_dim: int | None, scratch: Scratch) -> Tally:
+    def of_output(cls, values: torch.Tensor, unit_dim: int | None) -> Tally:
         """Measures an output: a plain real tensor that is not empty. `unit_dim`: along which its units lie, if it has any."""
-        row, peaks = (_on_host if values.device.type == "cpu" else _on_device)(values, unit_dim, scratch)
+        row, peaks = (_on_host if values.device.type == "cpu" else _on_device)(values, unit_dim)
         return cls(values.numel(), 0 if unit_dim is None else values.shape[unit_dim], [row], peaks)
 
     @classmethod
-    def of_gradient(cls, gradient: torch.Tensor, scratch: Scratch) -> Tally:
+    def of_gradient(cls, gradient: torch.Tensor) -> Tally:
         """Measures the gradient of an output: a plain real tensor."""
-        found = single.norms(gradient, None, scratch)
+        found = single.norms(gradient)
         return cls(gradients=[one if isinstance(one, torch.Tensor) else _numbers([one]) for one in found])
 
     def include(self, other: Tally) -> None:
@@ -96,12 +95,12 @@ def _numbers(values: Sequence[float] | FloatArray) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
-def _on_host(values: torch.Tensor, unit_dim: int | None, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_host(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and peaks. Of a unit that is not zero the peak is only known to be at most that of all, which stands in its place."""
     values = resolved(values)
     found = _fast(values)
     if found is None:
-        columns, _, _ = host.measure((Batch((0,), (values,), None),), scratch, ORDINARY)
+        columns, _, _ = host.measure((Batch((0,), (values,), None),), ORDINARY, counts=True)
         row = columns[0]
         found = row[_COLUMNS], float(np.maximum(abs(row[Column.MIN]), abs(row[Column.MAX])))
     row, peak = found
@@ -115,22 +114,21 @@ def _on_host(values: torch.Tensor, unit_dim: int | None, scratch: Scratch) -> tu
 
 def _fast(values: torch.Tensor) -> tuple[Sequence[float] | FloatArray, float] | None:
     """The same of a small finite output at a third of the price; `None` where it cannot be had or trusted that way."""
-    if values.numel() > BLOCK_ELEMENTS or not values.is_contiguous() or values.dtype is torch.float64:
+    if values.numel() > host.BLOCK_ELEMENTS or not values.is_contiguous() or values.dtype is torch.float64:
         return None
     flat = values.float().numpy().reshape(-1)
     with np.errstate(all="ignore"):
-        total = float(squares.squares(flat.reshape(1, -1))[0])
-    if not flat.size * squares.FAITHFUL < total < np.inf:  # as well where there is a NaN
+        total = float(host.row_squares(flat.reshape(1, -1)).sum(dtype=np.float64))
+    if not flat.size * host.FAITHFUL < total < np.inf:  # as well where there is a NaN
         return None
     return [math.sqrt(total), float(flat.size - np.count_nonzero(flat)), 0.0, 0.0], max(-float(flat.min()), float(flat.max()))
 
 
-def _on_device(values: torch.Tensor, unit_dim: int | None, _scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_device(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and peaks, without a read; temporaries are as bounded as for gradients."""
     values, accumulate = resolved(values), device.wide(values.device)
     batch = Batch((0,), (values,), None)
-    found, _ = device.norms(batch, accumulate)
-    norm = found[:, 0] if found.shape[1] == 1 else found.prod(dim=1)  # without float64, times the scale
+    norm = device.norms(batch, accumulate).prod(dim=1)  # without float64 it comes with a scale
     counts = [
         torch.stack([flags.sum(dtype=accumulate) for flags in (chunk == 0, chunk.isnan(), chunk.isinf())])
         for chunk in device.chunks(batch, device.CHUNK_ELEMENTS)

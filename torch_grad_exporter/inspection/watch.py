@@ -21,7 +21,6 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import dense
-from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.device import capturing_graph, wide
 from torch_grad_exporter.torch_compat.autograd import graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
@@ -60,7 +59,6 @@ class Watch:
         self._tallies = RoundTallies(reader, cost, mailbox)
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
-        self._scratch = Scratch()
         self._sampled = sampled
         self._counts: dict[tuple[str, torch.device], torch.Tensor] = {}
         """How often gradients were clipped, shape (1,), on their device."""
@@ -139,7 +137,7 @@ class Watch:
             key = Key(label, label, values.device)
             with measuring(values.device.type):
                 into = self._tallies.backward(task).tallies
-                self._tallies.measure(key, lambda: Tally.of_output(values, None, self._scratch), into)
+                self._tallies.measure(key, lambda: Tally.of_output(values, None), into)
         self._cost.spent(start, sampled=True)
 
     def _clip_hook(self, label: str, max_norm: float, measured: bool, gradient: torch.Tensor) -> torch.Tensor | None:

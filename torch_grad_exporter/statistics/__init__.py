@@ -1,10 +1,9 @@
-"""Statistics of gradients, computed on the gradient's own device. Torch and numpy only, no metric names.
+"""Numbers from gradients, computed on the gradient's own device. Knows no metric.
 
-`eager.py` is the door: it has the gradients prepared (sparse, complex, sharded) and the small ones put together
-(`batches.py`, `grouping.py`) and sends each device's share to `host.py` (CPU: may branch on the data, and reads it once,
-in `blocks.py`) or `device.py` (any other device: never branches on the data, so that the host never waits). `declared.py` defines
-what a statistic is; `together.py` declares those that are always measured, in one pass, `moments.py` and files like it one more
-each. From the declarations follows the row of a gradient (`layout.py`).
+`eager.py` is the interface. It has the gradients prepared and batched (`batches.py`), measures
+those on the CPU in `host.py`, which may branch on the data, and all others in `device.py`, which
+never does, so that the host never waits. `declared.py` defines a statistic and lists those of the
+package; `layout.py` derives the row of a gradient from these declarations.
 """
 
 from __future__ import annotations
@@ -13,7 +12,11 @@ import enum
 
 
 class Column(enum.IntEnum):
-    """The places of the package's own columns, which come first in each row. Declared in `together.py` and `moments.py`."""
+    """Places of the package's own columns, which come first in each row.
+
+    `ZEROS`, `MIN` and `MAX` are measured in some samples only. In the others `ZEROS` is NaN, and
+    the extremes have no meaning. `SUM` is 0 unless moments are enabled.
+    """
 
     NORM = 0
     ZEROS = 1
@@ -24,4 +27,3 @@ class Column(enum.IntEnum):
     ZERO_UNITS = 6
     DEAD_UNITS = 7
     SUM = 8
-    """Sum of the elements; 0 unless moments are asked for."""

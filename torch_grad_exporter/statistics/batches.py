@@ -1,42 +1,52 @@
-"""Gradients made ready for measuring: dense, real, local, and the small ones of one shape together.
+"""Gradients made ready for measuring: dense, real, local, and small ones of equal shape batched.
 
-A model of many small tensors is bound by the number of calls, not by bytes, so gradients of the same
-shape and type share their calls.
+A model of many small tensors is bound by the number of calls and not by bytes. In training nothing
+but the numbers changes from sample to sample, so that the grouping is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.model.units import UnitLayout
 
+# Elements of a batch of several gradients, at most: 512 KiB of float32 stay in a core's cache.
 STACKED_ELEMENTS = 1 << 17
-"""Elements of a batch of several gradients at most: 512 KiB of float32 stay in a core's cache between the passes."""
 
 _ORDINARY = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+_KNOWN = 8  # sets of gradients whose grouping is kept: each optimizer may have its own
+
+Gradients = Mapping[int, torch.Tensor] | Iterable[tuple[int, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Gradients of one shape, type and layout, which none of them need share in memory.
+    """Gradients of one shape and type, each with memory of its own.
 
-    Real ones of a type that torch computes with; a large one on a device other than the CPU is still to be `resolved`.
-    `layout`: how each splits into output units, if it has any. `implied_zeros`: elements of a sparse gradient that
-    are not stored, and so are zero.
+    They are real and of a type that torch computes with. A large one on a device other than the
+    CPU is still to be `resolved`.
+
+    Attributes:
+        positions: Of the parameters in their table.
+        tensors: The gradients.
+        layout: How each splits into output units, if it has any.
+        implied_zeros: Elements of a sparse gradient that are not stored, and so are zero.
     """
 
     positions: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
     layout: UnitLayout | None
     implied_zeros: int = 0
-
-    def of(self, tensors: Iterable[torch.Tensor]) -> Batch:
-        """Such a batch of other gradients."""
-        return Batch(self.positions, tuple(tensors), self.layout)
 
     @property
     def units(self) -> bool:
@@ -54,70 +64,94 @@ class Batch:
         first = self.tensors[0]
         return first.numel() * (2 if first.is_complex() else 1)
 
-    @property
-    def values(self) -> torch.Tensor:
-        """All of it as one tensor, shape (tensors, rows, columns), a row for each output unit; a copy if there are several."""
-        tensors = self.in_order_of_units()
-        together = resolved(tensors[0]) if len(tensors) == 1 else torch.stack(tensors)
-        return together.reshape(len(tensors), self.rows, -1)
+    def stacked(self) -> torch.Tensor:
+        """Return all as one tensor in the order of units; a copy if there are several."""
+        tensors, layout = self.tensors, self.layout
+        if layout is not None and layout.dims != (0,):
+            tensors = tuple(map(layout.rows, tensors))
+        return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
-    def in_order_of_units(self) -> tuple[torch.Tensor, ...]:
-        """The gradients, each with the elements of one unit after those of another if they are read row by row."""
-        layout = self.layout
-        return self.tensors if layout is None or layout.dims == (0,) else tuple(map(layout.rows, self.tensors))
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Which gradients of one device are measured together, without the gradients themselves.
+
+    Attributes:
+        device: Where they are.
+        members: The parameters with output units, which come first, and their numbers of units.
+        positions: In the table, shape (n,), in the order of the batches.
+        elements: Of each gradient, shape (n,).
+        units: Output units of each gradient, shape (n,).
+        implied: Zeros of each that a sparse gradient does not store, shape (n,).
+    """
+
+    device: torch.device
+    members: tuple[tuple[TrackedParameter, int], ...]
+    positions: IntArray
+    elements: IntArray
+    units: IntArray
+    implied: IntArray
+
+
+Grouped = list[tuple[Group, tuple[Batch, ...]]]
 
 
 def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
-    """The gradient without graph, as this rank's own plain, real tensor; the stored values if sparse.
-
-    A sparse gradient is coalesced first: entries that stand twice must be added before they are squared.
-    """
+    """Return this rank's own part as a plain, real tensor without graph; stored values if sparse."""
     return resolved(plain_local(gradient, keep_sparse=keep_sparse))
 
 
 def plain_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
-    """The same, still to be `resolved`: it may be complex, of a type of one byte, or lazily conjugated or negated."""
+    """Like `dense_local`, still to be `resolved`."""
     gradient = gradient.detach()
     to_local = getattr(gradient, "to_local", None)
     if to_local is not None:
         gradient = to_local()
     if gradient.is_sparse:
+        # Entries that are stored twice must be added before they are squared.
         return gradient.coalesce().values() if keep_sparse else gradient.to_dense()
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def resolved(part: torch.Tensor) -> torch.Tensor:
-    """A plain gradient, or a part of one, as a real tensor of a type that torch computes with; a view wherever it can be one."""
+    """Return a plain gradient as a real tensor that torch computes with; a view wherever possible."""
     if part.is_complex():
         part = torch.view_as_real(part.resolve_conj())
-    # For types of one byte torch supports little more than conversion; float32 holds each of their values.
+    # Torch can do little more with types of one byte than convert them.
     return part.float() if part.element_size() == 1 else part.resolve_neg()
 
 
+def is_ordinary(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient needs no preparation, which is too slow for hundreds of them."""
+    return type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.dtype in _ORDINARY
+
+
 def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
-    """Groups `(position in the table, gradient)` of one device into batches; empty gradients are left out."""
+    """Batch `(position in the table, gradient)` of one device; empty gradients are left out."""
     stacks: dict[tuple[object, ...], tuple[list[int], list[torch.Tensor]]] = {}
     for position, gradient in gradients:
         tracked = table.tracked[position]
-        layout = tracked.units
-        ordinary = is_ordinary(gradient)
-        values = gradient if ordinary else plain_local(gradient, keep_sparse=layout is None)
-        if values is not gradient and (values.device.type == "cpu" or values.numel() <= STACKED_ELEMENTS // 2):
-            values = resolved(values)
-        elements = values.numel() if ordinary else values.numel() * (2 if values.is_complex() else 1)
-        implied = 0 if ordinary or not gradient.is_sparse else tracked.elements - elements
+        layout, values, implied = tracked.units, gradient, 0
+        on_host = gradient.device.type == "cpu"
+        # To copy a gradient into a stack costs less than a call only if it is small.
+        small = STACKED_ELEMENTS // (8 if on_host else 2)
+        if not is_ordinary(gradient):
+            values = plain_local(gradient, keep_sparse=layout is None)
+            if on_host or values.numel() <= small:
+                values = resolved(values)
+        elements = values.numel() * (2 if values.is_complex() else 1)
+        if values is not gradient and gradient.is_sparse:
+            implied = tracked.elements - elements
         if elements == 0:
             if implied:
                 yield Batch((position,), (values.new_zeros(1),), None, implied - 1)
-        elif implied or elements > STACKED_ELEMENTS // 2:
+        elif implied or elements > small:
             yield Batch((position,), (values,), layout, implied)
         else:
             key = (values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
-            stack = stacks.get(key)
-            if stack is None:
-                stack = stacks[key] = [], []
-            stack[0].append(position)
-            stack[1].append(values)
+            positions, tensors = stacks.setdefault(key, ([], []))
+            positions.append(position)
+            tensors.append(values)
     for positions, tensors in stacks.values():
         most = STACKED_ELEMENTS // tensors[0].numel()
         for start in range(0, len(tensors), most):
@@ -125,6 +159,93 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
             yield Batch(tuple(positions[part]), tuple(tensors[part]), table.tracked[positions[start]].units)
 
 
-def is_ordinary(gradient: torch.Tensor) -> bool:
-    """Whether a gradient needs no preparation: where there are hundreds, calling `dense_local` costs too much."""
-    return type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.dtype in _ORDINARY
+def arranged(gradient: torch.Tensor, layout: UnitLayout | None) -> torch.Tensor:
+    """Return a view with the dimensions of the units first, the rest in the order of memory."""
+    if layout is not None and layout.dims != (0,):
+        # A view of `layout.shape` would be a copy where the last dimensions are apart in memory.
+        split = gradient.view((*layout.shape[:2], *gradient.shape[1:]))
+        return split.movedim(layout.dims, tuple(range(len(layout.dims))))
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    in_memory = gradient if gradient.is_contiguous() else gradient.permute(order)
+    if not in_memory.is_contiguous() or (layout is not None and in_memory is not gradient and order[0] != 0):
+        return gradient
+    return in_memory.view(-1 if layout is None else (layout.count, -1))
+
+
+def slices(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Cut a tensor along its first dimensions into consecutive parts of at most `most` elements."""
+    width = math.prod(tensor.shape[1:])
+    if width > most:
+        for part in tensor:
+            yield from slices(part, most)
+    else:
+        step = most // width
+        for start in range(0, tensor.shape[0], step):
+            yield tensor[start : start + step]
+
+
+_kind: Callable[[torch.Tensor], tuple[object, ...]] = operator.attrgetter("layout", "dtype", "device", "shape")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """How gradients at these positions, of these types and kinds, are grouped."""
+
+    table: ParameterTable
+    positions: list[int]
+    types: list[type[torch.Tensor]]
+    kinds: list[tuple[object, ...]]
+    groups: list[tuple[Group, list[tuple[tuple[int, ...], UnitLayout | None]]]]
+
+    def fits(self, table: ParameterTable, gradients: Mapping[int, torch.Tensor]) -> bool:
+        # In columns, since each sample asks twice.
+        return (
+            self.table is table
+            and self.positions == [*gradients]
+            and self.types == [*map(type, gradients.values())]
+            and all(map(operator.eq, map(_kind, gradients.values()), self.kinds))
+        )
+
+    def grouped(self, gradients: Mapping[int, torch.Tensor]) -> Grouped:
+        at = gradients.__getitem__
+        return [(group, tuple(Batch(some, tuple(map(at, some)), layout) for some, layout in parts)) for group, parts in self.groups]
+
+
+class Grouping:
+    """Groups gradients by device and batches them; keeps how, but no gradient."""
+
+    def __init__(self) -> None:
+        self._known: deque[_Known] = deque(maxlen=_KNOWN)
+
+    def groups(self, table: ParameterTable, gradients: Gradients) -> Grouped:
+        """Return the gradients, without empty ones and those of which this rank has a summand."""
+        wanted = dict(gradients)
+        for known in self._known:
+            if known.fits(table, wanted):
+                return known.grouped(wanted)
+        by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for position, gradient in wanted.items():
+            if not is_partial(gradient):  # the norm of a sum does not follow from one summand
+                by_device.setdefault(gradient.device, []).append((position, gradient))
+        groups: Grouped = []
+        for device, some in by_device.items():
+            if parts := tuple(sorted(batches(table, some), key=lambda batch: not batch.units)):
+                groups.append((_group(device, table, parts), parts))
+        if self._known and self._known[0].table is not table:
+            self._known.clear()
+        # How other gradients are grouped does not follow from their kind alone.
+        if all(map(is_ordinary, wanted.values())):
+            shared: dict[tuple[object, ...], tuple[object, ...]] = {}
+            kinds = [shared.setdefault(kind, kind) for kind in map(_kind, wanted.values())]
+            kept = [(group, [(batch.positions, batch.layout) for batch in parts]) for group, parts in groups]
+            self._known.appendleft(_Known(table, [*wanted], [*map(type, wanted.values())], kinds, kept))
+        return groups
+
+
+def _group(device: torch.device, table: ParameterTable, ordered: Sequence[Batch]) -> Group:
+    positions = [position for batch in ordered for position in batch.positions]
+    sizes = [(b.elements + b.implied_zeros, b.rows * b.units, b.implied_zeros) for b in ordered]
+    repeats = [len(batch.positions) for batch in ordered]
+    elements, units, implied = np.repeat(np.array(sizes, dtype=np.int64), repeats, axis=0).T
+    members = tuple((table.tracked[p], int(n)) for p, n in zip(positions, units, strict=True) if n)
+    return Group(device, members, np.array(positions, dtype=np.int64), elements, units, implied)

@@ -1,4 +1,4 @@
-"""How the values of parts combine to that of the whole: of pieces to a gradient's, and of gradients to a layer's."""
+"""How values of parts combine to the value of the whole: chunks to a gradient, gradients to a layer."""
 
 from __future__ import annotations
 
@@ -11,33 +11,21 @@ from torch_grad_exporter.metrics.families import FloatArray, IntArray
 
 
 class Combine(enum.Enum):
-    """The ways to combine. Each gives the same for any order of the parts and any cut into parts, but for rounding."""
+    """Ways to combine. The order of the parts changes nothing but rounding; a NaN stays one."""
 
     SUM = "sum"
     MIN = "min"
     MAX = "max"
     ROOT_OF_SQUARES = "root of the sum of squares"
 
-    def groups(self, values: FloatArray, group: IntArray, groups: int) -> FloatArray:
-        """The combined value of each group, shape (groups,), from `values`, shape (n,), and the group of each. A NaN stays one.
-
-        No group is empty.
-        """
-        match self:
-            case Combine.SUM:
-                return np.bincount(group, values, groups).astype(np.float64)
-            case Combine.MIN:
-                found = np.full(groups, np.inf)
-                np.minimum.at(found, group, values)
-            case Combine.MAX:
-                found = np.full(groups, -np.inf)
-                np.maximum.at(found, group, values)
-            case Combine.ROOT_OF_SQUARES:
-                return root_of_squares(values, group, groups)
-        return found
-
     def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
-        """The same of rows, shape (n, columns), that stand by group; `starts`: where each group begins. Shape (groups, columns)."""
+        """Return the combined row of each group, shape (groups, columns).
+
+        Args:
+            rows: Shape (n, columns); the rows of a group are next to each other.
+            group: The group of each row, ascending from 0; no group is empty.
+            starts: Where each group begins.
+        """
         match self:
             case Combine.SUM:
                 return np.add.reduceat(rows, starts, axis=0)
@@ -50,8 +38,15 @@ class Combine(enum.Enum):
                 scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
                 return np.sqrt(np.add.reduceat(np.square(rows / scale[group]), starts, axis=0)) * scale
 
+    def groups(self, values: FloatArray, group: IntArray, groups: int) -> FloatArray:
+        """Like `runs` for one column, shape (n,), whose groups come in any order."""
+        order = np.argsort(group, kind="stable")
+        ascending = group[order]
+        starts = np.searchsorted(ascending, np.arange(groups))
+        return self.runs(values[order, None].astype(np.float64), ascending, starts)[:, 0]
+
     def repeated(self, value: float, times: int) -> float:
-        """The combined value of so many parts that each have this one."""
+        """Return the combined value of this many parts that all have `value`."""
         match self:
             case Combine.SUM:
                 return value * times
@@ -62,7 +57,7 @@ class Combine(enum.Enum):
 
 
 def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArray:
-    """The L2 norm of each of `groups` groups of vectors from the norms of the vectors, shape (n,), without overflow."""
+    """Return the L2 norm of each group of vectors from the norms of the vectors, without overflow."""
     largest = np.zeros(groups)
     np.maximum.at(largest, group, norms)
     scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
@@ -70,7 +65,7 @@ def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArr
 
 
 def length(norms: FloatArray) -> float:
-    """The L2 norm of one vector from those of its parts, shape (n,)."""
+    """Return the L2 norm of one vector from the norms of its parts, shape (n,)."""
     largest = float(norms.max(initial=0.0))
     if not 0 < largest < math.inf:  # a NaN stays one
         return largest

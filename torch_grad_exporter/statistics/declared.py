@@ -1,36 +1,38 @@
-"""What a statistic is: its columns, how it is measured and its definition. It knows no metric.
+"""What a statistic is: its columns, its definition, and how it is measured.
 
-The statistics of the package itself are found in its files: each module of `torch_grad_exporter.statistics` that has a
-`STATISTIC` adds one. Others are registered:
+Other packages add statistics of their own:
 
     with register(Statistic("signs", (ColumnSpec("positive", Combine.SUM),), reference, host, device)):
         exporter = start_exporter(model)
 
-What is declared when an exporter starts is measured on each of its samples; the values by layer arrive in
-`GradientSnapshot.declared["signs.positive"]`, where a collector finds them.
+An exporter measures what is declared when it starts, in each of its samples. The values of each
+layer are in `GradientSnapshot.declared["signs.positive"]`, where a collector finds them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from torch_grad_exporter import statistics
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import Combine
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """One number for each gradient. `combine`: how that of the whole comes from those of its parts.
+    """One number of each gradient.
 
-    `power`: of the loss scale that it contains. Where it is not 0, a gradient times c has the value times c ** power.
-    `whole_only`: it has no meaning for a layer of which this rank has only a part, and is left out there.
+    Attributes:
+        name: Its name within the statistic.
+        combine: How the value of the whole comes from the values of its parts.
+        power: The power of the loss scale that the value contains: a gradient times c has the
+            value times c ** power.
+        whole_only: Whether it has no meaning for a layer of which this rank has only a part.
     """
 
     name: str
@@ -41,87 +43,140 @@ class ColumnSpec:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """The elements of one gradient as Python's floats: all of them, and those of each output unit, if it has any."""
+    """The elements of one gradient as floats: all, and those of each output unit, if it has any."""
 
     flat: Sequence[float]
     units: Sequence[Sequence[float]] = ()
-
-
-Reference = Callable[[Elements], tuple[float, ...]]
-"""The definition, in plain loops: a value for each column."""
-
-HostMeasure = Callable[[FloatArray], FloatArray]
-"""From a block of several gradients of equal size, shape (gradients, elements), to shape (gradients, columns), float64.
-
-The block is read-only, contiguous, float32 or float64, and gone afterwards. A large gradient comes in several blocks, whose
-values are combined as the columns say; it has at least one element. What is raised costs the sample. The training thread calls it,
-and the worker for a zero that a sparse gradient does not store.
-"""
-
-DeviceMeasure = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-"""The same by torch on another device, from a chunk of any real floating type, and the widest type that the device computes in.
-
-It never branches on the data, so that the host never waits for the device.
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistic:
     """A statistic of gradients.
 
-    `host`, `device`: how it is measured on the CPU and on other devices; `None` for the package's own that `host.py` and
-    `device.py` measure together. `float64`: blocks on the CPU are to be float64 in any case. `opt_in`: the option that
-    switches it on, if it is not always measured.
+    Attributes:
+        name: Unique among all statistics.
+        columns: The numbers that it consists of.
+        reference: The definition in plain loops: a value for each column.
+        host: Measures on the CPU: from a block of several gradients of equal size, shape
+            (gradients, elements), to shape (gradients, columns), float64. The block is read-only,
+            contiguous, float32 or float64, not empty, and not to be kept. Blocks of one gradient
+            are combined as the columns say. An exception costs the sample.
+        device: The same with torch on other devices, from a chunk of any real floating type and
+            the widest type that the device computes in. It must not branch on the data.
+        float64: Whether blocks on the CPU have to be float64.
+        opt_in: The option that enables it, if it is not always measured.
     """
 
     name: str
     columns: tuple[ColumnSpec, ...]
-    reference: Reference
-    host: HostMeasure | None = None
-    device: DeviceMeasure | None = None
+    reference: Callable[[Elements], tuple[float, ...]]
+    host: Callable[[FloatArray], FloatArray] | None = None
+    device: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
     float64: bool = False
     opt_in: str = ""
 
 
-_registered: dict[str, Statistic] = {}
+# The statistics that `host.py` and `device.py` measure together.
+
+
+def _has_nan(elements: Elements) -> bool:
+    return any(map(math.isnan, elements.flat))
+
+
+def _zero_units(elements: Elements) -> tuple[float, ...]:
+    # Dead units depend on earlier samples, see `units.py`. This is their number for a window of one.
+    zero = float(sum(not any(unit) for unit in elements.units))
+    return zero, zero
+
+
+def _extremes(elements: Elements) -> tuple[float, ...]:
+    if _has_nan(elements):
+        return math.nan, math.nan
+    return min(elements.flat, default=0.0), max(elements.flat, default=0.0)
+
+
+NORM = Statistic(
+    "norm",
+    (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),),
+    lambda elements: (math.nan if _has_nan(elements) else math.hypot(*elements.flat),),
+)
+ZEROS = Statistic(
+    "zeros",
+    (ColumnSpec("zeros", Combine.SUM),),
+    lambda elements: (float(sum(value == 0 for value in elements.flat)),),
+)
+NONFINITE = Statistic(
+    "nonfinite",
+    (ColumnSpec("nans", Combine.SUM), ColumnSpec("infs", Combine.SUM)),
+    lambda elements: tuple(float(sum(map(test, elements.flat))) for test in (math.isnan, math.isinf)),
+)
+EXTREMES = Statistic(
+    "extremes",
+    (ColumnSpec("min", Combine.MIN, power=1), ColumnSpec("max", Combine.MAX, power=1)),
+    _extremes,
+)
+UNITS = Statistic(
+    "units",
+    (ColumnSpec("zero_units", Combine.SUM), ColumnSpec("dead_units", Combine.SUM)),
+    _zero_units,
+)
+TOGETHER = (NORM, ZEROS, NONFINITE, EXTREMES, UNITS)
+
+# The sum of the elements gives, with the norm, their mean and standard deviation.
+
+
+def _sum(elements: Elements) -> tuple[float, ...]:
+    infinite = [value for value in elements.flat if not math.isfinite(value)]
+    try:
+        return (sum(infinite) if infinite else math.fsum(elements.flat),)
+    except OverflowError:
+        return (math.copysign(math.inf, max(elements.flat, key=abs)),)
+
+
+MOMENTS = Statistic(
+    "moments",
+    (ColumnSpec("sum", Combine.SUM, power=1),),
+    _sum,
+    host=lambda block: np.add.reduce(block, axis=1, dtype=np.float64, keepdims=True),
+    device=lambda chunk, wide: chunk.sum(dim=1, keepdim=True, dtype=wide),
+    # A standard deviation is the small rest of the norm when the mean is taken out.
+    float64=True,
+    opt_in="moments",
+)
+
+_declared: dict[str, Statistic] = {MOMENTS.name: MOMENTS}
 
 
 def register(statistic: Statistic) -> contextlib.ExitStack:
-    """Has exporters that start from now on measure a statistic, until what it returns is closed, or left as a context.
+    """Have exporters that start from now on measure a statistic.
 
-    Raises `ValueError` where another one has its name, or where something of it is missing.
+    Returns:
+        A handle; the registration ends when it is closed, or left as a context.
+
+    Raises:
+        ValueError: Its name is taken, or something of it is missing.
     """
     columns = [column.name for column in statistic.columns]
+    problem = ""
     if not columns or len(set(columns)) < len(columns):
-        raise ValueError(f"statistic {statistic.name!r}: expected columns of different names, got {columns}")
-    if statistic.host is None or statistic.device is None:
-        raise ValueError(f"statistic {statistic.name!r}: give it a measure for the host and one for devices")
-    if statistic.name in _registered or statistic.name in of_the_package():
-        raise ValueError(f"statistic {statistic.name!r}: there is one of this name; choose another one, or close its registration")
-    _registered[statistic.name] = statistic
+        problem = f"expected columns of different names, got {columns}"
+    elif statistic.host is None or statistic.device is None:
+        problem = "give it a measure for the host and one for devices"
+    elif statistic.name in _declared:
+        problem = "there is one of this name; choose another one, or close its registration"
+    if problem:
+        raise ValueError(f"statistic {statistic.name!r}: {problem}")
+    _declared[statistic.name] = statistic
     registration = contextlib.ExitStack()
-    registration.callback(_registered.pop, statistic.name)
+    registration.callback(_declared.pop, statistic.name)
     return registration
 
 
 def declared() -> list[Statistic]:
-    """All statistics that are measured apart from others: the package's own by name, and those that are registered now."""
-    return [*of_the_package().values(), *_registered.values()]
-
-
-def of_the_package() -> dict[str, Statistic]:
-    """The package's own by name."""
-    return dict(sorted((one.name, one) for one in found_in(statistics.__name__, statistics.__path__)))
-
-
-def found_in(name: str, path: Sequence[str]) -> Iterator[Statistic]:
-    """The `STATISTIC` of each module of a package that has one."""
-    for module in pkgutil.iter_modules(path, f"{name}."):
-        found = None if module.ispkg else getattr(importlib.import_module(module.name), "STATISTIC", None)
-        if isinstance(found, Statistic):
-            yield found
+    """Return the statistics that have measures of their own."""
+    return list(_declared.values())
 
 
 def chosen(options: Mapping[str, bool]) -> list[Statistic]:
-    """Those that are always measured, and those whose option is on."""
+    """Return those that are always measured, and those whose option is on."""
     return [one for one in declared() if not one.opt_in or options.get(one.opt_in, False)]

@@ -25,15 +25,15 @@ import torch
 
 from torch_grad_exporter.errors import Guard, logger, say
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
-from torch_grad_exporter.statistics import Column, device, moments
-from torch_grad_exporter.statistics.batches import Batch
-from torch_grad_exporter.statistics.grouping import Group
+from torch_grad_exporter.statistics import Column, device
+from torch_grad_exporter.statistics.batches import Batch, Group
+from torch_grad_exporter.statistics.declared import MOMENTS
+from torch_grad_exporter.statistics.device import ByTorch, Reading, pieces_of
 from torch_grad_exporter.statistics.kernels import launch
 from torch_grad_exporter.statistics.kernels.probe import probe
 from torch_grad_exporter.statistics.kernels.tables import Read
 from torch_grad_exporter.statistics.kernels.trial import Send, Trial
 from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.statistics.reading import ByTorch, Reading, pieces_of
 
 
 class Implementation(enum.Enum):
@@ -41,6 +41,7 @@ class Implementation(enum.Enum):
 
     AUTO = "auto"
     TORCH = "torch"
+    TRITON = "triton"
 
 
 class _Stage(enum.Enum):
@@ -233,7 +234,7 @@ def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
 def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, IntArray | None]:
     """The rows of the programs with what they do not measure, by torch: a large gradient has several rows then, see `device.py`."""
     layout = by_torch.layout
-    others = [(one, one.device) for one in layout.apart if one is not moments.STATISTIC and one.device is not None]
+    others = [(one, one.device) for one in layout.apart if one is not MOMENTS and one.device is not None]
     if not others:
         return rows, None
     found, pieces = [], []

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_grad_exporter.statistics import Column, moments
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.declared import MOMENTS
 from torch_grad_exporter.statistics.device import StreamOrder, joined
 from torch_grad_exporter.statistics.kernels import tables
 from torch_grad_exporter.statistics.layout import Layout
@@ -66,7 +67,7 @@ class Launcher:
         self._layout = layout
         self._programs = programs
         self._most = most
-        self._moments = moments.STATISTIC in layout.apart
+        self._moments = MOMENTS in layout.apart
         self._options = options(hip=torch.version.hip is not None)
         self._kinds: list[tuple[object, ...]] = []
         self._same: object = None

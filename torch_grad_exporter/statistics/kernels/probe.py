@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.model.units import UnitLayout
-from torch_grad_exporter.statistics.batches import Batch
-from torch_grad_exporter.statistics.grouping import Group
+from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.kernels.tables import BLOCK, KINDS
 
 _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None], ...] = (

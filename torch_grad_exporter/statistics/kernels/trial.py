@@ -10,8 +10,8 @@ import torch
 
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.device import Reading
 from torch_grad_exporter.statistics.layout import Layout, Packing
-from torch_grad_exporter.statistics.reading import Reading
 
 Send = Callable[[torch.Tensor], Callable[[], FloatArray | None] | None]
 """Starts the copy of a vector to the host. What it returns gives the vector once it is there; `None` if it cannot be sent now."""
