@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVarTuple
 import torch
 
 from torch_grad_exporter import lifecycle
-from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.gradients import dead_from
 from torch_grad_exporter.collectors.process import STANDARD
@@ -23,6 +22,7 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import hostname
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.watch import Watch
+from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.announcement import Announcement
 from torch_grad_exporter.outputs.live.live import Judged, Run
@@ -91,9 +91,10 @@ class Composition:
         self._act = acting(checked, self._training, self._host, errors, judge=self._judged, stop=self._stop)
         self._notify = notifying(checked, self._training, self._judged_for_both, errors)
         self._clip = clipping(checked, self._training, errors)
-        self._layer_times = layer_times(checked, self._training, errors)
-        self._activations = activations(checked, self._training, errors)
+        self._layer_times = layer_times(checked, self._training, self._host, errors)
+        self._activations = activations(checked, self._training, self._host, errors)
         self._watched, self._watch = WatchTotals(), _UNUSED
+        self._host.register("watch", self._watched)
         self._adopted: list[Removable] = []
         self._scrape, self._of_sample = scrape(
             checked,
@@ -306,6 +307,7 @@ class Composition:
         if self._layer_times is not None:
             self._layer_times.after_fork_in_child()
         self._watched.after_fork_in_child()
+        self._training.weights.after_fork_in_child()
         if self._watch is not None:
             self._watch.close()
         self._scrape.after_fork_in_child()

@@ -17,12 +17,6 @@ from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.actions.notify import notify
 from torch_grad_exporter.actions.notify.job import Job
-from torch_grad_exporter.aggregation.activations import ActivationTotals
-from torch_grad_exporter.aggregation.gradients import GradientAggregation
-from torch_grad_exporter.aggregation.layer_times import LayerTimes
-from torch_grad_exporter.aggregation.totals import TrainingTotals
-from torch_grad_exporter.aggregation.watched import WatchTotals
-from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
@@ -36,28 +30,34 @@ from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.of_sample import OfSample
-from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import device_kinds
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.inspection.activations import Activations
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
-from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces, Origins
 from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
 from torch_grad_exporter.inspection.watch import Watch
+from torch_grad_exporter.inspection.watch_totals import WatchTotals
+from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.outputs.live.live import Judged
+from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernels
 from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.transfer.events import Mailbox
-from torch_grad_exporter.transfer.transfer import HostTransfer
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.worker import Worker
 
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
@@ -79,6 +79,7 @@ class TrainingSide:
         self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
         self.frozen, self.origins = FrozenLabels(), OriginPlaces()
+        self.local_norms, self.weights = LocalNormTotals(), WeightTotals()
         cost = SampleCost(self.clock, self.schedule, DeviceTimer(events))
         by_programs = settings.statistics is Implementation.AUTO
         kernels = Kernels(self.layout, errors.boundary("kernels"), HostTransfer(ring=1).post) if by_programs else None
@@ -109,23 +110,24 @@ class TrainingSide:
         )
         self.capture = Capture(parts)
         self.cost, self.reader = cost, reader
-        self.nan_origin = self._nan_origin(checked, parts) if settings.nan_origin else None
+        self.requests = Requests()
+        if settings.nan_origin:
+            self._look_for_origins(checked, parts)
 
-    def _nan_origin(self, checked: Checked, parts: Parts) -> NanOrigin:
-        """What looks for the place where a value became non-finite."""
+    def _look_for_origins(self, checked: Checked, parts: Parts) -> None:
+        """Adds what looks for the place where a value became non-finite."""
         inspection = NanOrigin(
             parts.hooks,
             parts.cost,
             parts.clock,
             parts.mailbox,
             models=checked.models,
-            make_origins=functools.partial(Origins, self.origins, self.steps),
+            requests=self.requests,
             steps=self.steps,
             scaled=lambda: parts.reader.knows_scaler,
             always=checked.settings.nan_origin == "always",
         )
         self.capture.inspect(inspection, parts.errors.boundary("nan_origin"))
-        return inspection
 
     def _look_at_devices(self) -> None:
         self._look(self.memory.refresh)
@@ -135,37 +137,37 @@ class TrainingSide:
         return self.clock.number
 
 
-def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
+def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> Worker:
     """The worker and what it adds up."""
-    exponential = checked.push is not None and checked.push.exponential
-    origins = None if training.nan_origin is None else training.nan_origin.origins
-    gradients = GradientAggregation(
-        training.layout,
-        exponential=exponential,
-        clipped=checked.clip is not None,
-        nonfinite=None if origins is None else origins.gradients_were_wrong,
-    )
+    origins = Origins(training.origins, training.steps, training.requests) if checked.settings.nan_origin else None
 
     def hurried() -> bool:
         return origins is not None or not training.capture.devices <= {"cpu"}
 
-    totals = TrainingTotals() if origins is None else TrainingTotals(nonfinite=origins.loss_was_wrong)
-    gradients.use(checked.index.table)
-    return HostSide(
+    worker = Worker(
         training.mailbox,
-        gradients,
-        totals,
+        checked.index.table,
         errors,
+        layout=training.layout,
+        exponential=checked.push is not None and checked.push.exponential,
+        clipped=checked.clip is not None,
         periodic=training.capture.look,
         counting=training.clock.counting,
         hurried=hurried,
     )
+    if origins is not None:
+        worker.register("nan_origin", origins)
+        worker.listen(origins)
+    worker.register("local_norms", training.local_norms)
+    worker.listen(training.local_norms)
+    worker.register("weights", training.weights)
+    return worker
 
 
 def scrape(
     checked: Checked,
     training: TrainingSide,
-    host: HostSide,
+    host: Worker,
     errors: ErrorLog,
     *,
     ended: Callable[[], str | None],
@@ -199,7 +201,8 @@ def scrape(
         ended=ended,
         dead_window=settings.dead_window,
         moments=settings.moments,
-        weights=settings.weights,
+        weights=training.weights if settings.weights else None,
+        local_norms=training.local_norms,
         notified=notified,
         acted=acted,
         clip=clip,
@@ -228,7 +231,7 @@ def notifying(
 def acting(
     checked: Checked,
     training: TrainingSide,
-    host: HostSide,
+    host: Worker,
     errors: ErrorLog,
     *,
     judge: Callable[[bool], Judged],
@@ -254,7 +257,7 @@ def acting(
     return Act(sources, steps, ActionTotals(), errors)
 
 
-def activations(checked: Checked, training: TrainingSide, errors: ErrorLog) -> ActivationTotals | None:
+def activations(checked: Checked, training: TrainingSide, worker: Worker, errors: ErrorLog) -> ActivationTotals | None:
     """What looks at the outputs of inner modules, if the user wants it."""
     if checked.modules is None:
         return None
@@ -268,10 +271,11 @@ def activations(checked: Checked, training: TrainingSide, errors: ErrorLog) -> A
         totals=totals,
     )
     training.capture.inspect(watch, errors.boundary("activations"))
+    worker.register("activations", totals)
     return totals
 
 
-def layer_times(checked: Checked, training: TrainingSide, errors: ErrorLog) -> LayerTimes | None:
+def layer_times(checked: Checked, training: TrainingSide, worker: Worker, errors: ErrorLog) -> LayerTimes | None:
     """What times layers, if the user wants it. Before other inspections: then these are not in the times."""
     if checked.timed is None:
         return None
@@ -286,6 +290,7 @@ def layer_times(checked: Checked, training: TrainingSide, errors: ErrorLog) -> L
         times=times,
     )
     training.capture.inspect(watch, errors.boundary("layer_times"))
+    worker.register("layer_times", times)
     return times
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.module_outputs import differentiable
+from torch_grad_exporter.capture.outcomes import Lost, Mode
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
 from torch_grad_exporter.capture.preparation import RoundPreparation
@@ -31,7 +32,6 @@ from torch_grad_exporter.torch_compat.autograd import (  # fmt: skip
     on_gradient,
     within_transform,
 )
-from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 logger = logging.getLogger("torch_grad_exporter")
 

@@ -14,6 +14,7 @@ import torch
 
 from torch_grad_exporter.capture.accumulate_grad import NodeHook
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.outcomes import Lost, Mode
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
@@ -21,7 +22,6 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task, within_transform
 from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
-from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE, PhaseTimes
-from torch_grad_exporter.transfer.events import PLACED, Counted, Counting, Mailbox, Stepped
-from torch_grad_exporter.transfer.tracing import TraceIds
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import PLACED, Counting, StepsTaken, TraceIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,8 @@ class StepClock:
         step = None
         if self.tells_steps:  # the first one has no duration
             self._placed, step = self._placed + 1, self.number
-        self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace, step))
+        durations = () if seconds is None else (seconds,)
+        self._mailbox.append(StepsTaken(durations, self.own_seconds + self.device_seconds, now, trace, step))
         self.own_seconds = self.device_seconds = 0.0
         return seconds
 
@@ -318,7 +319,7 @@ class StepClock:
         if not durations:
             return 0.0
         own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
-        self._mailbox.append(Counted(durations, own, stretch))
+        self._mailbox.append(StepsTaken(durations, own, self.now(), stretch=stretch))
         return own
 
     # Rounds that something else counts

@@ -23,9 +23,8 @@ from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, COUNTI
 from torch_grad_exporter.capture.examples import batch_size
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE
+from torch_grad_exporter.store.records import Outcome
 from torch_grad_exporter.torch_compat.autograd import graph_is_kept, graph_task
-from torch_grad_exporter.transfer.events import OutcomeResolved
-from torch_grad_exporter.transfer.outcomes import Outcome
 
 AT_LEAST = 4
 """Rounds: fewer are followed one by one, since to begin and to end costs as much as one of them."""
@@ -169,7 +168,7 @@ class RegularRounds:
         clock.round_alike(self._number, start)
         if self._norm_given:
             self._norm_given = False
-            self._parts.mailbox.append(OutcomeResolved(Outcome.STEPPED))
+            self._parts.norm_resolved(Outcome.STEPPED)
         clock.spent(clock.clock() - start)
         return True
 
@@ -178,7 +177,7 @@ class RegularRounds:
         if self.backwards or self._in_backward:
             self._norm_given = True
         elif self._over:
-            self._parts.mailbox.append(OutcomeResolved(Outcome.STEPPED))
+            self._parts.norm_resolved(Outcome.STEPPED)
         else:
             self._rounds.norm_observed()
 

@@ -11,11 +11,11 @@ import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.by_hand import WHY
+from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.compiler import compiled_backwards
-from torch_grad_exporter.transfer.outcomes import Mode
 
 
 class StepWatch:

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import threading
 from dataclasses import dataclass
 
 import numpy as np
 
+from torch_grad_exporter.inspection.tallies import ActivationSample, OfOutput, SentTallies
 from torch_grad_exporter.metrics.families import REMOVED, BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics.combine import root_of_squares
+from torch_grad_exporter.store.records import Inspected
 
 KEPT = 8
 """Samples without any call of a layer's modules after which its gauges vanish."""
-
-
-class OfOutput(enum.IntEnum):
-    """The columns of what was measured of a module's outputs."""
-
-    NORM = 0
-    ZEROS = 1
-    NANS = 2
-    INFS = 3
-    PEAK = 4
-    """The largest magnitude; NaN where there is a NaN."""
-    DEAD = 5
-    """Output units that were zero in every element."""
-    GRADIENT = 6
-    """The norm of the gradient; NaN as well where there is none, see `ActivationSample.graded`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ActivationSample:
-    """The outputs of modules over a sampled round; several of a layer are put together. Each array has an entry for each.
-
-    `elements`, `units`: how many there were; `units` is 0 where they are not known. `graded`: whether a gradient came.
-    `values`: shape (n, columns of `OfOutput`). `scale`: of the loss, NaN where it is not known.
-    """
-
-    layers: tuple[str, ...]
-    elements: IntArray
-    units: IntArray
-    graded: BoolArray
-    values: FloatArray
-    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +67,10 @@ class ActivationTotals:
         with self._lock:
             self._folded, self._left_out = folded, dict(left_out)
 
-    def take(self, sample: ActivationSample) -> None:
-        """Counts a sample; gauges of layers that were not called for a while vanish."""
-        found = _by_layer(sample)
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Count a sample; gauges of layers that were not called for a while vanish."""
+        assert isinstance(record.data, SentTallies)  # noqa: S101 - only `Activations` sends records of this name
+        found = _by_layer(record.data.sample(values))
         with self._lock:
             self._samples += 1
             for label, new in found.items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import REMOVED
+from torch_grad_exporter.store.records import Inspected
 
 FORWARD, BACKWARD = PASSES = ("forward", "backward")
 
@@ -42,8 +42,10 @@ class LayerTimes:
         self._samples = 0
         self.untimed = 0
 
-    def take(self, seconds: Mapping[tuple[str, str], float]) -> None:
-        """Counts a round: its seconds by layer and pass."""
+    def take(self, record: Inspected, values: object) -> None:  # noqa: ARG002 - like any `Taker`; times need no vectors
+        """Count a round; the data are its seconds by layer and pass."""
+        assert isinstance(record.data, dict)  # noqa: S101 - only `LayerTimer` sends records of this name
+        seconds: dict[tuple[str, str], float] = record.data
         with self._lock:
             self._samples += 1
             for key, one in seconds.items():

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.activations import ActivationSample, OfOutput
+from torch_grad_exporter.inspection.tallies import ActivationSample, OfOutput, SentTallies
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import length
+from torch_grad_exporter.store.records import Inspected
 
 NAMES = 100
 """Names that are shown, at most."""
@@ -30,6 +31,13 @@ class WatchedGradient:
     norm: float | None = None
     zero_ratio: float | None = None
     clipped: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCounts:
+    """The data of a record of how often gradients were clipped since the start: for each device the labels."""
+
+    labels: tuple[tuple[str, ...], ...]
 
 
 class WatchTotals:
@@ -54,8 +62,15 @@ class WatchTotals:
                 self._folded.add(name)
             return FOLDED
 
-    def take(self, sample: ActivationSample) -> None:
-        """Counts the gradients of a sampled round, in which a name may have had several."""
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Take what was measured in a sampled round, or how often gradients were clipped."""
+        if isinstance(record.data, ClipCounts):
+            self._take_counts(record.data, values)
+        elif isinstance(record.data, SentTallies):
+            self._take_sample(record.data.sample(values))
+
+    def _take_sample(self, sample: ActivationSample) -> None:
+        """Count the gradients of a sampled round, in which a name may have had several."""
         with self._lock:
             for label in dict.fromkeys(sample.layers):
                 own = np.array([one == label for one in sample.layers])
@@ -69,10 +84,10 @@ class WatchTotals:
                     zero_ratio=float(values[:, OfOutput.ZEROS].sum() / sample.elements[own].sum()),
                 )
 
-    def clipped(self, labels: tuple[tuple[str, ...], ...], counts: tuple[FloatArray, ...]) -> None:
-        """Takes how often each was clipped since the start: for each device the labels, and a count for each of them."""
+    def _take_counts(self, sent: ClipCounts, counts: tuple[FloatArray, ...]) -> None:
+        """Take a count for each label of each device."""
         totals: dict[str, float] = {}
-        for of_device, vector in zip(labels, counts, strict=True):
+        for of_device, vector in zip(sent.labels, counts, strict=True):
             for label, count in zip(of_device, vector.tolist(), strict=True):
                 totals[label] = totals.get(label, 0.0) + count
         with self._lock:

@@ -1,1 +1,1 @@
-"""Between the training thread and the host side: buffers and records."""
+"""The host's side: records of the training thread, and the totals that the worker makes of them."""

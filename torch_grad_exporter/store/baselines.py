@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.tables import Records, moved
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.store.histograms import Records, moved
 
 WINDOW = 128
 """Samples that a baseline remembers."""

@@ -1,179 +1,252 @@
-"""PendingSample: the sample whose round is not over yet, and what of its round was counted before.
+"""PendingSamples: a sample waits for the outcome of its round; here is decided when, and as what, it counts.
 
-A sample is *pending* until its round is closed: a later backward of the round may replace it, and only what the stepping
-optimizers own is counted. So the norms of a round that is not over are not shown, however long it takes. But a NaN is to be seen
-even if the loop hangs right after it: what is not finite is counted after `PATIENCE` seconds, with the outcome "unknown", and not
-again when its round goes on. After a step the gradients are known to be complete: where others might step as well, the sample is
-shown after that time.
+A later backward of the round may replace the sample, and only what the stepping optimizers own counts, so the norms
+of a round that is not over are not shown. But a NaN must be visible even if the loop hangs right after it: what is
+not finite counts after `GRACE_SECONDS`, with the outcome "unknown", and not again when its round goes on.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.samples import Sample, values
-from torch_grad_exporter.aggregation.tables import UNOWNED
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Divided, Outcome, Withdrawn
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.store.clip_detection import ClipDetection, Clipping, Edit
+from torch_grad_exporter.store.records import UNOWNED, OptimizerView, Outcome, RoundEnded, SampleRead
+from torch_grad_exporter.store.sample import Sample, number_of, rows_of
 
-PATIENCE = 1.0
-PATIENCE_AMID = 10.0
-"""Seconds after which is counted what is not finite of a pending sample, although the outcome of its step is unknown; the longer
-one while more backwards of its round may follow, as at the start of a run that accumulates."""
+GRACE_SECONDS, GRACE_SECONDS_AMID = 1.0, 10.0
+"""After which a NaN counts without an outcome; the longer one while more backwards of the round may follow."""
 
-DIVISORS = 4
-"""Rounds of which it is remembered by what the loop divides: the one of the pending sample, and those told of since."""
+UNREPORTED = 8
+"""Samples after the last one with a divisor, up to which one without it was probably forgotten by the loop."""
+
+FEW = 8
+"""Optimizers that are compared one by one; NumPy's search is slower for so few."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ended:
-    """A sample that is to be counted, with what is known of its step. It may be counted again when more is known.
+class CountedSample:
+    """A sample with its outcome, as the tables count it. It may come again when more optimizers have stepped."""
 
-    `number`: of the sample, from 1. `after`: what the optimizers saw. `over`: nothing more can come to its round; `whole`: nor to
-    its gradients. `counted`: the optimizers whose part of the round was counted before; `measured`: those of them whose sizes were
-    known then. `given`: the global norm before clipping that the loop gave of the round; `told`: it has said by what it divides
-    the gradients.
-    """
-
-    number: int
+    number: int  # of the sample, from 1
     sample: Sample
-    after: tuple[AfterClip, ...]
-    closed: Closed
-    over: bool
-    whole: bool
-    counted: frozenset[int]
-    measured: frozenset[int]
-    given: float | None = None
-    told: bool = False
+    ended: RoundEnded
+    owners: IntArray  # as in `SampleRead`, with what is known of them at the end of the round
+    shown: frozenset[int]  # optimizers whose parameters it shows: those that stepped or were left out
+    left_out: frozenset[int]  # those whose step a gradient scaler left out
+    new: frozenset[int]  # those whose part of the round was not counted before
+    newly_sized: frozenset[int]  # those whose norms were not counted before
+    clippings: Mapping[int, Clipping]  # by optimizer
+    clipped: tuple[FloatArray, FloatArray] | None = None  # norms before and after, NaN if unknown; with `clip=` only
+
+    def owned(self, optimizers: frozenset[int]) -> BoolArray:
+        """Return which parameters these optimizers own, shape (parameters,)."""
+        if len(optimizers) > FEW:
+            return np.isin(self.owners, list(optimizers))
+        owned = np.zeros(len(self.owners), dtype=np.bool_)
+        for optimizer in optimizers:
+            owned |= self.owners == optimizer
+        return owned
+
+    def outcome(self, optimizer: int) -> Outcome:
+        """Return what became of this optimizer's step."""
+        return Outcome.SKIPPED if optimizer in self.left_out else self.ended.outcome
 
 
-@dataclass(slots=True)
-class PendingSample:
-    """Holds one sample at most. `samples`: rounds of which something was counted; `unattributed`: not, as it is not known whose."""
+class PendingSamples:
+    """Holds one sample at most. `clipped`: gradients are clipped as `clip=` asks for."""
 
-    samples: int = 0
-    unattributed: int = 0
-    _sample: Sample | None = None
-    _after: list[AfterClip] = field(default_factory=list)
-    _stepped: Closed | None = None
-    """What its round has come to by the steps so far."""
-    _given: float | None = None
-    """The global norm before clipping that was given since the capture."""
-    _divisors: dict[int, float] = field(default_factory=dict)
-    """Of the last rounds of which the loop has told it, by what their gradients are divided."""
-    _told_again: bool = False
-    """Whether the loop has told it once more since the capture: where the step is skipped it may have meant the next round."""
-    _round: int = -1
-    """The last round of which something was counted; the two below are of that round."""
-    _counted: frozenset[int] = frozenset()
-    _measured: frozenset[int] = frozenset()
-
-    def begin(self, event: Captured) -> Ended | None:
-        """Takes the place of the sample that was pending; what that ends: one of another round, whose outcome stays unknown.
-
-        No training continues from gradients that are not finite and were thrown away: that was a skipped step and not the first
-        of two passes.
-        """
-        ended, sample, new = None, self._sample, Sample.of(event)
-        if sample is not None and sample.captured.round != event.round:
-            ended = self._guessed(sample, Outcome.UNKNOWN)
-        elif sample is not None and event.again and sample.nonfinite():
-            ended = self._guessed(sample, Outcome.SKIPPED)
-            self._round = -1
-        # Where no backward is seen, each optimizer's step reads the round anew, with what those before have left.
-        same = ended is None and event.at_step and sample is not None
-        self._after = [one for one in self._after if one.ours] if same else []
-        self._sample, self._stepped, self._given, self._told_again = new, None, None, False
-        new.divide(self._told(event) or 1.0)
-        return ended
-
-    def _told(self, event: Captured) -> float | None:
-        """By what the loop has told to divide what was captured, if it has."""
-        return None if event.at_step else self._divisors.get(event.round)
-
-    def given(self, norm: float) -> None:
-        """Takes the global norm before clipping of the round that is not over, if there is one."""
-        if self._sample is not None and self._stepped is None and 0 < norm < math.inf:
-            self._given = norm
-
-    def divided(self, event: Divided) -> None:
-        """Takes by what the loop divides the gradients of a round after its backwards."""
-        divisor = event.divisor if isinstance(event.divisor, float) else float(values(event.divisor.ready())[0])
-        if not 0 < divisor < math.inf:
-            return
-        sample = self._sample
-        if sample is not None and sample.captured.round == event.round and not sample.captured.at_step:
-            before = self._told(sample.captured)
-            self._told_again |= before is not None
-            sample.divide(divisor / (before or 1.0))
-        self._divisors.pop(event.round, None)
-        self._divisors[event.round] = divisor
-        if len(self._divisors) > DIVISORS:
-            del self._divisors[next(iter(self._divisors))]
-
-    def seen_after(self, event: AfterClip) -> None:
-        """Takes what an optimizer saw of the gradients."""
-        if self._sample is not None and self._sample.captured.round == event.round:
-            self._after.append(event)
-
-    def closed_by(self, event: Closed) -> Ended | None:
-        """What the end of a round ends, or a step after which others may still come."""
-        sample = self._sample
-        if sample is None or sample.captured.round != event.round:
-            return None
-        self._stepped = event
-        if not event.final:
-            return None
-        self._sample = None
-        if event.guessed and not sample.nonfinite() and self._round != sample.captured.round:
-            self.unattributed += 1
-            return None
-        return self._end(sample, event, over=True, whole=not event.guessed)
-
-    def withdrawn(self, event: Withdrawn) -> None:
-        """Drops what was read of a round."""
-        if self._sample is not None and self._sample.captured.round == event.round:
-            self._sample = None
+    def __init__(self, *, clipped: bool = False) -> None:
+        self.samples = 0  # rounds of which something was counted
+        self.unattributed = 0  # samples whose optimizer is unknown, not counted
+        self._by_us = clipped
+        self._clips = ClipDetection()
+        self._sample: Sample | None = None
+        self._ended: RoundEnded | None = None  # what its round has come to so far
+        self._norm: float | None = None  # the global norm before clipping that the loop has given
+        # The last round of which something was counted, and the optimizers whose part, and whose norms, were.
+        self._round: int | None = None
+        self._counted: frozenset[int] = frozenset()
+        self._sized: frozenset[int] = frozenset()
+        self._divided: dict[int, int] = {}  # by optimizer, the last sample with a divisor
+        # By the owners of what a round wrote, and optimizer: it stepped whenever its gradients were finite.
+        self._steps_if_finite: dict[tuple[frozenset[int], int], bool] = {}
 
     @property
-    def waits(self) -> bool:
+    def waiting(self) -> bool:
         """Whether there is a sample."""
         return self._sample is not None
 
-    def expired(self, now: float) -> Ended | None:
-        """The sample if it has been pending for too long; it stays. `now` is Unix time."""
-        sample, stepped = self._sample, self._stepped
-        if sample is None or (self._round == sample.captured.round and (stepped is None or stepped.stepped <= self._counted)):
+    def read(self, record: SampleRead) -> CountedSample | None:
+        """Take a sample; return the one before, of another round, whose outcome stays unknown."""
+        before, counted = self._sample, None
+        if before is not None and before.read.round != record.round:
+            counted = self._count(before, self._ended or _guess(before, Outcome.UNKNOWN))
+        elif before is not None and record.again and before.nonfinite():
+            # No loop goes on with gradients that are not finite and were thrown away: that was a skipped step.
+            counted = self._count(before, _guess(before, Outcome.SKIPPED))
+            self._round = None
+        self._sample, self._ended, self._norm = Sample.of(record), None, None
+        return counted
+
+    def norm_given(self, norm: float) -> None:
+        """Take the global norm before clipping of the round that is not over."""
+        if self._sample is not None and self._ended is None and 0 < norm < math.inf:
+            self._norm = norm
+
+    def round_ended(self, record: RoundEnded) -> CountedSample | None:
+        """Take the outcome; return the sample of that round unless other optimizers may still step on it."""
+        sample = self._sample
+        if sample is None or sample.read.round != record.round:
             return None
-        likely_last = sample.captured.likely_last or stepped is not None
-        if now - sample.captured.at <= (PATIENCE if likely_last else PATIENCE_AMID):
+        if not (record.final or record.withdrawn):
+            self._ended = record
             return None
-        if stepped is not None:
-            return self._end(sample, stepped, over=False)
-        return self._guessed(sample, Outcome.UNKNOWN, over=False) if sample.nonfinite() else None
+        self._sample = None
+        if record.withdrawn:
+            return None
+        if record.guessed and not sample.nonfinite() and self._round != record.round:
+            self.unattributed += 1
+            return None
+        return self._count(sample, record, complete=not record.guessed)
 
-    def count(self, optimizers: frozenset[int], *, sized: bool) -> None:
-        """Notes that these optimizers' parts of the round were counted, and whether with their sizes."""
-        self._counted |= optimizers
-        if sized:
-            self._measured |= optimizers
+    def expired(self, now: float) -> CountedSample | None:
+        """Return the sample if it has waited for too long; it stays. `now` is Unix time."""
+        sample, ended = self._sample, self._ended
+        if sample is None:
+            return None
+        if self._round == sample.read.round and (ended is None or ended.stepped <= self._counted):
+            return None
+        soon = sample.read.likely_last or ended is not None
+        if now - sample.read.at <= (GRACE_SECONDS if soon else GRACE_SECONDS_AMID):
+            return None
+        if ended is not None:
+            return self._count(sample, ended, over=False)
+        if not sample.nonfinite():
+            return None
+        return self._count(sample, _guess(sample, Outcome.UNKNOWN), over=False, complete=False)
 
-    def _guessed(self, sample: Sample, outcome: Outcome, *, over: bool = True) -> Ended:
-        """The pending sample, though it is not known which optimizers stepped."""
-        owners = sample.captured.owners
-        mine = frozenset(np.unique(owners[sample.present]).tolist())
-        stepped = frozenset(event.optimizer for event in self._after) or sample.captured.usual & mine or mine
-        closed = Closed(sample.captured.round, outcome, owners, stepped, {})
-        return self._end(sample, closed, over=over, whole=over)
-
-    def _end(self, sample: Sample, closed: Closed, *, over: bool, whole: bool = True) -> Ended:
-        if self._round != sample.captured.round:
-            self._round, self._counted, self._measured = sample.captured.round, frozenset(), frozenset()
+    def _count(self, sample: Sample, ended: RoundEnded, *, over: bool = True, complete: bool = True) -> CountedSample:
+        """Decide what is known of a sample. `over`: its round is; `complete`: no more gradients come to it."""
+        if self._round != sample.read.round:
+            self._round, self._counted, self._sized = sample.read.round, frozenset(), frozenset()
             self.samples += 1
-        told = self._told(sample.captured) is not None
-        whole &= not (self._told_again and closed.outcome is Outcome.SKIPPED)
-        # With several optimizers it is not known whose norm it is.
-        given = self._given if len(frozenset(closed.owners.tolist()) - {UNOWNED}) < 2 else None
-        return Ended(self.samples, sample, tuple(self._after), closed, over, whole, self._counted, self._measured, given, told)
+        owners = sample.read.owners if ended.owners is None else ended.owners
+        for view in ended.views:
+            if view.loss_scale is not None:  # of a scaler that was found at the step
+                sample.unscale(number_of(view.loss_scale))
+        divided = self._divide(sample, ended)
+
+        after = np.zeros(len(owners))
+        own = {v.optimizer: sample.present & (owners == v.optimizer) for v in ended.views if v.optimizer in ended.stepped}
+        edits = {}
+        for view in ended.views:
+            if not view.ours:
+                _enter_norms(view, sample, owners, after)
+                if (mine := own.get(view.optimizer)) is not None:
+                    edits[view.optimizer] = Edit(sample.norms[mine], after[mine])
+        # With several optimizers it is unknown whose norm the loop has given.
+        norm = self._norm if len({*owners.tolist()} - {UNOWNED}) < 2 else None
+        part = bool(sample.read.table.sharded.any())
+        clippings = self._clips.judge(self.samples, edits, norm=norm, divided=divided, part=part)
+        clipped = self._clipped_by_us(sample, ended, own, after, clippings) if self._by_us else None
+
+        left_out = self._left_out(sample, ended, owners)
+        if not (complete and self._divisor_is_known(sample, ended, divided=divided) and _scale_is_known(sample, ended, over=over)):
+            sample = sample.without_sizes()
+            clippings = {o: Clipping(None, clipped=one.clipped) for o, one in clippings.items()}
+        shown = ended.stepped | left_out
+        new, newly_sized = shown - self._counted, shown - self._sized
+        self._counted |= shown
+        self._sized |= shown if sample.sized else frozenset()
+        return CountedSample(self.samples, sample, ended, owners, shown, left_out, new, newly_sized, clippings, clipped)
+
+    def _divide(self, sample: Sample, ended: RoundEnded) -> bool:
+        """Divide by what the loop has reported; return whether it has. At a step gradients are divided already."""
+        divisor = None if ended.divisor is None or sample.read.at_step else number_of(ended.divisor)
+        if divisor is None or not 0 < divisor < math.inf:
+            return False
+        sample.divide(divisor)
+        return True
+
+    def _divisor_is_known(self, sample: Sample, ended: RoundEnded, *, divided: bool) -> bool:
+        """Return whether no divisor is left: a loop may have meant this round when it reported one for another."""
+        if divided:
+            self._divided |= dict.fromkeys(ended.stepped, self.samples)
+        if divided or sample.read.at_step:
+            return True
+        return all(self.samples - self._divided.get(optimizer, -UNREPORTED) >= UNREPORTED for optimizer in ended.stepped)
+
+    def _left_out(self, sample: Sample, ended: RoundEnded, owners: IntArray) -> frozenset[int]:
+        """Return the optimizers whose step a gradient scaler left out, while others stepped.
+
+        They step after such backwards whenever their gradients are finite. A generator's backward writes gradients
+        of the discriminator as well, whose optimizer steps in no such round.
+        """
+        left_out = {view.optimizer for view in ended.views if view.found_inf is not None and number_of(view.found_inf)}
+        if ended.outcome is Outcome.STEPPED:
+            kind = frozenset(owners[sample.present].tolist()) - {UNOWNED}
+            for optimizer in kind:
+                if optimizer in ended.stepped:
+                    self._steps_if_finite.setdefault((kind, optimizer), True)
+                elif not sample.nonfinite(owners == optimizer):
+                    self._steps_if_finite[kind, optimizer] = False
+                elif self._steps_if_finite.get((kind, optimizer), False):
+                    left_out.add(optimizer)
+        return frozenset(left_out)
+
+    def _clipped_by_us(
+        self, sample: Sample, ended: RoundEnded, own: Mapping[int, BoolArray], after: FloatArray, clippings: dict[int, Clipping]
+    ) -> tuple[FloatArray, FloatArray]:
+        """Add the clipping of `clip=`, whose norms before and after are known; it came after all that the loop did."""
+        ours = {view.optimizer for view in ended.views if view.ours}
+        clipped = np.zeros(len(after))
+        for view in ended.views:
+            if view.ours:
+                _enter_norms(view, sample, sample.read.owners if ended.owners is None else ended.owners, clipped)
+        shown_before, shown_after = np.full((2, len(after)), np.nan)
+        for optimizer, mine in own.items():
+            loop = clippings.get(optimizer)
+            before = sample.norms if loop is None else after
+            if optimizer in ours:
+                shown_before[mine], shown_after[mine] = before[mine], clipped[mine]
+                clippings[optimizer] = _then_clipped(loop or Clipping(1.0), Edit(before[mine], clipped[mine]))
+            elif loop is not None and loop.coefficient is not None:  # within a closure the two cannot be told apart
+                shown_before[mine], shown_after[mine] = sample.norms[mine], after[mine]
+        return shown_before, shown_after
+
+
+def _guess(sample: Sample, outcome: Outcome) -> RoundEnded:
+    """Return the end of a round of which it is unknown which optimizers stepped."""
+    owners = sample.read.owners
+    mine = frozenset(np.unique(owners[sample.present]).tolist())
+    return RoundEnded(sample.read.round, outcome, owners, sample.read.usual & mine or mine, {})
+
+
+def _scale_is_known(sample: Sample, ended: RoundEnded, *, over: bool) -> bool:
+    """Return whether no loss scale is left. A scaler that is not known yet skips no step with finite gradients."""
+    stepped = ended.outcome is Outcome.STEPPED or bool(ended.views)
+    return sample.unscaled or sample.read.scale_known or stepped or (over and not sample.nonfinite())
+
+
+def _enter_norms(view: OptimizerView, sample: Sample, owners: IntArray, norms: FloatArray) -> None:
+    """Enter the norms that an optimizer saw, by parameter."""
+    if view.unchanged:
+        mine = sample.present & (owners == view.optimizer)
+        norms[mine] = sample.norms[mine]
+        return
+    own_scale = 1.0 if view.own_scale is None else number_of(view.own_scale)
+    for part in view.parts:
+        norms[part.positions] = rows_of(part)[:, 0] / own_scale
+
+
+def _then_clipped(loop: Clipping, ours: Edit) -> Clipping:
+    """Return the judgement of what the loop did and of a clipping after it."""
+    if not 0 < ours.whole < math.inf or not math.isfinite(ours.seen):
+        return Clipping(loop.coefficient, ours.seen, loop.clipped)
+    coefficient = ours.ratio if loop.coefficient is None else loop.coefficient * ours.ratio
+    return Clipping(coefficient, ours.seen, loop.clipped or ours.least < 1 - 1e-6)

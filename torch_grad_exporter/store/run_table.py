@@ -1,38 +1,31 @@
-"""TrainingTotals: steps, durations, losses and what else is counted once per step, on the host."""
+"""RunTable: steps, durations, losses and what else is counted once per step."""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from weakref import WeakSet
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.baseline import LossBaseline
-from torch_grad_exporter.aggregation.cursor import Cursor
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
-from torch_grad_exporter.transfer.events import Counted, Counting, Observed, Stepped
+from torch_grad_exporter.store.baselines import LossBaseline
+from torch_grad_exporter.store.cursors import Cursor
+from torch_grad_exporter.store.records import Counting, Observed, StepsTaken
 
-RATIO_STEPS = 1000
-"""Steps over which the overhead ratio is taken."""
-
-SLOWEST_STEPS = 128
-"""Steps over which the slowest is taken."""
+RATIO_STEPS, SLOWEST_STEPS = 1000, 128
+"""Steps over which the overhead ratio and the slowest step are taken."""
 
 
 @dataclass(slots=True, eq=False)
 class TotalsSnapshot:
-    """The totals at one moment; `None` where there is no value yet. Durations in seconds.
-
-    `exemplars`: of durations, the last one of each bucket that was sampled within a trace.
-    """
+    """The totals at one moment; None where there is no value yet. Durations in seconds."""
 
     duration_buckets: FloatArray = field(default_factory=lambda: np.zeros(len(STEP_SECONDS) + 1))
     duration_sum: float = 0.0
-    exemplars: dict[int, Exemplar] = field(default_factory=dict)
+    exemplars: dict[int, Exemplar] = field(default_factory=dict)  # of the last step of each bucket within a trace
     slowest: float | None = None
     overhead_ratio: float | None = None
     overhead_seconds: float = 0.0
@@ -43,153 +36,114 @@ class TotalsSnapshot:
     learning_rates: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-class _Recent:
-    """Of the last `RATIO_STEPS` steps, what the exporter took and how long each was, in seconds."""
+class RunTable:
+    """Adds up what happens every step. `cursors`: consumers of losses and of single values."""
 
-    def __init__(self) -> None:
-        # Plain lists: a step is entered by itself, and into an array that takes several times as long.
-        self._own, self._seconds = [0.0] * RATIO_STEPS, [0.0] * RATIO_STEPS
+    def __init__(self, cursors: Collection[Cursor]) -> None:
+        self._cursors = cursors
+        self._totals = TotalsSnapshot()
+        self._loss_baseline = LossBaseline()
+        # Plain lists: into an array a single step takes several times as long.
+        self._buckets = [0] * (len(STEP_SECONDS) + 1)
+        self._own, self._seconds = [0.0] * RATIO_STEPS, [0.0] * RATIO_STEPS  # of the last steps, as rings
         self._count = 0
+        self._ahead: Counting | None = None  # rounds that were shown before their record came
+        self._stretch = 0  # of the last record of counted rounds
 
-    def add(self, own: float, seconds: float) -> None:
-        """Takes a step."""
-        place = self._count % RATIO_STEPS
-        self._own[place], self._seconds[place] = own, seconds
-        self._count += 1
-
-    @property
-    def overhead_ratio(self) -> float | None:
-        """What the exporter took over how long they were."""
-        training = sum(self._seconds)
-        return sum(self._own) / training if training else None
-
-    def slowest(self, ahead: Sequence[float]) -> float | None:
-        """The longest of the last `SLOWEST_STEPS`, of which these came last."""
-        more = min(max(SLOWEST_STEPS - len(ahead), 0), self._count)
-        end = self._count % RATIO_STEPS
-        before = self._seconds[RATIO_STEPS - max(0, more - end) :]
-        return max((*ahead[-SLOWEST_STEPS:], *before, *self._seconds[max(0, end - more) : end]), default=None)
-
-
-@dataclass(slots=True)
-class TrainingTotals:
-    """Adds up what happens every step. Fed by `worker.HostSide`. `nonfinite`: is told of each loss that is not finite."""
-
-    nonfinite: Callable[[], object] | None = None
-    _totals: TotalsSnapshot = field(default_factory=TotalsSnapshot)
-    _recent: _Recent = field(default_factory=_Recent)
-    _buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_SECONDS) + 1))
-    _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
-    _cursors: WeakSet[Cursor] = field(default_factory=WeakSet)
-    _ahead: Counting | None = None
-    """Rounds that were shown before their record came."""
-    _stretch: int = 0
-    """The number of the last such record."""
-
-    def stepped(self, event: Stepped) -> None:
-        """Counts a round's first step."""
-        totals = self._totals
-        totals.overhead_seconds += event.own_seconds
-        if event.seconds is None:
+    def steps_taken(self, record: StepsTaken) -> None:
+        """Count rounds."""
+        if record.stretch:
+            self._end_before(record.stretch + 1, came=record.stretch)
+            self._stretch = record.stretch
+        self._totals.overhead_seconds += record.own_seconds
+        if not record.seconds:
             return
-        self._recent.add(event.own_seconds, event.seconds)
-        bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
-        self._buckets[bucket] += 1
-        totals.duration_sum += event.seconds
-        self._enter("step_seconds", event.step, event.seconds, event.at)
-        if event.trace is not None:
-            totals.exemplars[bucket] = Exemplar(event.seconds, event.at, *event.trace)
+        bucket = self._add(record.seconds, record.own_seconds)
+        self._enter_single("step_seconds", record.step, record.seconds[-1], record.at)
+        if record.trace is not None:
+            self._totals.exemplars[bucket] = Exemplar(record.seconds[-1], record.at, *record.trace)
 
-    def counted(self, event: Counted) -> None:
-        """Counts rounds of which only the steps were seen."""
-        self._end_before(event.stretch + 1, came=event.stretch)
-        self._stretch = event.stretch
-        self._add(event.seconds, event.own_seconds)
-
-    def _add(self, durations: tuple[float, ...], own_seconds: float) -> None:
-        totals, share = self._totals, own_seconds / len(durations)
-        totals.overhead_seconds += own_seconds
+    def _add(self, durations: tuple[float, ...], own_seconds: float) -> int:
+        """Add durations; return the bucket of the last one."""
+        share, bucket = own_seconds / len(durations), 0
         for seconds in durations:
-            self._recent.add(share, seconds)
-            self._buckets[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
-        totals.duration_sum += sum(durations)
+            place, self._count = self._count % RATIO_STEPS, self._count + 1
+            self._own[place], self._seconds[place] = share, seconds
+            bucket = bisect.bisect_left(STEP_SECONDS, seconds)
+            self._buckets[bucket] += 1
+        self._totals.duration_sum += sum(durations)
+        return bucket
 
     def counting(self, now: Counting | None) -> None:
-        """Takes note of rounds whose record is yet to come, so that snapshots show them. Call it behind what has come since.
+        """Take note of rounds whose record is yet to come, after what has come before, so that snapshots show them.
 
-        They are shown until the record comes, which has as many or more: the totals never fall, and have none twice.
+        They are shown until the record comes, which has as many or more: totals never fall, and have none twice.
         """
         if now is not None and now.seconds and now.stretch > self._stretch:
             self._end_before(now.stretch)
             self._ahead = now
 
     def _end_before(self, stretch: int, *, came: int | None = None) -> None:
-        """Ends what was shown of earlier stretches. `came`: the one whose record is here; those of others are lost."""
+        """End what was shown of earlier stretches. `came`: the one whose record is here; those of others are lost."""
         ahead = self._ahead
         if ahead is not None and ahead.stretch < stretch:
             self._ahead = None
             if ahead.stretch != came:
                 self._add(ahead.seconds, 0.0)
 
-    def observed(self, event: Observed, value: float) -> None:
-        """Takes an observed value; `samples` (training examples) and `tokens` add up, the others replace the value before."""
+    def observed(self, record: Observed, value: float) -> None:
+        """Take an observed value; `samples` and `tokens` add up, the others replace the value before."""
         totals = self._totals
-        if event.labels:
-            totals.learning_rates[event.labels] = value
-            if event.labels == next(iter(totals.learning_rates)):
-                self._enter("learning_rate", event.step, value)
-        elif event.name in ("samples", "tokens"):
-            total = totals.sums.get(event.name, 0.0) + value
+        if record.labels:
+            totals.learning_rates[record.labels] = value
+            if record.labels == next(iter(totals.learning_rates)):
+                self._enter_single("learning_rate", record.step, value)
+        elif record.name in ("samples", "tokens"):
+            total = totals.sums.get(record.name, 0.0) + value
             if value >= 0 and math.isfinite(total):
-                totals.sums[event.name] = total
+                totals.sums[record.name] = total
         else:
-            totals.last[event.name] = value
-            if event.name == "loss":
-                self._judge_loss(value, event.step)
+            totals.last[record.name] = value
+            if record.name == "loss":
+                self._judge_loss(value, record.step)
 
-    def _enter(self, name: str, step: int | None, value: float, at: float | None = None) -> None:
-        """A value of a step, for those who want each by itself."""
-        if step is None:
-            return
-        for cursor in self._cursors:
-            if cursor.singles is not None:
-                cursor.singles.enter(name, step, value, at)
-
-    def _judge_loss(self, value: float, step: int | None) -> None:
-        alone = [cursor for cursor in self._cursors if cursor.singles is not None and cursor.singles.enter("loss", step, value)]
-        if not math.isfinite(value):
+    def _judge_loss(self, loss: float, step: int | None) -> None:
+        single = self._enter_single("loss", step, loss)
+        if not math.isfinite(loss):
             self._totals.loss_nonfinite += 1
-            if self.nonfinite is not None:
-                self.nonfinite()
             return
         for cursor in self._cursors:
-            if cursor not in alone:
-                cursor.losses = cursor.losses.with_one(value)
-        self._totals.loss_spikes += self._loss_baseline.is_spike(value)
+            if cursor not in single:
+                cursor.losses = cursor.losses.with_one(loss)
+        self._totals.loss_spikes += self._loss_baseline.is_spike(loss)
 
-    def snapshot(self, *, of_last: bool = True) -> TotalsSnapshot:
-        """A copy of all values. `of_last`: with those that are of the last steps, of many together."""
-        totals = self._totals
-        ahead = () if self._ahead is None else self._ahead.seconds
+    def _enter_single(self, name: str, step: int | None, value: float, at: float | None = None) -> list[Cursor]:
+        """Enter a value of a step for consumers of single values; return those that took it."""
+        if step is None:
+            return []
+        return [c for c in self._cursors if c.singles is not None and c.singles.enter(name, step, value, at)]
+
+    def snapshot(self, *, recent: bool = True) -> TotalsSnapshot:
+        """Return a copy of all values. `recent`: with those over the last steps."""
+        totals, ahead = self._totals, () if self._ahead is None else self._ahead.seconds
+        buckets, training = list(self._buckets), sum(self._seconds) if recent else 0.0
+        for seconds in ahead:
+            buckets[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
         return replace(
             totals,
-            duration_buckets=self._bucketed(ahead),
+            duration_buckets=np.array(buckets, dtype=np.float64),
             duration_sum=totals.duration_sum + sum(ahead),
             exemplars=dict(totals.exemplars),
-            slowest=self._recent.slowest(ahead) if of_last else None,
-            overhead_ratio=self._recent.overhead_ratio if of_last else None,
+            slowest=self._slowest(ahead) if recent else None,
+            overhead_ratio=sum(self._own) / training if training else None,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),
         )
 
-    def _bucketed(self, ahead: Sequence[float]) -> FloatArray:
-        """How many durations each bucket has, with those ahead, shape (buckets,)."""
-        found = list(self._buckets)
-        for seconds in ahead:
-            found[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
-        return np.array(found, dtype=np.float64)
-
-    def follow(self, cursor: Cursor) -> None:
-        """Begins with a consumer: losses from now on are new to it."""
-        self._cursors.add(cursor)
+    def _slowest(self, ahead: Sequence[float]) -> float | None:
+        """Return the longest of the last `SLOWEST_STEPS`, of which those ahead came last."""
+        more = min(max(SLOWEST_STEPS - len(ahead), 0), self._count)
+        end = self._count % RATIO_STEPS
+        last = [*self._seconds[RATIO_STEPS - max(0, more - end) :], *self._seconds[max(0, end - more) : end]]
+        return max((*ahead[-SLOWEST_STEPS:], *last), default=None)

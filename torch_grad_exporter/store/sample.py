@@ -1,4 +1,4 @@
-"""A sample on the host: the arrived parts of a capture put together, and summed up by layer."""
+"""A sample on the host: the gradients of one round by parameter, and summed up by layer."""
 
 from __future__ import annotations
 
@@ -10,43 +10,41 @@ from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
-from torch_grad_exporter.transfer.events import Captured, Part
+from torch_grad_exporter.store.host_transfer import Ticket
+from torch_grad_exporter.store.records import Part, SampleRead
 
 
 @dataclass(slots=True)
 class Sample:
-    """A capture on the host; per-parameter arrays of shape (parameters,), `columns` (parameters, columns) as `layout` says."""
+    """What was read of a round; arrays of shape (parameters,), `columns` of (parameters, columns) as `layout` says."""
 
-    captured: Captured
+    read: SampleRead
     layout: Layout
     columns: FloatArray
     present: BoolArray
     elements: IntArray
     units: IntArray
-    scale: float = 1.0
-    divisor: float = 1.0
-    """By what the loop has divided the gradients after the capture."""
-    unscaled: bool = False
-    """Whether the loss scale was known and has been divided out."""
-    sized: bool = True
-    """Whether what is proportional to the gradient is that of the unscaled one; else it is NaN."""
+    scale: float = 1.0  # by which the loss was multiplied; divided out
+    divisor: float = 1.0  # of `observe(grad_divisor=)`; divided out
+    unscaled: bool = False  # the loss scale was known
+    sized: bool = True  # what is proportional to the gradient is that of the unscaled one, else it is NaN
 
     @classmethod
-    def of(cls, captured: Captured) -> Sample:
-        """Puts the arrived parts of a capture together, in the order of the table."""
-        size = len(captured.table.tracked)
-        layout = captured.parts[0].packing.layout if captured.parts else ORDINARY
+    def of(cls, read: SampleRead) -> Sample:
+        """Put the parts of a record together, in the order of the table; their vectors have arrived."""
+        size = len(read.table.tracked)
+        layout = read.parts[0].packing.layout if read.parts else ORDINARY
         columns, present = np.zeros((size, layout.width)), np.zeros(size, dtype=np.bool_)
         elements, units = np.zeros((2, size), dtype=np.int64)
-        for part in captured.parts:
-            columns[part.positions] = arrived(part)
+        for part in read.parts:
+            columns[part.positions] = rows_of(part)
             present[part.positions] = True
             elements[part.positions] = part.elements
             units[part.positions] = part.units
-        sample = cls(captured, layout, columns, present, elements, units)
-        sample.divide(captured.divisor)
-        if captured.scale is not None:
-            sample.unscale(float(values(captured.scale.ready())[0]))
+        sample = cls(read, layout, columns, present, elements, units)
+        sample._multiply(1 / read.divisor)
+        if read.scale is not None:
+            sample.unscale(number_of(read.scale))
         return sample
 
     @property
@@ -56,113 +54,95 @@ class Sample:
         return norms
 
     def nonfinite(self, wanted: BoolArray | None = None) -> bool:
-        """Whether any gradient, of the wanted parameters only, has a NaN or Inf."""
+        """Return whether any gradient, of the wanted parameters only, has a NaN or Inf."""
         columns = self.columns if wanted is None else self.columns[wanted]
         return bool(columns[:, [Column.NANS, Column.INFS]].any())
 
     def nonfinite_layers(self) -> tuple[str, ...]:
-        """The names of the layers whose gradients have a NaN or Inf."""
+        """Return the names of the layers whose gradients have a NaN or Inf."""
         wrong = np.flatnonzero(self.columns[:, [Column.NANS, Column.INFS]].any(axis=1)).tolist()
-        return tuple(dict.fromkeys(self.captured.table.tracked[position].layer for position in wrong))
+        return tuple(dict.fromkeys(self.read.table.tracked[position].layer for position in wrong))
 
     def divide(self, divisor: float) -> None:
-        """Divides what is proportional to the gradient."""
-        if divisor != 1:
-            self.divisor *= divisor
-            for place, power in self.layout.proportional():
-                self.columns[:, place] /= divisor**power
+        """Divide by the divisor of the loop, in place of one that was known before."""
+        self._multiply(self.divisor / divisor)
+        self.divisor = divisor
 
     def unscale(self, scale: float) -> None:
-        """Divides what is proportional to the gradient by the loss scale; by one that is none, nothing of it is known."""
-        self.unscaled = True
-        self.sized = 0 < scale < np.inf
-        if scale != self.scale:  # another one than it was divided by before
-            factor = self.scale / scale if self.sized else np.nan
-            for place, power in self.layout.proportional():
-                self.columns[:, place] *= factor**power
+        """Divide by the loss scale, in place of one that was known before; after a scale of 0 or Inf no size is known."""
+        self.unscaled, self.sized = True, 0 < scale < np.inf
+        if scale != self.scale:
+            self._multiply(self.scale / scale if self.sized else np.nan)
             self.scale = scale
 
     def without_sizes(self) -> Sample:
-        """The same without what is proportional to the gradient, for as long as the loss scale is not known."""
-        columns = self.columns.copy()
-        columns[:, [place for place, _ in self.layout.proportional()]] = np.nan
-        return replace(self, columns=columns, sized=False)
+        """Return the same without what is proportional to the gradient."""
+        sample = replace(self, columns=self.columns.copy(), sized=False)
+        sample._multiply(np.nan)
+        return sample
+
+    def _multiply(self, factor: float) -> None:
+        if factor != 1:
+            for place, power in self.layout.proportional():
+                self.columns[:, place] *= factor**power
 
 
-def arrived(part: Part) -> FloatArray:
-    """The rows of a part whose ticket is ready, shape (positions, columns)."""
-    return part.packing.rows(values(part.ticket.ready()), len(part.positions))  # a loss scale may follow
+def rows_of(part: Part) -> FloatArray:
+    """Return the rows of a part whose vector has arrived, shape (positions, columns)."""
+    return part.packing.rows(values_of(part.ticket), len(part.positions))  # a loss scale may follow
 
 
-def values(vector: FloatArray | None) -> FloatArray:
-    """The vector of a ticket that is ready."""
-    if vector is None:
-        raise RuntimeError("an event was applied before its vector had arrived")
-    return vector
+def values_of(ticket: Ticket) -> FloatArray:
+    """Return the vector of a ticket that is ready. Raises `RuntimeError` otherwise."""
+    values = ticket.ready()
+    if values is None:
+        raise RuntimeError("a record was applied before its vector had arrived")
+    return values
+
+
+def number_of(value: Ticket | float) -> float:
+    """Return the one number of a ticket that is ready, or the number itself."""
+    return value if isinstance(value, float) else float(values_of(value)[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """Some parameters of a table by layer. `layers`: shape (groups,), ascending.
+class Selection:
+    """Some parameters of a table by layer."""
 
-    `chosen`: the positions of the parameters, those of one layer next to each other; `group`: the place in `layers` of each;
-    `starts`: where each layer's begin, shape (groups,). `counts`: which count in sums over ranks, `None` where all do.
-    """
-
-    layers: IntArray
-    chosen: IntArray
-    group: IntArray
-    starts: IntArray
-    counts: BoolArray | None
+    layers: IntArray  # shape (groups,), ascending
+    positions: IntArray  # of the parameters, those of one layer next to each other
+    group: IntArray  # the place in `layers` of each position
+    starts: IntArray  # shape (groups,): where the positions of each layer begin
+    counts: BoolArray | None  # which positions count in sums over ranks; None: all
 
     @classmethod
-    def of(cls, table: ParameterTable, wanted: BoolArray) -> Choice:
-        """The wanted parameters, shape (parameters,)."""
+    def of(cls, table: ParameterTable, wanted: BoolArray) -> Selection:
+        """Select the wanted parameters, shape (parameters,)."""
         chosen = np.flatnonzero(wanted)
-        layer_of = table.layer_of[chosen]
-        order = np.argsort(layer_of, kind="stable")
-        layers, starts, group = np.unique(layer_of[order], return_index=True, return_inverse=True)
-        counts = table.counts[chosen[order]]
-        return cls(layers, chosen[order], group, starts, None if counts.all() else counts)
+        order = np.argsort(table.layer_of[chosen], kind="stable")
+        positions = chosen[order]
+        layers, starts, group = np.unique(table.layer_of[positions], return_index=True, return_inverse=True)
+        counts = table.counts[positions]
+        return cls(layers, positions, group, starts, None if counts.all() else counts)
 
 
-class Choices:
-    """Makes choices, and keeps the last ones of a table: from sample to sample the same parameters are chosen, again and again."""
+class LayerValues:
+    """The selected parameters of a sample, combined by layer."""
 
-    MOST = 16
-
-    def __init__(self) -> None:
-        self._table: ParameterTable | None = None
-        self._known: dict[bytes, Choice] = {}
-
-    def of(self, table: ParameterTable, wanted: BoolArray) -> Choice:
-        """As `Choice.of`."""
-        if table is not self._table or len(self._known) > self.MOST:
-            self._table, self._known = table, {}
-        key = wanted.tobytes()
-        if key not in self._known:
-            self._known[key] = Choice.of(table, wanted)
-        return self._known[key]
-
-
-class Groups:
-    """The chosen parameters of a sample by layer. `layers`: shape (groups,)."""
-
-    def __init__(self, sample: Sample, choice: Choice) -> None:
-        self.layers = choice.layers
-        self._choice = choice
-        self.layout = sample.layout
-        self._columns = sample.columns[choice.chosen]
-        self._combined = sample.layout.runs(self._columns, choice.group, choice.starts)
+    def __init__(self, sample: Sample, selection: Selection) -> None:
+        self.layers, self.layout = selection.layers, sample.layout
+        self._selection = selection
+        self._columns = sample.columns[selection.positions]
+        self._combined = sample.layout.runs(self._columns, selection.group, selection.starts)
 
     def combined(self, place: int, *, counted: bool = False) -> FloatArray:
-        """What the column at this place is in each group, by its declaration; `counted`: of what counts in sums over ranks."""
-        counts = self._choice.counts
+        """Return what a column is in each layer, shape (groups,); `counted`: of what counts in sums over ranks."""
+        counts = self._selection.counts
         if not counted or counts is None:
             return self._combined[:, place]
         values = np.where(counts, self._columns[:, place], 0.0)
-        return self.layout.columns[place].combine.groups(values, self._choice.group, len(self.layers))
+        return self.layout.columns[place].combine.groups(values, self._selection.group, len(self.layers))
 
     def total(self, per_parameter: IntArray) -> FloatArray:
-        """The sum of a per-parameter number in each group."""
-        return np.add.reduceat(per_parameter[self._choice.chosen], self._choice.starts).astype(np.float64)
+        """Return the sum of a number per parameter in each layer, shape (groups,)."""
+        return np.add.reduceat(per_parameter[self._selection.positions], self._selection.starts).astype(np.float64)
