@@ -92,6 +92,8 @@ class ClipDetection:
             return Clipping(None, edit.seen)
         if norm is not None and not part and math.isclose(norm, edit.whole, rel_tol=AGREE):
             return Clipping(edit.ratio, edit.seen, clipped=True)
+        if norm is not None and not part and math.isclose(norm, edit.seen, rel_tol=REPEATS):
+            return Clipping(edit.seen / norm, edit.seen)  # it was divided before, and not clipped
         whole = norm if part and norm is not None else edit.whole
         limit = self._repeats(sample, frozenset({optimizer}), edit.ratio * whole, edit.ratio, coarse=edit.coarse)
         # Another norm than that of the backward says that there was a division as well, by an unknown divisor.
