@@ -57,7 +57,10 @@ from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernel
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.worker import Worker
+from torch_grad_exporter.store.worker import DRAIN_SECONDS, Worker
+
+ORIGIN_SECONDS = 0.2
+"""Between two drains of the worker where the origin of a NaN is looked for: it shows in the next rounds only."""
 
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
@@ -140,10 +143,6 @@ class TrainingSide:
 def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> Worker:
     """The worker and what it adds up."""
     origins = Origins(training.origins, training.steps, training.requests) if checked.settings.nan_origin else None
-
-    def hurried() -> bool:
-        return origins is not None or not training.capture.devices <= {"cpu"}
-
     worker = Worker(
         training.mailbox,
         checked.index.table,
@@ -151,9 +150,9 @@ def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> Wor
         layout=training.layout,
         exponential=checked.push is not None and checked.push.exponential,
         clipped=checked.clip is not None,
+        drain_seconds=DRAIN_SECONDS if origins is None else ORIGIN_SECONDS,
         periodic=training.capture.look,
         counting=training.clock.counting,
-        hurried=hurried,
     )
     if origins is not None:
         worker.register("nan_origin", origins)

@@ -1,7 +1,6 @@
-"""How gradients changed between the end of the backward and the step, from their norms before and after.
+"""How gradients changed between backward and step, from their norms before and after.
 
-One common factor may be a clipping or a division; norms alone do not tell which. A limit is known by the norm that
-comes out: it repeats, though the factors differ.
+One common factor may be a clipping or a division; a limit is known by the norm that comes out: it repeats.
 """
 
 from __future__ import annotations
@@ -53,51 +52,47 @@ class Edit:
 class ClipDetection:
     """Judges sample after sample, and remembers the norms after a common factor of the last ones."""
 
-    def __init__(self) -> None:
-        # By optimizers and sample: the norm after, the factor, and whether both are coarse.
+    def __init__(self) -> None:  # by optimizers and sample: the norm after, the factor, and whether they are coarse
         self._limits: defaultdict[frozenset[int], dict[int, tuple[float, float, bool]]] = defaultdict(dict)
 
     def judge(
         self, sample: int, edits: Mapping[int, Edit], *, norm: float | None, divided: bool, part: bool
     ) -> dict[int, Clipping]:
-        """Judge what each optimizer saw of a sample; a clipping may be of all of them together.
+        """Judge what each optimizer saw of a sample of this number, which may come again.
 
-        Args:
-            sample: Its number. A sample that is judged again enters the memory once.
-            edits: What happened to the gradients, by optimizer.
-            norm: The global norm before clipping that the loop has given.
-            divided: The divisor is known, so that no division is left in the norms.
-            part: This rank has only a part of the gradients that the norm is of.
+        `norm`: the global norm that the loop gave; `part`: of more than this rank has; `divided`: no division is left.
         """
         found = {o: self._of_one(sample, o, edit, norm, divided=divided, part=part) for o, edit in edits.items()}
-        unknown = [o for o, one in found.items() if one.coefficient is None and not one.clipped and edits[o].shorter]
-        if len(unknown) > 1 and not part:
-            together = [edits[o] for o in unknown]
-            ratios, seen = [edit.ratio for edit in together], math.hypot(*(edit.seen for edit in together))
-            coarse = any(edit.coarse for edit in together)
-            alike = max(ratios) - min(ratios) <= AGREE * max(ratios)
+        unknown = [o for o, one in found.items() if one == Clipping(None, edits[o].seen) and edits[o].shorter]
+        if len(unknown) > 1 and not part:  # they may be clipped together
+            ratios, seen = [edits[o].ratio for o in unknown], math.hypot(*(edits[o].seen for o in unknown))
+            coarse, alike = any(edits[o].coarse for o in unknown), max(ratios) - min(ratios) <= AGREE * max(ratios)
             if alike and self._repeats(sample, frozenset(unknown), seen, ratios[0], coarse=coarse):
                 found |= {o: Clipping(edits[o].ratio, edits[o].seen, clipped=True) for o in unknown}
         return found
 
     def _of_one(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, divided: bool, part: bool) -> Clipping:
+        ratio, seen = edit.ratio, edit.seen
         if not 0 < edit.whole < math.inf:  # there is nothing to compare
-            return Clipping(None, None if edit.whole else edit.seen)
-        if edit.untouched or not edit.alike or not math.isfinite(edit.seen):
+            return Clipping(None, None if edit.whole else seen)
+        if edit.untouched or not edit.alike or not math.isfinite(seen):
             # Clipping makes no gradient longer, and may make only some of them shorter.
-            return Clipping(edit.ratio, edit.seen, clipped=not edit.untouched and edit.most <= 1 + UNTOUCHED)
-        if divided and edit.ratio <= 1 + AGREE:
-            return Clipping(edit.ratio, edit.seen, clipped=edit.ratio < 1 - AGREE)
+            return Clipping(ratio, seen, clipped=not edit.untouched and edit.most <= 1 + UNTOUCHED)
+        if divided and ratio <= 1 + AGREE:
+            return Clipping(ratio, seen, clipped=ratio < 1 - AGREE)
         if not edit.shorter or (part and norm is None):
-            return Clipping(None, edit.seen)
+            return Clipping(None, seen)
         if norm is not None and not part and math.isclose(norm, edit.whole, rel_tol=AGREE):
-            return Clipping(edit.ratio, edit.seen, clipped=True)
+            return Clipping(ratio, seen, clipped=True)
+        return self._by_limit(sample, optimizer, edit, norm, part=part)
+
+    def _by_limit(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, part: bool) -> Clipping:
         if norm is not None and not part and math.isclose(norm, edit.seen, rel_tol=REPEATS):
-            return Clipping(edit.seen / norm, edit.seen)  # it was divided before, and not clipped
+            return Clipping(edit.seen / norm, edit.seen)  # the norm is that after a division, and nothing was clipped
         whole = norm if part and norm is not None else edit.whole
         limit = self._repeats(sample, frozenset({optimizer}), edit.ratio * whole, edit.ratio, coarse=edit.coarse)
-        # Another norm than that of the backward says that there was a division as well, by an unknown divisor.
-        return Clipping(edit.ratio if limit and (norm is None or part) else None, edit.seen, clipped=limit)
+        # A norm that is not that of the backward shows that there was a division as well.
+        return Clipping(edit.ratio if limit and (part or norm is None) else None, edit.seen, clipped=limit)
 
     def _repeats(self, sample: int, optimizers: frozenset[int], norm: float, factor: float, *, coarse: bool) -> bool:
         """Return whether the norm after a common factor repeats earlier ones, and not only because the gradients do."""
@@ -109,7 +104,6 @@ class ClipDetection:
             del memory[next(iter(memory))]
         coarse |= any(one[2] for one in earlier)  # a power of two is exact in any type
         near = [one for one in earlier if coarse or math.isclose(one[0], norm, rel_tol=REPEATS)]
-        tolerance = 2 * AGREE if coarse else REPEATS
-        differ = sum(not math.isclose(one[1], factor, rel_tol=tolerance) for one in near)
+        differ = sum(not math.isclose(one[1], factor, rel_tol=2 * AGREE if coarse else REPEATS) for one in near)
         spread = float(np.std(np.log([norm, *(one[0] for one in near)]))) if coarse else 0.0
         return len(near) >= (COARSE_MATCHES if coarse else MATCHES) and differ >= MATCHES and spread <= COARSE_SPREAD

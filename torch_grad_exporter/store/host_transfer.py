@@ -1,15 +1,11 @@
 """HostTransfer: device vectors to the host, without synchronising and with CUDA calls on the training thread only.
 
-A vector is copied asynchronously into a pinned buffer that was filled with a sentinel, a NaN of a bit
-pattern that no arithmetic yields. The reader polls that plain memory: when no sentinel is left, the copy is
-done. So a value arrives even if the training loop hangs right after it. A buffer is used again only after
-its event has completed, which is queried on the training thread. Vectors that are on the CPU already are
-handed over as they are.
+A vector is copied asynchronously into a pinned buffer that was filled with a sentinel, a NaN of a bit pattern that no
+arithmetic yields. The reader polls that plain memory: when no sentinel is left, the copy is done. So a value arrives
+even if the training loop hangs right after it. A buffer is used again only after its event has completed, which is
+queried on the training thread. Vectors that are on the CPU already are handed over as they are.
 
-A ring that fills says so: `pressed` is called when half of it is taken, so that a training with many short sampled steps need
-not wait for the reader's next look.
-
-Both kinds are bounded: while the vectors are not taken, no more are sent. A vector that can no longer be taken, because its
+Both kinds are bounded: while vectors are not taken, no more are sent. One that can no longer be taken, because its
 ticket is gone, does not count.
 """
 
@@ -17,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,27 +22,21 @@ import torch
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.device import Wide, wide
 
-_Bits = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
-
-SENTINEL = np.uint64(0x7FF8_7047_5244_4558)
-SENTINEL_OF_FLOAT32 = np.uint32(0x7FC7_4758)
+SENTINEL, SENTINEL_OF_FLOAT32 = np.uint64(0x7FF8_7047_5244_4558), np.uint32(0x7FC7_4758)
 """Quiet NaNs with a payload; the hardware's own NaNs have the payload 0."""
 
-RING = 64
-"""Buffers per device unless said otherwise: vectors that may be under way at once."""
-
-FEW = 8
-"""Buffers that a device may have however long the vectors are."""
+RING, FEW = 64, 8
+"""Buffers per device unless said otherwise: vectors that may be under way at once; and those it has at any length."""
 
 HELD_BYTES = 1 << 26
-"""Of vectors that were on the CPU, at most, and one vector at least, until they are taken; of a ring that has more than a few."""
+"""Of vectors that were on the CPU, at most, until they are taken, and one vector at least; of a ring beyond `FEW`."""
 
 
 class Ticket(Protocol):
     """A vector on its way to the host. Polled by the worker thread."""
 
     def ready(self) -> FloatArray | None:
-        """The vector as a numpy array, shape (n,), or `None` while it is still under way."""
+        """Return the vector, shape (n,), or None while it is still under way."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -56,7 +46,7 @@ class Arrived:
     values: FloatArray
 
     def ready(self) -> FloatArray:
-        """The vector."""
+        """Return the vector."""
         return self.values
 
 
@@ -67,48 +57,45 @@ class Tail:
     ticket: Ticket
 
     def ready(self) -> FloatArray | None:
-        """That value alone, shape (1,)."""
+        """Return that value alone, shape (1,)."""
         values = self.ticket.ready()
         return None if values is None else values[-1:]
 
 
-@dataclass(slots=True)
 class _Buffer:
-    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader of `ticket`.
+    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader of the ticket."""
 
-    `bits`: the memory as integers, in which a value that has not arrived is the `sentinel`.
-    """
+    def __init__(self, device: torch.device, size: int, dtype: torch.dtype) -> None:
+        self.memory = torch.empty(max(size, 64), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        self.sentinel: np.unsignedinteger[Any] = SENTINEL_OF_FLOAT32 if dtype is torch.float32 else SENTINEL
+        self.bits = self.memory.numpy().view(self.sentinel.dtype)  # where a value is missing it is the sentinel
+        self.bits[:] = self.sentinel
+        self.taken, self.size = False, 0
+        self.done: torch.cuda.Event | None = None
+        self.ticket: weakref.ref[_UnderWay] | None = None
 
-    memory: torch.Tensor
-    bits: _Bits
-    sentinel: np.unsignedinteger[Any]
-    taken: bool = False
-    done: torch.cuda.Event | None = None
-    ticket: weakref.ref[_UnderWay] | None = None
-    size: int = 0
+    def arrived(self, size: int) -> bool:
+        """Return whether the copy of a vector of this size is done."""
+        return not (self.bits[:size] == self.sentinel).any()
 
     def free(self) -> bool:
-        """Whether no reader will use it any more, and no copy writes to it."""
-        if self.taken and not self._given_up():
+        """Return whether no reader will use it any more, and no copy writes to it."""
+        dropped = self.ticket is not None and self.ticket() is None
+        if self.taken and not (dropped and self.arrived(self.size)):
             return False
         return self.done is None or self.done.query()  # type: ignore[no-untyped-call]
 
     def lend(self, size: int) -> _UnderWay:
-        """A ticket for a vector whose copy was launched into it."""
+        """Return a ticket for a vector whose copy was launched into it."""
         ticket = _UnderWay(self, size)
         self.taken, self.ticket, self.size = True, weakref.ref(ticket), size
         return ticket
 
     def clear(self) -> None:
-        """Makes it ready for another vector, if the one before was not read."""
+        """Make it ready for another vector, if the one before was not read."""
         if self.taken:
             self.bits[: self.size] = self.sentinel
             self.taken = False
-
-    def _given_up(self) -> bool:
-        """Whether the ticket is gone, without having been read, and the copy that it stood for has arrived."""
-        gone = self.ticket is not None and self.ticket() is None
-        return gone and not (self.bits[: self.size] == self.sentinel).any()
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -120,38 +107,34 @@ class _UnderWay:
     _values: FloatArray | None = None
 
     def ready(self) -> FloatArray | None:
-        """The vector once the copy is done; the buffer is free from then on."""
-        if self._values is None and self.buffer is not None:
-            buffer = self.buffer
-            bits = buffer.bits[: self.size]
-            if (bits == buffer.sentinel).any():
-                return None
+        """Return the vector once the copy is done; the buffer is free from then on."""
+        buffer = self.buffer
+        if buffer is not None and buffer.arrived(self.size):
             self._values = buffer.memory[: self.size].numpy().astype(np.float64)
-            bits[:] = buffer.sentinel
+            buffer.bits[: self.size] = buffer.sentinel
             # The ring alone keeps the buffer: freeing pinned memory may be a CUDA call, and this is another thread.
             buffer.taken, self.buffer = False, None
         return self._values
 
 
-@dataclass(slots=True)
 class HostTransfer:
     """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker.
 
-    `wide`: the widest type that a device has: vectors travel in it. `pressed`: called by `send` while half of a ring is taken or
-    more, until somebody reads.
+    Args:
+        ring: Buffers per device, at most.
+        wide: The widest type that a device has: vectors travel in it.
+        pressed: Called by `send` while half of a ring is taken or more, so that the reader need not be waited for.
     """
 
-    ring: int = RING
-    wide: Wide = wide
-    pressed: Callable[[], object] = lambda: None
-    _rings: dict[torch.device, list[_Buffer]] = field(default_factory=dict)
-    _held: weakref.WeakSet[Arrived] = field(default_factory=weakref.WeakSet)
-    """Vectors that were on the CPU and are still referenced."""
+    def __init__(self, ring: int = RING, wide: Wide = wide, pressed: Callable[[], object] = lambda: None) -> None:
+        self._ring, self._wide, self._pressed = ring, wide, pressed
+        self._rings: dict[torch.device, list[_Buffer]] = {}
+        self._held: weakref.WeakSet[Arrived] = weakref.WeakSet()  # vectors on the CPU that are still referenced
 
     def send(self, vector: torch.Tensor) -> Ticket | None:
-        """Starts the copy of a vector of shape (n,).
+        """Start the copy of a vector of shape (n,).
 
-        `None` when too much is under way, a graph is being captured, or there is no data to copy.
+        Returns None when too much is under way, a graph is being captured, or there is no data to copy.
         """
         vector = vector.detach()
         if vector.device.type == "meta":
@@ -172,7 +155,7 @@ class HostTransfer:
         return buffer.lend(vector.numel())
 
     def post(self, vector: torch.Tensor) -> Callable[[], FloatArray | None] | None:
-        """The same, for who looks by itself whether the vector has arrived: by calling what is returned."""
+        """Send a vector; return what gives it once it has arrived, for code that does not know tickets."""
         ticket = self.send(vector)
         return None if ticket is None else ticket.ready
 
@@ -185,24 +168,17 @@ class HostTransfer:
         return ticket
 
     def _free(self, device: torch.device, size: int) -> _Buffer | None:
-        """The first buffer that is free, or a new one: so those before it are taken."""
+        """Return the first buffer that is free, or a new one: so those before it are taken."""
         ring = self._rings.setdefault(device, [])
         position = next((place for place, buffer in enumerate(ring) if buffer.free()), len(ring))
-        if position >= self.ring // 2:
-            self.pressed()
+        if position >= self._ring // 2:
+            self._pressed()
         if position < len(ring):
             ring[position].clear()
             if ring[position].bits.size >= size:
                 return ring[position]
-        if position == self.ring or (position >= FEW and sum(buffer.bits.nbytes for buffer in ring) + 8 * size > HELD_BYTES):
+        held = sum(buffer.bits.nbytes for buffer in ring)
+        if position == self._ring or (position >= FEW and held + 8 * size > HELD_BYTES):
             return None
-        ring[position : position + 1] = [_allocate(device, size, self.wide(device))]
+        ring[position : position + 1] = [_Buffer(device, size, self._wide(device))]
         return ring[position]
-
-
-def _allocate(device: torch.device, size: int, dtype: torch.dtype) -> _Buffer:
-    memory = torch.empty(max(size, 64), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    sentinel: np.unsignedinteger[Any] = SENTINEL_OF_FLOAT32 if dtype is torch.float32 else SENTINEL
-    bits: _Bits = memory.numpy().view(sentinel.dtype)
-    bits[:] = sentinel
-    return _Buffer(memory, bits, sentinel)

@@ -24,9 +24,6 @@ GRACE_SECONDS, GRACE_SECONDS_AMID = 1.0, 10.0
 UNREPORTED = 8
 """Samples after the last one with a divisor, up to which one without it was probably forgotten by the loop."""
 
-FEW = 8
-"""Optimizers that are compared one by one; NumPy's search is slower for so few."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountedSample:
@@ -45,12 +42,7 @@ class CountedSample:
 
     def owned(self, optimizers: frozenset[int]) -> BoolArray:
         """Return which parameters these optimizers own, shape (parameters,)."""
-        if len(optimizers) > FEW:
-            return np.isin(self.owners, list(optimizers))
-        owned = np.zeros(len(self.owners), dtype=np.bool_)
-        for optimizer in optimizers:
-            owned |= self.owners == optimizer
-        return owned
+        return np.isin(self.owners, list(optimizers))
 
     def outcome(self, optimizer: int) -> Outcome:
         """Return what became of this optimizer's step."""
@@ -139,7 +131,7 @@ class PendingSamples:
         for view in ended.views:
             if view.loss_scale is not None:  # of a scaler that was found at the step
                 sample.unscale(number_of(view.loss_scale))
-        divided = self._divide(sample, ended)
+        divided, divisor_is_known = self._divide(sample, ended)
 
         after = np.zeros(len(owners))
         own = {v.optimizer: sample.present & (owners == v.optimizer) for v in ended.views if v.optimizer in ended.stepped}
@@ -156,7 +148,7 @@ class PendingSamples:
         clipped = self._clipped_by_us(sample, ended, own, after, clippings) if self._by_us else None
 
         left_out = self._left_out(sample, ended, owners)
-        if not (complete and self._divisor_is_known(sample, ended, divided=divided) and _scale_is_known(sample, ended, over=over)):
+        if not (complete and divisor_is_known and _scale_is_known(sample, ended, over=over)):
             sample = sample.without_sizes()
             clippings = {o: Clipping(None, clipped=one.clipped) for o, one in clippings.items()}
         shown = ended.stepped | left_out
@@ -165,21 +157,20 @@ class PendingSamples:
         self._sized |= shown if sample.sized else frozenset()
         return CountedSample(self.samples, sample, ended, owners, shown, left_out, new, newly_sized, clippings, clipped)
 
-    def _divide(self, sample: Sample, ended: RoundEnded) -> bool:
-        """Divide by what the loop has reported; return whether it has. At a step gradients are divided already."""
-        divisor = None if ended.divisor is None or sample.read.at_step else number_of(ended.divisor)
-        if divisor is None or not 0 < divisor < math.inf:
-            return False
-        sample.divide(divisor)
-        return True
+    def _divide(self, sample: Sample, ended: RoundEnded) -> tuple[bool, bool]:
+        """Divide by what the loop has reported; return whether it has, and whether no divisor is left.
 
-    def _divisor_is_known(self, sample: Sample, ended: RoundEnded, *, divided: bool) -> bool:
-        """Return whether no divisor is left: a loop may have meant this round when it reported one for another."""
-        if divided:
-            self._divided |= dict.fromkeys(ended.stepped, self.samples)
-        if divided or sample.read.at_step:
-            return True
-        return all(self.samples - self._divided.get(optimizer, -UNREPORTED) >= UNREPORTED for optimizer in ended.stepped)
+        A loop that reported divisors lately may have meant this round when it reported one for another.
+        """
+        if sample.read.at_step:  # they were divided already
+            return False, True
+        divisor = None if ended.divisor is None else number_of(ended.divisor)
+        if divisor is None or not 0 < divisor < math.inf:
+            last = max((self._divided.get(optimizer, -UNREPORTED) for optimizer in ended.stepped), default=-UNREPORTED)
+            return False, self.samples - last >= UNREPORTED
+        self._divided |= dict.fromkeys(ended.stepped, self.samples)
+        sample.divide(divisor)
+        return True, True
 
     def _left_out(self, sample: Sample, ended: RoundEnded, owners: IntArray) -> frozenset[int]:
         """Return the optimizers whose step a gradient scaler left out, while others stepped.

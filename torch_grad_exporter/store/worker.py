@@ -9,6 +9,7 @@ The training thread never takes the lock here.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -52,14 +53,11 @@ CLOSE_SECONDS = WAIT_SECONDS = 5.0
 MOST_WAITING = 1 << 13
 """Records that wait for their vectors, at most; beyond, the first of them is given up."""
 
-HURRIED_SECONDS, IDLE_SECONDS, HURRIED_FOR = 0.2, 1.0, 10.0
-"""Between two drains, while somebody waits for the result and otherwise; and how long after the last record."""
+DRAIN_SECONDS, POLL_SECONDS, LOST_SECONDS = 1.0, 0.005, 60.0
+"""Between two drains, and two looks at a vector that is under way; until one that never arrives is given up."""
 
 BACKLOG = ROOM // 16
 """Records in the mailbox at which it is drained at once: a scrape that comes meanwhile waits for it."""
-
-POLL_SECONDS, LOST_SECONDS = 0.005, 60.0
-"""Between two looks at a vector that is under way, and until one that never arrives is given up."""
 
 _Kept = TypeVar("_Kept")
 
@@ -103,11 +101,9 @@ class Worker:
         layout: The columns of samples.
         exponential: Whether norms are counted by exponential bucket as well.
         clipped: Whether gradients are clipped as `clip=` asks for.
-        now: Unix time.
-        clock: Seconds from any origin.
+        drain_seconds: Between two drains of the thread.
         periodic: Other work of the thread; returns the seconds until it is due again.
         counting: The rounds that are still being counted.
-        hurried: Whether somebody waits for results, like the sender of vectors for the places in its ring.
     """
 
     def __init__(
@@ -119,16 +115,13 @@ class Worker:
         layout: Layout = ORDINARY,
         exponential: bool = False,
         clipped: bool = False,
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
-        periodic: Callable[[], float] = lambda: IDLE_SECONDS,
+        drain_seconds: float = DRAIN_SECONDS,
+        periodic: Callable[[], float] = lambda: DRAIN_SECONDS,
         counting: Callable[[], Counting | None] = lambda: None,
-        hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         self._mailbox, self._errors = mailbox, errors
         self._guard = errors.boundary("worker", limit=None)
-        self._now, self._clock, self._counting = now, clock, counting
-        self._periodic, self._hurried = periodic, hurried
+        self._drain_seconds, self._periodic, self._counting = drain_seconds, periodic, counting
         self._cursors: WeakSet[Cursor] = WeakSet()
         self._pending = PendingSamples(clipped=clipped)
         self._layers = LayerTable(table, self._cursors, layout, exponential=exponential)
@@ -146,7 +139,7 @@ class Worker:
         # Reentrant, so that a signal handler that interrupts a drain and begins another is refused, and does not wait for itself.
         self._lock = threading.RLock()
         self._draining = False
-        self._due, self._came, self._drained = IDLE_SECONDS, (0, float("-inf")), float("-inf")
+        self._due, self._drained = DRAIN_SECONDS, -math.inf
         self._thread = BackgroundLoop("worker", self._work, self._do_periodic, guard=self._guard, pause=self._pause)
         mailbox.on_backlog(BACKLOG, self._thread.wake)
 
@@ -196,7 +189,7 @@ class Worker:
             norms: Whether it asks for sums of norms.
             singles: How many values of each quantity it gets by themselves.
         """
-        cursor = Cursor(norms=NormSums() if norms else None, singles=Singles(singles, self._now) if singles else None)
+        cursor = Cursor(norms=NormSums() if norms else None, singles=Singles(singles) if singles else None)
         with self._held(WAIT_SECONDS):
             self._drain()
             self._layers.follow(cursor)
@@ -206,9 +199,9 @@ class Worker:
         return cursor
 
     def each_sample(self, cursor: Cursor, take: Callable[[float, Reading], object], most: int) -> EachSample:
-        """Read what is new of gradients at each of the next samples, `most` of them; losses and singles are left to `read`.
+        """Let `take` have what is new of gradients at each of the next samples, `most` of them; the rest is left to `read`.
 
-        `take` is called by one thread at a time, and never while `of` of `read_as` runs.
+        It is called by one thread at a time, and never while `of` of `read_as` runs.
         """
         each = EachSample(cursor, take, most)
         self._each.append(each)
@@ -243,7 +236,7 @@ class Worker:
         self._guard(self._run.counting, counting)
         gradients = self._gradients()
         if recent:
-            gradients = replace(gradients, recent_max=self._layers.recent_max(self._now()))
+            gradients = replace(gradients, recent_max=self._layers.recent_max(time.time()))
         return Snapshot(gradients, self._run.snapshot(recent=recent))
 
     def _gradients(self) -> GradientSnapshot:
@@ -272,12 +265,8 @@ class Worker:
 
     def _new(self, cursor: Cursor, snapshot: GradientSnapshot) -> NewGradients:
         """Return what is new to a consumer, in the order of the snapshot, which is of the same moment."""
-        layers, optimizers = len(snapshot.table.layers), len(snapshot.optimizers)
-        if cursor.changes == self._changed:
-            norms = None if cursor.norms is None else np.zeros((3, layers))
-            return NewGradients(0, np.full((2, layers), np.nan), np.full((2, optimizers), np.nan), norms)
-        new = self._pending.samples - cursor.samples
-        cursor.changes, cursor.samples = self._changed, self._pending.samples
+        layers, new = len(snapshot.table.layers), self._pending.samples - cursor.samples
+        cursor.samples = self._pending.samples
         peaks = cursor.layers.take()[:, :layers]
         norms = None if cursor.norms is None else cursor.norms.take()[:, :layers]
         of_totals = self._optimizers.take_peaks(cursor, snapshot.optimizers, norm_observed=snapshot.norm_observed)
@@ -304,29 +293,23 @@ class Worker:
     def _work(self) -> None:
         """Drain unless there is clearly nothing to take, or a reader has drained within the last second."""
         waits = self._of_rounds or self._of_run or self._mailbox.pressing or len(self._mailbox) >= BACKLOG
-        rests = self._clock() - self._drained < IDLE_SECONDS and not waits and not self._guard.result(self._hurried)
-        if not rests and (self.changes is None or self._pending.waiting):
+        due = waits or time.monotonic() - self._drained >= self._drain_seconds
+        if due and (self.changes is None or self._pending.waiting):
             with self._held():
                 self._drain()
 
     def _do_periodic(self) -> None:
-        self._due = IDLE_SECONDS  # also where it fails
+        self._due = DRAIN_SECONDS  # also where it fails
         self._due = self._periodic()
 
     def _pause(self) -> float:
-        if self._of_rounds or self._of_run:
-            return POLL_SECONDS
-        now = self._clock()
-        if self._popped != self._came[0]:
-            self._came = self._popped, now
-        hurried = now - self._came[1] < HURRIED_FOR and self._guard.result(self._hurried)
-        return min(self._due, HURRIED_SECONDS if hurried else IDLE_SECONDS)
+        return POLL_SECONDS if self._of_rounds or self._of_run else min(self._due, self._drain_seconds)
 
     # Records
 
     def _drain(self) -> None:
         """Take in everything that has arrived."""
-        now, self._drained = self._now(), self._clock()
+        now, self._drained = time.time(), time.monotonic()
         with np.errstate(all="ignore"):  # NaN and overflow are detected in the tables
             if self._mailbox.left_out > self._left_out:
                 self._guard(self._note_left_out)
