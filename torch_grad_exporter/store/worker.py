@@ -45,7 +45,7 @@ from torch_grad_exporter.store.records import (
 )
 from torch_grad_exporter.store.run_table import RunTable
 from torch_grad_exporter.store.sample import number_of, values_of
-from torch_grad_exporter.store.snapshots import GradientSnapshot, NewGradients, Reading, Snapshot
+from torch_grad_exporter.store.snapshots import Reading, Snapshot, TableReader
 
 CLOSE_SECONDS = WAIT_SECONDS = 5.0
 """How long `close`, and a scrape, wait for a drain under way; the scrape then has the values from before."""
@@ -127,15 +127,15 @@ class Worker:
         self._layers = LayerTable(table, self._cursors, layout, exponential=exponential)
         self._optimizers = OptimizerTable(self._cursors, exponential=exponential)
         self._run = RunTable(self._cursors)
+        self._reader = TableReader(self._layers, self._optimizers, self._run, self._pending, self._cursors)
         self._takers: dict[str, Taker] = {}
         self._listeners: list[Listener] = []
         self._each: list[EachSample] = []
         # Records that wait for their vectors: those of rounds, whose order counts, and observed values.
         self._of_rounds: deque[tuple[float, Record]] = deque()
         self._of_run: deque[tuple[float, Record]] = deque()
-        self._left_out = self._popped = self._changed = self._undelivered = self._read_by_each = 0
+        self._left_out = self._popped = self._changed = self._read_by_each = 0
         self._sampled_at = 0.0  # Unix time of the last sample that was counted
-        self._known: tuple[int, GradientSnapshot] | None = None  # the last snapshot, and the changes up to it
         # Reentrant, so that a signal handler that interrupts a drain and begins another is refused, and does not wait for itself.
         self._lock = threading.RLock()
         self._draining = False
@@ -192,10 +192,7 @@ class Worker:
         cursor = Cursor(norms=NormSums() if norms else None, singles=Singles(singles) if singles else None)
         with self._held(WAIT_SECONDS):
             self._drain()
-            self._layers.follow(cursor)
-            self._optimizers.follow(cursor)
-            cursor.samples = self._pending.samples
-            self._cursors.add(cursor)
+            self._reader.follow(cursor)
         return cursor
 
     def each_sample(self, cursor: Cursor, take: Callable[[float, Reading], object], most: int) -> EachSample:
@@ -217,10 +214,10 @@ class Worker:
     def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
         """Return what `of` makes of such a reading, before there is another one."""
         with self._held(WAIT_SECONDS):
-            snapshot = self._snapshot(recent=False)
-            new, losses = self._new(cursor, snapshot.gradients), cursor.losses
-            cursor.losses = Losses()
-            return of(Reading(snapshot, new, losses, () if cursor.singles is None else cursor.singles.take()))
+            snapshot, singles = self._snapshot(recent=False), cursor.singles
+            reading = self._reader.sample(cursor, snapshot)
+            losses, cursor.losses = cursor.losses, Losses()
+            return of(replace(reading, losses=losses, singles=() if singles is None else singles.take()))
 
     @property
     def changes(self) -> int | None:
@@ -229,48 +226,11 @@ class Worker:
         return None if waits else self._popped + self._changed
 
     def _snapshot(self, *, recent: bool = True) -> Snapshot:
-        """`recent`: with what is of the last minute and of the last steps, which no consumer of what is new asks for."""
         # Read first: what is over when the mailbox is drained has its record there.
         counting = self._guard.result(self._counting)
         self._drain()
         self._guard(self._run.counting, counting)
-        gradients = self._gradients()
-        if recent:
-            gradients = replace(gradients, recent_max=self._layers.recent_max(time.time()))
-        return Snapshot(gradients, self._run.snapshot(recent=recent))
-
-    def _gradients(self) -> GradientSnapshot:
-        if self._known is None or self._known[0] != self._changed:
-            optimizers, totals, norm_observed, exponential_totals = self._optimizers.values()
-            table = self._layers.table
-            self._known = (
-                self._changed,
-                GradientSnapshot(
-                    table=table,
-                    layer_values=self._layers.values(),
-                    recent_max=np.full(len(table.layers), np.nan),
-                    optimizers=optimizers,
-                    totals=totals,
-                    samples=self._pending.samples,
-                    undelivered=self._undelivered,
-                    unattributed=self._pending.unattributed,
-                    norm_observed=norm_observed,
-                    untracked=self._layers.untracked(),
-                    exponential=self._layers.exponential(),
-                    exponential_totals=exponential_totals,
-                    declared=self._layers.declared(),
-                ),
-            )
-        return self._known[1]
-
-    def _new(self, cursor: Cursor, snapshot: GradientSnapshot) -> NewGradients:
-        """Return what is new to a consumer, in the order of the snapshot, which is of the same moment."""
-        layers, new = len(snapshot.table.layers), self._pending.samples - cursor.samples
-        cursor.samples = self._pending.samples
-        peaks = cursor.layers.take()[:, :layers]
-        norms = None if cursor.norms is None else cursor.norms.take()[:, :layers]
-        of_totals = self._optimizers.take_peaks(cursor, snapshot.optimizers, norm_observed=snapshot.norm_observed)
-        return NewGradients(new, peaks, of_totals, norms)
+        return self._reader.snapshot(self._changed, recent=recent)
 
     # The thread
 
@@ -349,7 +309,7 @@ class Worker:
         if lost and isinstance(record, RoundEnded):  # the outcome is known all the same
             record = replace(record, views=(), divisor=None)
         elif lost:
-            self._undelivered += isinstance(record, SampleRead)
+            self._reader.undelivered += isinstance(record, SampleRead)
             self._changed += 1
             return True
         self._apply(record)
@@ -398,7 +358,6 @@ class Worker:
         """There is a new sample: read for those who want each."""
         self._each = [each for each in self._each if each.left > 0]
         for each in self._each:
-            snapshot = Snapshot(self._gradients(), self._run.snapshot())
-            new = self._new(each.cursor, snapshot.gradients)
-            each.take(self._sampled_at, Reading(snapshot, new, Losses()))
+            snapshot = self._reader.snapshot(self._changed, recent=True)
+            each.take(self._sampled_at, self._reader.sample(each.cursor, snapshot))
             each.left -= 1
