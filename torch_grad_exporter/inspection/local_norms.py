@@ -139,7 +139,7 @@ class LocalNormTotals:
 
     def counted(self, sample: CountedSample) -> None:
         """Make the sample the last one of what the stepping optimizers own."""
-        norms, last = {number: one.norm for number, one in self.values.items()}, self._last
+        norms, last = {number: local.norm for number, local in self.values.items()}, self._last
         if last is None or last[0] != sample.sample.read.round or sample.sample.read.at_step:
             norms |= dict.fromkeys(norms.keys() & sample.shown)
         else:

@@ -40,9 +40,9 @@ class Baselines:
 
     def moved(self, index: IntArray) -> Baselines:
         """Return those of the rows with these numbers, in this order; -1 is a new one, which is empty."""
-        found = Baselines()
-        found._rows = moved(self._rows, index, Baselines(1)._rows)
-        return found
+        baselines = Baselines()
+        baselines._rows = moved(self._rows, index, Baselines(1)._rows)
+        return baselines
 
     def judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Judge one sample for each of `rows`, and then take in those that are finite and no spike.

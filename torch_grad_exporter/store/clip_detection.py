@@ -62,16 +62,16 @@ class ClipDetection:
 
         `norm`: the global norm that the loop gave; `part`: of more than this rank has; `divided`: no division is left.
         """
-        found = {o: self._of_one(sample, o, edit, norm, divided=divided, part=part) for o, edit in edits.items()}
-        unknown = [o for o, one in found.items() if one == Clipping(None, edits[o].seen) and edits[o].shorter]
+        clippings = {o: self._judge(sample, o, edit, norm, divided=divided, part=part) for o, edit in edits.items()}
+        unknown = [o for o, clip in clippings.items() if clip == Clipping(None, edits[o].seen) and edits[o].shorter]
         if len(unknown) > 1 and not part:  # they may be clipped together
             ratios, seen = [edits[o].ratio for o in unknown], math.hypot(*(edits[o].seen for o in unknown))
             coarse, alike = any(edits[o].coarse for o in unknown), max(ratios) - min(ratios) <= AGREE * max(ratios)
             if alike and self._repeats(sample, frozenset(unknown), seen, ratios[0], coarse=coarse):
-                found |= {o: Clipping(edits[o].ratio, edits[o].seen, clipped=True) for o in unknown}
-        return found
+                clippings |= {o: Clipping(edits[o].ratio, edits[o].seen, clipped=True) for o in unknown}
+        return clippings
 
-    def _of_one(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, divided: bool, part: bool) -> Clipping:
+    def _judge(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, divided: bool, part: bool) -> Clipping:
         ratio, seen = edit.ratio, edit.seen
         if not 0 < edit.whole < math.inf:  # there is nothing to compare
             return Clipping(None, None if edit.whole else seen)
@@ -102,8 +102,8 @@ class ClipDetection:
         memory[sample] = norm, factor, coarse
         if len(memory) > REMEMBERED:
             del memory[next(iter(memory))]
-        coarse |= any(one[2] for one in earlier)  # a power of two is exact in any type
-        near = [one for one in earlier if coarse or math.isclose(one[0], norm, rel_tol=REPEATS)]
-        differ = sum(not math.isclose(one[1], factor, rel_tol=2 * AGREE if coarse else REPEATS) for one in near)
-        spread = float(np.std(np.log([norm, *(one[0] for one in near)]))) if coarse else 0.0
+        coarse |= any(was_coarse for _, _, was_coarse in earlier)  # a power of two is exact in any type
+        near = [(n, f) for n, f, _ in earlier if coarse or math.isclose(n, norm, rel_tol=REPEATS)]
+        differ = sum(not math.isclose(f, factor, rel_tol=2 * AGREE if coarse else REPEATS) for _, f in near)
+        spread = float(np.std(np.log([norm, *(n for n, _ in near)]))) if coarse else 0.0
         return len(near) >= (COARSE_MATCHES if coarse else MATCHES) and differ >= MATCHES and spread <= COARSE_SPREAD

@@ -41,14 +41,14 @@ class _PerRow:
 
     def moved(self, index: IntArray) -> Self:
         """Return those of the rows with these numbers, in this order; -1 is a new one."""
-        found = type(self)()
-        found._values = np.pad(self._values, ((0, 0), (0, 1)), constant_values=self.empty)[:, index]
-        return found
+        others = type(self)()
+        others._values = np.pad(self._values, ((0, 0), (0, 1)), constant_values=self.empty)[:, index]
+        return others
 
     def take(self) -> FloatArray:
         """Return the values, shape (quantities, rows); from now on all rows are empty."""
-        found, self._values = self._values, np.full_like(self._values, self.empty)
-        return found
+        values, self._values = self._values, np.full_like(self._values, self.empty)
+        return values
 
 
 class Peaks(_PerRow):
@@ -100,8 +100,8 @@ class Singles:
 
     def take(self) -> Sequence[Single]:
         """Return those since the last call, in the order in which they came."""
-        found, self._values = self._values, []
-        return found
+        values, self._values = self._values, []
+        return values
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

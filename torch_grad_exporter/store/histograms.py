@@ -47,8 +47,7 @@ class ExponentialCounts:
         """Enter one finite value for each key; a 0 is in no bucket."""
         if self._enabled:
             positive = values > 0
-            found = buckets(values[positive]).tolist()
-            for key, bucket in zip(compress(keys, positive.tolist()), found, strict=True):
+            for key, bucket in zip(compress(keys, positive.tolist()), buckets(values[positive]).tolist(), strict=True):
                 self._counts.setdefault(key, Counter())[bucket] += 1
 
     def move(self, key: Hashable, to: Hashable) -> None:
@@ -73,5 +72,5 @@ def buckets(values: FloatArray) -> IntArray:
     # Mantissa and exponent apart, and log1p, so that a power of two and its next neighbour get the right buckets.
     mantissas, exponents = np.frexp(values)
     within = np.ceil((1 << SCALE) * np.log1p(2 * mantissas - 1) / np.log(2))
-    found: IntArray = (exponents.astype(np.int64) - 1 << SCALE) + within.astype(np.int64) - 1
-    return found
+    numbers: IntArray = (exponents.astype(np.int64) - 1 << SCALE) + within.astype(np.int64) - 1
+    return numbers

@@ -83,13 +83,13 @@ class OptimizerTable:
 
     def observe(self, norm: float, step: int | None = None) -> None:
         """Take an observed norm of a step; it becomes the source of norms, as far as it is known whose it is."""
-        found = np.array([norm if norm >= 0 else np.nan])  # DeepSpeed says -1 where the norm is NaN or Inf
-        self._open = not np.isfinite(found[0])
+        norms = np.array([norm if norm >= 0 else np.nan])  # DeepSpeed says -1 where the norm is NaN or Inf
+        self._open = not np.isfinite(norms[0])
         row = self._row(OBSERVED)
-        self._values["norm"][row], self._values["sized"][row] = found[0], True
+        self._values["norm"][row], self._values["sized"][row] = norms[0], True
         # With several optimizers it is unknown whose norm it is; what is not finite counts with the outcome.
         single = step if len(self._row_of) < 3 and not self._open else None
-        self._enter(row, found, NOTHING, fresh=True, step=single)
+        self._enter(row, norms, NOTHING, fresh=True, step=single)
 
     def resolve(self, outcome: Outcome) -> None:
         """Take what became of the step whose norm was observed last."""
@@ -149,10 +149,10 @@ class OptimizerTable:
 
     def take_peaks(self, cursor: Cursor, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
         """Return the largest norms, and norms after clipping, that are new to a consumer, shape (2, optimizers)."""
-        found, peaks = cursor.optimizers.take(), np.full((2, len(optimizers)), np.nan)
+        by_row, peaks = cursor.optimizers.take(), np.full((2, len(optimizers)), np.nan)
         for place, optimizer in enumerate(optimizers):
             if optimizer in self._row_of:
-                peaks[:, place] = found[:, self._row_of[optimizer]]
+                peaks[:, place] = by_row[:, self._row_of[optimizer]]
         if norm_observed:
-            peaks[0] = found[0, self._row_of[OBSERVED]]
+            peaks[0] = by_row[0, self._row_of[OBSERVED]]
         return peaks

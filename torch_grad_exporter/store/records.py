@@ -136,18 +136,17 @@ Record = SampleRead | RoundEnded | StepsTaken | Observed | Inspected
 
 def tickets_of(record: Record | OptimizerView) -> list[Ticket]:
     """Return everything that a record waits for."""
+    tickets: list[Ticket | float | None] = []
     match record:
-        case SampleRead(parts=parts, scale=scale):
-            found = [*(part.ticket for part in parts), scale]
-        case OptimizerView(parts=parts, loss_scale=loss_scale, own_scale=own_scale, found_inf=found_inf):
-            found = [*(part.ticket for part in parts), loss_scale, own_scale, found_inf]
-        case RoundEnded(views=views, divisor=divisor):
-            found = [ticket for view in views for ticket in tickets_of(view)]
-            found.append(None if isinstance(divisor, float) else divisor)
-        case Inspected(tickets=tickets):
-            found = [*tickets]
-        case Observed(value=value):
-            found = [None if isinstance(value, float) else value]
-        case StepsTaken():
-            found = []
-    return [ticket for ticket in found if ticket is not None]
+        case SampleRead():
+            tickets = [*(part.ticket for part in record.parts), record.scale]
+        case OptimizerView():
+            tickets = [part.ticket for part in record.parts]
+            tickets += [record.loss_scale, record.own_scale, record.found_inf]
+        case RoundEnded():
+            tickets = [record.divisor, *(ticket for view in record.views for ticket in tickets_of(view))]
+        case Inspected():
+            tickets = [*record.tickets]
+        case Observed():
+            tickets = [record.value]
+    return [ticket for ticket in tickets if ticket is not None and not isinstance(ticket, float)]
