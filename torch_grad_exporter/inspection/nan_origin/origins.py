@@ -30,7 +30,7 @@ ROUNDS = 4
 """Rounds that an alarm arms."""
 
 PLACES = 32
-"""Places that are shown at most; beyond, the one that was found longest ago is not shown any more."""
+"""Places that are shown at most; beyond, the oldest is dropped."""
 
 
 class OriginPlaces:
@@ -41,16 +41,16 @@ class OriginPlaces:
 
     @property
     def steps(self) -> Mapping[tuple[str, str, str], int]:
-        """The places in the order in which they were last found."""
+        """The places, the latest last."""
         return self._steps
 
     def add(self, place: tuple[str, str, str], step: int) -> bool:
-        """A place was found; whether it is not among those that are shown. For one thread at a time."""
-        found = {one: at for one, at in self._steps.items() if one != place} | {place: step}
+        """Add a place; return whether it is new among those that are shown. For one thread at a time."""
+        steps = {other: at for other, at in self._steps.items() if other != place} | {place: step}
         new = place not in self._steps
-        while len(found) > PLACES:
-            del found[next(iter(found))]
-        self._steps = found
+        while len(steps) > PLACES:
+            del steps[next(iter(steps))]
+        self._steps = steps
         return new
 
 
