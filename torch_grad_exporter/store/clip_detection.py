@@ -1,12 +1,8 @@
-"""How gradients changed between backward and step, from their norms before and after.
-
-One common factor may be a clipping or a division; a limit is known by the norm that comes out: it repeats.
-"""
+"""How gradients changed between backward and step: a limit is known by the norm that comes out, which repeats."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,7 +49,7 @@ class ClipDetection:
     """Judges sample after sample, and remembers the norms after a common factor of the last ones."""
 
     def __init__(self) -> None:  # by optimizers and sample: the norm after, the factor, and whether they are coarse
-        self._limits: defaultdict[frozenset[int], dict[int, tuple[float, float, bool]]] = defaultdict(dict)
+        self._limits: dict[frozenset[int], dict[int, tuple[float, float, bool]]] = {}
 
     def judge(
         self, sample: int, edits: Mapping[int, Edit], *, norm: float | None, divided: bool, part: bool
@@ -75,31 +71,26 @@ class ClipDetection:
         ratio, seen = edit.ratio, edit.seen
         if not 0 < edit.whole < math.inf:  # there is nothing to compare
             return Clipping(None, None if edit.whole else seen)
-        if edit.untouched or not edit.alike or not math.isfinite(seen):
+        if edit.untouched or not edit.alike or not math.isfinite(seen) or (divided and ratio <= 1 + AGREE):
             # Clipping makes no gradient longer, and may make only some of them shorter.
-            return Clipping(ratio, seen, clipped=not edit.untouched and edit.most <= 1 + UNTOUCHED)
-        if divided and ratio <= 1 + AGREE:
-            return Clipping(ratio, seen, clipped=ratio < 1 - AGREE)
-        if not edit.shorter or (part and norm is None):
+            shorter = edit.most <= 1 + UNTOUCHED and (not edit.alike or ratio < 1 - AGREE)
+            return Clipping(ratio, seen, clipped=shorter and not edit.untouched)
+        whole, given = (norm, None) if part else (edit.whole, norm)
+        if not edit.shorter or whole is None:
             return Clipping(None, seen)
-        if norm is not None and not part and math.isclose(norm, edit.whole, rel_tol=AGREE):
+        if given is not None and math.isclose(given, whole, rel_tol=AGREE):
             return Clipping(ratio, seen, clipped=True)
-        return self._by_limit(sample, optimizer, edit, norm, part=part)
-
-    def _by_limit(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, part: bool) -> Clipping:
-        if norm is not None and not part and math.isclose(norm, edit.seen, rel_tol=REPEATS):
-            return Clipping(edit.seen / norm, edit.seen)  # the norm is that after a division, and nothing was clipped
-        whole = norm if part and norm is not None else edit.whole
-        limit = self._repeats(sample, frozenset({optimizer}), edit.ratio * whole, edit.ratio, coarse=edit.coarse)
-        # A norm that is not that of the backward shows that there was a division as well.
-        return Clipping(edit.ratio if limit and (part or norm is None) else None, edit.seen, clipped=limit)
+        if given is not None and math.isclose(given, seen, rel_tol=REPEATS):
+            return Clipping(seen / given, seen)  # the norm was taken after a division, and nothing was clipped
+        limit = self._repeats(sample, frozenset({optimizer}), ratio * whole, ratio, coarse=edit.coarse)
+        # Another given norm shows that there was a division as well, by an unknown divisor.
+        return Clipping(ratio if limit and given is None else None, seen, clipped=limit)
 
     def _repeats(self, sample: int, optimizers: frozenset[int], norm: float, factor: float, *, coarse: bool) -> bool:
         """Return whether the norm after a common factor repeats earlier ones, and not only because the gradients do."""
-        memory = self._limits[optimizers]
+        memory = self._limits.setdefault(optimizers, {})
         memory.pop(sample, None)
-        earlier = [*memory.values()]
-        memory[sample] = norm, factor, coarse
+        earlier, memory[sample] = [*memory.values()], (norm, factor, coarse)
         if len(memory) > REMEMBERED:
             del memory[next(iter(memory))]
         coarse |= any(was_coarse for _, _, was_coarse in earlier)  # a power of two is exact in any type
