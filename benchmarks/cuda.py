@@ -30,7 +30,7 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import ORDINARY
-from torch_grad_exporter.transfer.transfer import HostTransfer
+from torch_grad_exporter.store.host_transfer import HostTransfer
 
 ARMS: dict[str, str | int | None] = {"plain": None, "control": None, "defaults": "auto", "every=1": 1}
 """`every` of each arm's exporter, `None` for none."""

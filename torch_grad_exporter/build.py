@@ -24,12 +24,6 @@ from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.actions.notify.job import Job
 from torch_grad_exporter.actions.notify.notify import Notify, Origin
 from torch_grad_exporter.actions.notify.notify import totals as notify_totals
-from torch_grad_exporter.aggregation.activations import ActivationTotals
-from torch_grad_exporter.aggregation.gradients import GradientAggregation
-from torch_grad_exporter.aggregation.layer_times import LayerTimes
-from torch_grad_exporter.aggregation.totals import TrainingTotals
-from torch_grad_exporter.aggregation.watched import WatchTotals
-from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
@@ -44,7 +38,6 @@ from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from
 from torch_grad_exporter.collectors.of_sample import OfSample
-from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals
 from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.collectors.scrape import Scrape
@@ -52,11 +45,16 @@ from torch_grad_exporter.collectors.training import device_kinds
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup, hostname
 from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.inspection.activations import Activations
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
-from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces, Origins
 from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
 from torch_grad_exporter.inspection.watch import Watch
+from torch_grad_exporter.inspection.watch_totals import WatchTotals
+from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.watched import WatchedModels
@@ -66,20 +64,25 @@ from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import OutputOptions, Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
+from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernels
 from torch_grad_exporter.statistics.layout import Layout
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.worker import DRAIN_SECONDS, Worker
 from torch_grad_exporter.torch_compat import lost
-from torch_grad_exporter.transfer.events import Mailbox
-from torch_grad_exporter.transfer.transfer import HostTransfer
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
 
 # Every boundary at which a failure of ours can be counted, but for the collectors.
+ORIGIN_SECONDS = 0.2
+"""Between two drains of the worker if the origin of a NaN is looked for, which shows only in the next rounds."""
+
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe",
     "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp",
@@ -150,15 +153,13 @@ class Stages:
         self.capture = capture = Capture(parts)
 
         # Inspections, told of armed rounds by the capture.
-        origins, places = None, OriginPlaces()
+        places, requests = OriginPlaces(), Requests()
         if settings.nan_origin:
             nan_origin = NanOrigin(
-                hooks, cost, clock, mailbox, models=models,
-                make_origins=functools.partial(Origins, places, self.steps), steps=self.steps,
+                hooks, cost, clock, mailbox, models=models, requests=requests, steps=self.steps,
                 scaled=lambda: reader.knows_scaler, always=settings.nan_origin == "always",
             )  # fmt: skip
             capture.inspect(nan_origin, errors.boundary("nan_origin"))
-            origins = nan_origin.origins
         self._layer_times = None
         if checked.timed is not None:
             # Before other inspections, whose time is then not counted as that of layers.
@@ -189,17 +190,26 @@ class Stages:
             )  # fmt: skip
 
         # The worker, in the background: takes records from the mailbox and adds them up.
-        gradients = GradientAggregation(
-            layout, exponential=checked.push is not None and checked.push.exponential,
+        self._host = host = Worker(
+            mailbox, checked.index.table, errors, layout=layout,
+            exponential=checked.push is not None and checked.push.exponential,
             clipped=checked.clip is not None,
-            nonfinite=None if origins is None else origins.gradients_were_wrong,
+            drain_seconds=ORIGIN_SECONDS if settings.nan_origin else DRAIN_SECONDS,
+            periodic=capture.look, counting=clock.counting,
         )  # fmt: skip
-        gradients.use(checked.index.table)
-        totals = TrainingTotals() if origins is None else TrainingTotals(nonfinite=origins.loss_was_wrong)
-        self._host = host = HostSide(
-            mailbox, gradients, totals, errors, periodic=capture.look, counting=clock.counting,
-            hurried=lambda: origins is not None or not capture.devices <= {"cpu"},
-        )  # fmt: skip
+        if settings.nan_origin:
+            origins = Origins(places, self.steps, requests)
+            host.register("nan_origin", origins)
+            host.listen(origins)
+        local_norms, self._weights = LocalNormTotals(), WeightTotals()
+        host.register("local_norms", local_norms)
+        host.listen(local_norms)
+        host.register("weights", self._weights)
+        host.register("watch", self._watched_totals)
+        if self._activations is not None:
+            host.register("activations", self._activations)
+        if self._layer_times is not None:
+            host.register("layer_times", self._layer_times)
 
         # Collectors, run by a scrape over one snapshot.
         frozen, acted = FrozenLabels(), ActionTotals()
@@ -210,7 +220,8 @@ class Stages:
             schedule=schedule, memory=memory, errors=errors, identity=identity, rank=checked.rank,
             store=checked.store, expected_devices=device_kinds(checked.index, models.values()),
             ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
-            weights=settings.weights, notified=notified, acted=acted,
+            weights=self._weights if settings.weights else None, local_norms=local_norms,
+            notified=notified, acted=acted,
             clip=None if self.clip is None else self.clip.reports, frozen=frozen,
             activations=self._activations, watched=self._watched_totals, origins=places,
             layer_times=self._layer_times,
@@ -254,7 +265,8 @@ class Stages:
         if "gradients" in settings.collectors:
             of_samples = GradientCollector(
                 lambda: host.snapshot().gradients, optimizers.names, dead_window=settings.dead_window,
-                moments=settings.moments, clip=None if checked.clip is None else ClipReports(),
+                moments=settings.moments, local_norms=local_norms,
+                clip=None if checked.clip is None else ClipReports(),
             )  # fmt: skip
             feed = SampleFeed(host, of_samples, errors.boundary(SOURCE, "reading samples", limit=None))
         self.act = Act(
@@ -386,7 +398,7 @@ class Stages:
             self._instruments.drop()
         stages: tuple[_Forked | None, ...] = (
             self.outputs, self._store, self._host, self._notify, self.act, self.clip,
-            self._activations, self._layer_times, self._watched_totals, self.scrape,
+            self._activations, self._layer_times, self._watched_totals, self._weights, self.scrape,
         )  # fmt: skip
         for stage in stages:
             if stage is not None:

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.properties import no_timeout_in_a_soak
-from torch_grad_exporter.aggregation.baseline import Baseline, Baselines, LossBaseline
+from torch_grad_exporter.store.baselines import Baseline, Baselines, LossBaseline
 
 pytestmark = no_timeout_in_a_soak
 

@@ -11,9 +11,9 @@ from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping.logarithm
 
 from tests.support.torch_versions import get_total_norm
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.aggregation.exponential import buckets
 from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.metrics.families import SCALE, Family
+from torch_grad_exporter.store.histograms import buckets
 
 MAPPING = LogarithmMapping(SCALE)
 NAMES = ("torch_grad_norm_distribution", "torch_grad_global_norm_distribution")

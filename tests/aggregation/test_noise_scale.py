@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.aggregation.noise import ENOUGH, NoiseScale
+from torch_grad_exporter.inspection.local_norms import ENOUGH, NoiseScale
 
 RANKS = 2
 BATCHES = (12, 16, 20)

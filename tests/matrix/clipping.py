@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from tests.matrix.harness import CUMULATIVE, Run, regime
-from tests.matrix.precision import SIZES
 from tests.support.models import Perceptron, batch, sgd
 
 
@@ -185,31 +185,28 @@ def backward_of_tokens(run: Run, model: torch.nn.Module, step: int) -> None:
     run.backward(model(batch()).square().mean() * TOKENS[step % 8])
 
 
-@regime()
-def divided_by_tokens_and_the_norm_is_given(run: Run) -> None:
-    """The norm of the divided gradients, given before the step, shows the divisor: norms of layers are those after it, too."""
-    model = Perceptron()
-    for step in run.rounds(model, 10):
-        backward_of_tokens(run, model, step)
-        divide(model, TOKENS[step % 8])
-        run.observe(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+@regime(limit=[math.inf, 0.05])
+def divided_by_tokens_and_the_norm_is_given(run: Run, limit: float) -> None:
+    """The norm of the divided gradients, given before the step, is the global norm; norms of layers are those before it.
 
-
-@regime()
-def divided_by_tokens_and_clipped_and_the_norm_is_given(run: Run) -> None:
-    """With clipping in addition the limit has to repeat; until then, for two samples that were clipped, layers have no sizes."""
+    With a limit that repeats the step counts as clipped, but its coefficient is absent, since the divisor is unknown.
+    """
     model = Perceptron()
     optimizer = sgd(model)
-    sums = [*CUMULATIVE, "torch_grad_clipped_steps_total"]
     with run.watching(model, optimizer):
         for step in range(10):
             optimizer.zero_grad()
-            backward_of_tokens(run, model, step)
+            run.backward(model(batch()).square().mean() * TOKENS[step % 8])
             divide(model, TOKENS[step % 8])
-            run.observe(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            given = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            run.observe(grad_norm=given)
             run.step(optimizer)
-            run.check(without=[*sums, "torch_grad_global_norm_distribution"], optional=SIZES if step < 2 else ())
-            run.shows(max(0.0, step - 1.0), "torch_grad_clipped_steps_total")
+            run.check(without=["torch_grad_global_norm", "torch_grad_clip"])
+            run.shows(pytest.approx(float(given), rel=1e-5), "torch_grad_global_norm")
+            run.shows(pytest.approx(min(float(given), limit), rel=1e-4), "torch_grad_global_norm_after_clip")
+            clipped = limit < math.inf
+            run.shows(None if clipped else pytest.approx(1.0), "torch_grad_clip_coefficient")
+            run.shows(max(0.0, step - 1.0) if clipped else 0.0, "torch_grad_clipped_steps_total")
 
 
 @regime(told=["before the backward", "after the backward", "by a tensor"])

@@ -20,6 +20,7 @@ from torch_grad_exporter.capture.accumulate_grad import Gradients
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.module_outputs import differentiable
+from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
 from torch_grad_exporter.capture.preparation import RoundPreparation
@@ -34,7 +35,6 @@ from torch_grad_exporter.torch_compat.autograd import (  # fmt: skip
     on_gradient,
     within_transform,
 )
-from torch_grad_exporter.transfer.outcomes import Lost
 
 logger = logging.getLogger("torch_grad_exporter")
 

@@ -13,10 +13,10 @@ from torch_grad_exporter.capture.forwards import ForwardWatch
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.loop import TrainingLoop
 from torch_grad_exporter.capture.observations import Number, Observations
+from torch_grad_exporter.capture.outcomes import Lost, Mode
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 
 class Capture:

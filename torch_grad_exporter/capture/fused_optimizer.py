@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.transfer.transfer import HostTransfer, Ticket
+from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 
 UNDECIDED = 64
 """Rounds at most whose answers are waited for."""

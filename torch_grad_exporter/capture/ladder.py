@@ -7,10 +7,10 @@ import logging
 import numpy as np
 
 from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
+from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
-from torch_grad_exporter.transfer.outcomes import Mode
 
 logger = logging.getLogger("torch_grad_exporter")
 

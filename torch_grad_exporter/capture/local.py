@@ -21,12 +21,33 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
+from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
+from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import nodes_of
-from torch_grad_exporter.transfer.events import Local, LocalPart, Mailbox
-from torch_grad_exporter.transfer.transfer import HostTransfer
+
+LOCAL_NORMS = "local_norms"
+"""The name of the inspection."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalMeasurement:
+    """The data of a record of local norms, as they were before gradients were reduced over ranks.
+
+    `positions`: shape (n,), of the parameter of each norm in the vectors together; one may have several, of its parts.
+    A negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, and that should
+    be zero. `reduced`: shape (parameters,), which of the table's are. `samples`: training examples of the round's
+    forwards, None if unknown; `ranks`: over how many the mean was taken, 0 if unknown.
+    """
+
+    positions: IntArray
+    reduced: BoolArray
+    samples: int | None
+    ranks: int
 
 
 @dataclass(slots=True)
@@ -42,7 +63,7 @@ class _Sum:
 
 
 class LocalGradients:
-    """Measures on sampled rounds and posts `Local` after the `Captured` that it belongs to.
+    """Measures on sampled rounds and posts a record after the `SampleRead` that it belongs to.
 
     Belongs to the thread of the backward; holds parameters during one only.
     """
@@ -130,17 +151,18 @@ class LocalGradients:
         total.reduced = True
 
     def post(self, number: int) -> None:
-        """The round's gradients were captured: hands over what was measured of the backward that is just over, if anything."""
+        """The round's gradients were captured: hands over what was measured of the backward before, which may be nothing."""
         ready, self._ready = self._ready, None
-        if ready is None:
+        sent = None if ready is None else self._sent()
+        if ready is None or sent is None:
+            self._mailbox.append(Inspected(LOCAL_NORMS, number, ()))
             return
         reduction, table = ready
-        parts = self._sent()
-        if parts is not None:
-            reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
-            self._mailbox.append(Local(number, reduced, parts, self._sum.samples, reduction.ranks))
+        reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
+        measured = LocalMeasurement(sent[0], reduced, self._sum.samples, reduction.ranks)
+        self._mailbox.append(Inspected(LOCAL_NORMS, number, sent[1], measured))
 
-    def _sent(self) -> tuple[LocalPart, ...] | None:
+    def _sent(self) -> tuple[IntArray, tuple[Ticket, ...]] | None:
         """Starts one copy to the host for each device; `None` if too much is under way."""
         by_device: dict[torch.device, tuple[list[int], list[single.Norm]]] = {}
         before = ((-1 - position, norms) for position, norms in self._sum.found.items())
@@ -150,15 +172,16 @@ class LocalGradients:
                 positions, values = by_device.setdefault(device, ([], []))
                 positions.append(position)
                 values.append(norm)
-        parts = []
+        sent, tickets = [], []
         for device, (positions, values) in by_device.items():
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             vector = torch.cat(tensors) if tensors else torch.tensor(values, dtype=torch.float64, device=device)
             ticket = self._transfer.send(vector)
             if ticket is None:
                 return None
-            parts.append(LocalPart(np.array(positions, dtype=np.int64), ticket))
-        return tuple(parts)
+            sent += positions
+            tickets.append(ticket)
+        return np.array(sent, dtype=np.int64), tuple(tickets)
 
     def _samples(self) -> int | None:
         """Training examples of all forwards up to now, `None` if unknown."""

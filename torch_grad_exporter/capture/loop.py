@@ -21,10 +21,10 @@ from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView, Scaler
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle
+from torch_grad_exporter.capture.tracing import active_trace
 from torch_grad_exporter.capture.weights import WeightProbe
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
-from torch_grad_exporter.transfer.tracing import active_trace
 
 NEAREST = 12
 """Frames that are searched for a gradient scaler."""

@@ -18,8 +18,8 @@ import torch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.round_loss import READ_SECONDS, RoundLoss, Value
-from torch_grad_exporter.transfer.events import PLACED, Divided, Observed
-from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
+from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
+from torch_grad_exporter.store.records import PLACED, Observed
 
 GROUPS = 64
 """Parameter groups of an optimizer whose learning rates are shown."""
@@ -93,7 +93,9 @@ class Observations:
         if isinstance(divisor, float) and not 0 < divisor < math.inf:
             raise ValueError(f"expected a number above 0 as grad_divisor, got {divisor}")
         if wanted and divisor is not None:
-            self._parts.mailbox.append(Divided(rounds.current.number + bool(rounds.current.stepped), divisor))
+            coming = bool(rounds.current.stepped)
+            captured = rounds.current.captured and not coming
+            self._parts.reader.divided(rounds.current.number + coming, divisor, captured=captured)
 
     def _post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
         ticket = self._sent(value)

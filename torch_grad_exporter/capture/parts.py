@@ -16,6 +16,7 @@ from torch_grad_exporter.capture.gradient_versions import GradientProbes
 from torch_grad_exporter.capture.inspections import Inspections
 from torch_grad_exporter.capture.ladder import CaptureMode
 from torch_grad_exporter.capture.local import LocalGradients
+from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.reduction_watch import ReductionWatch
@@ -26,9 +27,9 @@ from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Outcome, RoundEnded
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN
-from torch_grad_exporter.transfer.events import Mailbox, OutcomeResolved
-from torch_grad_exporter.transfer.outcomes import Mode, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Parts:
         self.fused = FusedSteps(clock)
         effects = RoundEffects(
             steps_skipped=clock.steps_skipped,
-            norm_resolved=lambda outcome: mailbox.append(OutcomeResolved(outcome)),
+            norm_resolved=self.norm_resolved,
             close_sample=self._close_sample,
             step_of_sample=self.reader.stepped,
             withdraw=self._withdraw,
@@ -108,6 +109,10 @@ class Parts:
         local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
         self.reductions = ReductionWatch(self.index, self.probes, self.waits, local, errors)
         self.by_hand = ByHand(self.index, self.reductions)
+
+    def norm_resolved(self, outcome: Outcome) -> None:
+        """What became of the round of the norm that was observed is known."""
+        self.mailbox.append(RoundEnded(self.rounds.current.number, outcome, None, frozenset(), {}))
 
     def _round_began(self, after_step: bool) -> None:
         self.reader.begin_round()

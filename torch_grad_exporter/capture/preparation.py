@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
@@ -20,7 +21,6 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task, within_transform
 from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
-from torch_grad_exporter.transfer.outcomes import Lost
 
 PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE, PhaseTimes
-from torch_grad_exporter.transfer.events import PLACED, Counted, Counting, Mailbox, Stepped
-from torch_grad_exporter.transfer.tracing import TraceIds
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import PLACED, Counting, StepsTaken, TraceIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,8 @@ class StepClock:
         step = None
         if self._placed <= PLACED:  # the first one has no duration
             self._placed, step = self._placed + 1, self.number
-        self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace, step))
+        durations = () if seconds is None else (seconds,)
+        self._mailbox.append(StepsTaken(durations, self.own_seconds + self.device_seconds, now, trace, step))
         self.own_seconds = self.device_seconds = 0.0
         return seconds
 
@@ -296,7 +297,7 @@ class StepClock:
             if self._placed <= PLACED:
                 self._placed, step = self._placed + len(durations), self.number
             # Before `counting` says nothing of them any more: who asks it and then takes what was posted misses none.
-            self._mailbox.append(Counted(durations, own, uncommitted.stretch, at, step))
+            self._mailbox.append(StepsTaken(durations, own, at, step=step, stretch=uncommitted.stretch))
             self._round_at = uncommitted.moments[-1]
         self._last_step, self._last_activity = self.last_step, self.last_activity
         counts = self.counts()

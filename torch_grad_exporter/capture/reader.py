@@ -25,16 +25,20 @@ from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.device import Reading, capturing_graph
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
+from torch_grad_exporter.store import records
+from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Outcome, Part, RoundEnded, SampleRead
 from torch_grad_exporter.torch_compat.optimizers import scale_of
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Mailbox, Part, Withdrawn
-from torch_grad_exporter.transfer.outcomes import Outcome
-from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket
 
 IN_FULL = 8
 """Of so many samples of an optimizer one is measured again at the step though nothing seems to have written to its gradients."""
 
 CROWDED = 1 << 12
 """Records in the mailbox, half of what it takes, beyond which no sample is taken: the host side has fallen behind."""
+
+DIVISORS = 4
+"""Rounds of which divisors are remembered: the current one, and those that the loop has said of since."""
 
 BEFORE, AFTER, AT_A_STEP, AGAIN, END, OTHERS = BOUNDARIES = (
     "gradients before a backward", "gradients after a backward", "gradients at a step", "gradients as the optimizer sees them",
@@ -119,14 +123,20 @@ class GradientReader:
         self._transfer = HostTransfer(pressed=self.mailbox.press)
         self._early = StepsWithinBackward(self.statistics)
         self._as_read = GradientsAsRead()
-        self._views: Counter[int] = Counter()
+        self._looks: Counter[int] = Counter()
         """By optimizer, how often it was looked at what it sees."""
         self._places: frozenset[torch.device] = frozenset()
         self.table: ParameterTable = self.index.table
         self._before: GradientVersions | None = None
         """The gradients when the table was renewed, until they are asked for."""
         self.divisor = 1.0
-        """By what the loop divides the gradients of the next capture before it clips them."""
+        """By what a pipeline schedule divides the gradients of the next capture."""
+        self._views: list[records.OptimizerView] = []
+        """What optimizers have seen of the last sample."""
+        self._divisors: dict[int, Ticket | float] = {}
+        """Of the last rounds of which the loop has said it, by what their gradients are divided."""
+        self._divided_again = False
+        """Whether the loop has said it once more since the capture: where the step is skipped it may have meant the next round."""
 
     @property
     def devices(self) -> frozenset[str]:
@@ -177,6 +187,14 @@ class GradientReader:
                 self._before = self._guards[BEFORE].result(GradientVersions.of, self.table.tracked, present)
         return self.table
 
+    def divided(self, number: int, divisor: Ticket | float, *, captured: bool) -> None:
+        """The loop says by what it divides the gradients of a round. `captured`: they were read."""
+        self._divided_again |= captured and number in self._divisors
+        self._divisors.pop(number, None)
+        self._divisors[number] = divisor
+        if len(self._divisors) > DIVISORS:
+            del self._divisors[next(iter(self._divisors))]
+
     # Reading
 
     def versions(self) -> GradientVersions | None:
@@ -215,8 +233,11 @@ class GradientReader:
             every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
             missing = [i for i, parameter in every if i not in there and parameter is not None and parameter.requires_grad]
             owners = self.optimizers.owners(table)
+            # Where no backward is seen, each optimizer's step reads the round anew, with what those before have left.
+            self._views = [view for view in self._views if view.ours and step is not None and current.captured]
+            self._divided_again = False
             self.mailbox.append(
-                Captured(
+                SampleRead(
                     round=current.number,
                     table=table,
                     parts=parts,
@@ -259,7 +280,7 @@ class GradientReader:
         return frozenset(self._early.fired)
 
     def read_again(self, rounds: RoundTracker, seen: OptimizerView, *, ours: bool = False) -> None:
-        """Measures norms again where the optimizer sees them; `ours`: as of `AfterClip`."""
+        """Measures norms again where the optimizer sees them; `ours`: as of `records.OptimizerView`."""
         self._guards[AGAIN](self._read_again, rounds, seen, ours)
 
     def _read_again(self, rounds: RoundTracker, seen: OptimizerView, ours: bool) -> None:
@@ -272,12 +293,14 @@ class GradientReader:
         if not now.in_place:
             return
         # A scaler's own division leaves no trace in versions.
-        in_full = self._views[optimizer] % IN_FULL == 0 or (self.scale is not None and seen.grad_scale is None)
-        self._views[optimizer] += 1
+        in_full = self._looks[optimizer] % IN_FULL == 0 or (self.scale is not None and seen.grad_scale is None)
+        self._looks[optimizer] += 1
         if not (ours or in_full) and self._as_read.unchanged(mine, now.gradients):
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
             loss_scale = None if self.scale is None else self._one(self.scale)
-            self.mailbox.append(AfterClip(current.number, optimizer, (), loss_scale, own_scale, answer, unchanged=True))
+            self._views.append(
+                records.OptimizerView(optimizer, (), unchanged=True, loss_scale=loss_scale, own_scale=own_scale, found_inf=answer)
+            )
             return
         gradients = table.tracked.own({i: g for i, g in zip(mine, now.gradients, strict=True) if g is not None})
         begun = self.cost.timer.begin(self._places)
@@ -285,7 +308,9 @@ class GradientReader:
         self.cost.timer.end(begun)
         if parts or ours:  # where a step is left out, none is left
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
-            self.mailbox.append(AfterClip(current.number, optimizer, parts, scale, own_scale, answer, ours=ours))
+            self._views.append(
+                records.OptimizerView(optimizer, parts, loss_scale=scale, own_scale=own_scale, found_inf=answer, ours=ours)
+            )
 
     def _one(self, value: torch.Tensor | None) -> Ticket | None:
         return None if value is None else self._transfer.send(value.detach().reshape(1))
@@ -341,7 +366,11 @@ class GradientReader:
         guessed: bool = False,
     ) -> None:
         steps = self.clock.numbers(self.clock.steps)
-        self.mailbox.append(Closed(current.number, outcome, owners, stepped, steps, final=final, guessed=guessed))
+        unsure = self._divided_again and outcome is Outcome.SKIPPED
+        divisor = None if unsure else self._divisors.get(current.number)
+        self.mailbox.append(
+            RoundEnded(current.number, outcome, owners, stepped, steps, tuple(self._views), divisor, final=final, guessed=guessed)
+        )
 
     def _close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
         table, did_step = self.table, frozenset(current.stepped)
@@ -357,7 +386,8 @@ class GradientReader:
 
     def withdraw(self, current: Round) -> None:
         """What was read of the round is not to be shown."""
-        self.mailbox.append(Withdrawn(current.number))
+        owners = self.optimizers.owners(self.table)
+        self.mailbox.append(RoundEnded(current.number, Outcome.UNKNOWN, owners, frozenset(), {}, withdrawn=True))
         self._guards[OTHERS](self.statistics.forget, self.table, sorted(current.fired), current.number)
         self.cost.sample_over(once=self.statistics.taken_once())
         self._settle_cost()

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern
-from torch_grad_exporter.transfer.outcomes import Lost, Outcome
+from torch_grad_exporter.store.records import Outcome
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ model; over the samples every layer gets its turn.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -15,12 +17,31 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.batches import batches, dense_local
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import Magnitudes
-from torch_grad_exporter.transfer.events import Weights
-from torch_grad_exporter.transfer.transfer import HostTransfer
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.records import Inspected
 
 LAYERS = 8
 ELEMENTS = 1 << 24
 """Layers, and elements of parameters, that a sample covers at most; one layer at least."""
+
+
+WEIGHTS = "weights"
+"""The name of the inspection."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightMeasurement:
+    """The data of a record of weights around one optimizer step.
+
+    The vector has, for each of `positions`, the norm before, the norm after, and that of the difference; then rows of
+    `statistics.magnitudes`, of the parameters at the positions `spread`, shape (rows,); and, if `may_be_left_out`, a
+    last value that is not zero if the step was left out.
+    """
+
+    table: ParameterTable
+    positions: IntArray
+    spread: IntArray
+    may_be_left_out: bool
 
 
 class WeightProbe:
@@ -76,7 +97,8 @@ class WeightProbe:
             self._parts.cost.timer.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                self._parts.mailbox.append(Weights(table, positions, ticket, spread, left_out is not None))
+                measured = WeightMeasurement(table, positions, spread, left_out is not None)
+                self._parts.mailbox.append(Inspected(WEIGHTS, self._parts.rounds.current.number, (ticket,), measured))
 
     def _spread(self, table: ParameterTable, here: list[tuple[int, torch.Tensor]]) -> tuple[IntArray, list[torch.Tensor]]:
         """How the elements spread of those parameters that count in sums over ranks: whose each row is, and the rows end to end."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from torch_grad_exporter.aggregation.activations import ActivationTotals, LayerActivations
 from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals, LayerActivations
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, Spec, scalar
 

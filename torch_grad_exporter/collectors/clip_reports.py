@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.transfer.transfer import Ticket
+from torch_grad_exporter.store.host_transfer import Ticket
 
 UNDER_WAY = 4
 """Reports of one optimizer that may be on their way at once."""

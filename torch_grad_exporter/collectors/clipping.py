@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.gradients import GradientSnapshot
-from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows
+from torch_grad_exporter.store.histograms import Records
+from torch_grad_exporter.store.snapshots import GradientSnapshot
 
 CLIPPING = Section("Clipping")
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.aggregation.activations import ActivationTotals
-from torch_grad_exporter.aggregation.layer_times import LayerTimes
-from torch_grad_exporter.aggregation.watched import WatchTotals
-from torch_grad_exporter.aggregation.worker import Snapshot
 from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.progress import Counts, StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
-from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
+from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces
+from torch_grad_exporter.inspection.watch_totals import WatchTotals
+from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.store.snapshots import Snapshot
 
 
 class Snapshots:
@@ -48,7 +50,8 @@ class CollectorContext:
 
     `optimizers`: the optimizers' names by number; more may come. `rank`: the one on the series, which the user may have chosen.
     `expected_devices`: the kinds of devices that the parameters were on at the start. `ended`: "finished" or "failed" once the run
-    is over, else `None`. `dead_window`, `moments`, `weights`: what the user chose to see. `notified`: what notifiers have done, if
+    is over, else `None`. `dead_window`, `moments`: what the user chose to see.
+    `weights`: what was seen of weights, if it is asked for. `local_norms`: this rank's own norms. `notified`: what notifiers have done, if
     there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
     actions freeze. `activations`: what was seen of the outputs of inner modules, if it is asked for. `layer_times`: how
     long layers took, if that is asked for. `watched`: what was seen of the gradients of watched tensors. `origins`: where values have become non-finite.
@@ -68,7 +71,8 @@ class CollectorContext:
     ended: Callable[[], str | None]
     dead_window: int
     moments: bool
-    weights: bool
+    weights: WeightTotals | None
+    local_norms: LocalNormTotals
     notified: NotifyTotals | None = None
     acted: ActionTotals = field(default_factory=ActionTotals)
     clip: ClipReports | None = None

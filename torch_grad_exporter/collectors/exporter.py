@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch_grad_exporter.capture.outcomes import Lost, Mode
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
-from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 METRICS = Section("The exporter itself")
 

@@ -11,18 +11,19 @@ from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.exponential import Counts
-from torch_grad_exporter.aggregation.gradients import GradientSnapshot
-from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.clipping import CLIPPING, ClipFamilies, clip_families
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.registry import Declaration
-from torch_grad_exporter.collectors.weights import WEIGHTS, weight_families
+from torch_grad_exporter.collectors.weights import WEIGHTS, WeightFamilies
+from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache, Spec
-from torch_grad_exporter.transfer.events import Outcome
+from torch_grad_exporter.store.histograms import Counts, Records
+from torch_grad_exporter.store.records import Outcome
+from torch_grad_exporter.store.snapshots import GradientSnapshot
 
 GRADIENTS = Section("Gradients")
 
@@ -224,7 +225,8 @@ class GradientCollector:
         *,
         dead_window: int,
         moments: bool = False,
-        weights: bool = False,
+        local_norms: LocalNormTotals,
+        weights: WeightTotals | None = None,
         clip: ClipReports | None = None,
         frozen: FrozenLabels | None = None,
     ) -> None:
@@ -234,7 +236,7 @@ class GradientCollector:
         self._names = names
         self._dead_from = dead_from(dead_window)
         self._moments = moments
-        self._weights = weights
+        self._local_norms, self._weights = local_norms, None if weights is None else WeightFamilies(weights)
         self._layers, self._counted, self._kinds = RowCache(), RowCache(), RowCache()
         self._optimizers, self._outcomes = RowCache(), RowCache()
 
@@ -290,8 +292,8 @@ class GradientCollector:
             yield from self._clip.of_layers(layer_values, layers, counted.values, counted.layers)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
-        if self._weights:
-            yield from weight_families(layer_values, layers, whole, counted.values, counted.layers)
+        if self._weights is not None:
+            yield from self._weights.collect(names, [layer for (layer,) in counted.layers.rows])
         if self._frozen.in_use:
             exist = {layer for (layer,) in counted.layers.rows}
             acted = {layer: frozen for layer, frozen in self._frozen.shown.items() if frozen or layer in exist}
@@ -327,9 +329,10 @@ class GradientCollector:
 
     def _local(self, snapshot: GradientSnapshot, rows: LabelRows) -> Iterator[Family]:
         """What is of this rank alone, if it is measured."""
-        if not snapshot.local:
+        local = self._local_norms.values
+        if not local:
             return
-        found = [snapshot.local.get(number) for number in self._numbers(snapshot)] or [None]
+        found = [local.get(number) for number in self._numbers(snapshot)] or [None]
         for spec, values in (
             (GRAD_LOCAL_NORM, [None if one is None else one.norm for one in found]),
             (GRAD_NOISE_SCALE, [None if one is None else one.noise_scale for one in found]),
@@ -364,6 +367,7 @@ COLLECTOR = Declaration(
         dead_window=context.dead_window,
         moments=context.moments,
         weights=context.weights,
+        local_norms=context.local_norms,
         clip=context.clip,
         frozen=context.frozen,
     ),

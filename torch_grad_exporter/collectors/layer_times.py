@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch_grad_exporter.aggregation.layer_times import LayerTimes
 from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.inspection.layer_times import LayerTimes
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.registry import Registry
 from torch_grad_exporter.metrics.families import Family, FloatArray
+from torch_grad_exporter.store.snapshots import Reading
 
 NAMES = frozenset({"gradients", "training"})
 """The collectors of it: what they show comes from the snapshot, or is counted by the training thread."""

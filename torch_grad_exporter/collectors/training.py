@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter.aggregation.totals import TotalsSnapshot
 from torch_grad_exporter.capture.phases import PHASES
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
@@ -19,6 +18,7 @@ from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import parameters_within
+from torch_grad_exporter.store.run_table import TotalsSnapshot
 from torch_grad_exporter.version import __version__
 
 METRICS = Section("Training")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.tables import Records
+from torch_grad_exporter.inspection.weight_totals import NONE, WeightTotals
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import BoolArray, Family, LabelRows
+from torch_grad_exporter.metrics.families import Family, LabelledRows, RowCache
 
 WEIGHTS = Section("Weights")
 
@@ -40,12 +41,24 @@ WEIGHT_CAPTURES = WEIGHTS.counter(
 )
 
 
-def weight_families(
-    last: Records, layers: LabelRows, whole: BoolArray, counted: Records, counted_layers: LabelRows
-) -> Iterator[Family]:
-    """Of the layers' last values, and of what only grows. `whole`: the layers of which this rank has all."""
-    norm, ratio = last["weight_norm"], last["update_ratio"]
-    yield Family(WEIGHT_NORM, norm, layers, ~np.isnan(norm) & whole)
-    yield Family(WEIGHT_UPDATE_RATIO, ratio, layers, ~np.isnan(ratio))
-    yield Family(WEIGHT_DISTRIBUTION, counted["weight_buckets"], counted_layers, sums=counted["weight_sum"])
-    yield Family(WEIGHT_CAPTURES, counted["weight_captures"], counted_layers)
+class WeightFamilies:
+    """Makes the families of what was seen of weights."""
+
+    def __init__(self, totals: WeightTotals) -> None:
+        self._totals = totals
+        self._rows = LabelledRows()
+        self._counted = RowCache()
+
+    def collect(self, shown: Sequence[str], counted: Sequence[str]) -> Iterator[Family]:
+        """Yield gauges of the layers that are shown, and the totals of all that count. A removed layer stays until it is in the remainder."""
+        found = self._totals.snapshot()
+        here = {layer: found[layer] for layer in shown if layer in found}
+        norms = {(layer,): one.norm for layer, one in here.items() if one.whole and not math.isnan(one.norm)}
+        yield self._rows.family(WEIGHT_NORM, norms)
+        ratios = {(layer,): one.update_ratio for layer, one in here.items() if not math.isnan(one.update_ratio)}
+        yield self._rows.family(WEIGHT_UPDATE_RATIO, ratios)
+        labels = tuple(dict.fromkeys((*counted, *found)))
+        layers, rows = self._counted.get(tuple((label,) for label in labels)), [found.get(label, NONE) for label in labels]
+        buckets = np.array([one.buckets for one in rows]).reshape(len(rows), len(WEIGHT_MAGNITUDES) + 1)
+        yield Family(WEIGHT_DISTRIBUTION, buckets, layers, sums=np.array([one.sum for one in rows]))
+        yield Family(WEIGHT_CAPTURES, np.array([one.captures for one in rows], dtype=np.float64), layers)

@@ -21,11 +21,11 @@ from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.worker import Snapshot
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.store.snapshots import Snapshot
 
 REPORT_SECONDS = 5.0
 """Between two reports of a rank."""

@@ -15,20 +15,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_grad_exporter.aggregation.activations import ActivationTotals
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.inspection.modules import Chosen, InnerModules
 from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHooks
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies, Tallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
 from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import called_from_compiled, compiles_backwards, something_is_compiled
-from torch_grad_exporter.transfer.events import Mailbox
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -63,7 +63,7 @@ class Activations:
         totals: ActivationTotals,
     ) -> None:
         self._cost, self._totals = cost, totals
-        self._tallies = RoundTallies(reader, cost, mailbox)
+        self._tallies = RoundTallies(SOURCE, reader, cost, mailbox)
         self._hooks = RoundHooks(modules, hooks, SOURCE, Moments(ended=self._forward_ended))
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._hooks_gradients = True
@@ -113,7 +113,7 @@ class Activations:
         """Sends what the round has shown to the host."""
         self._roots |= self._new_roots
         self._tell()
-        self._tallies.round_over(number, self._totals.take if kept else None)
+        self._tallies.round_over(number, kept=kept)
 
     def step_over(self, *, sampled: bool) -> None:
         """Takes all hooks off; the next forward sets those that it needs."""

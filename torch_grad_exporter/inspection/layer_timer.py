@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.aggregation.layer_times import BACKWARD, FORWARD, LayerTimes
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.module_outputs import differentiable
@@ -26,14 +25,16 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.timeline import HostWatch, Stretch, Timeline
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
+from torch_grad_exporter.inspection.layer_times import BACKWARD, FORWARD, LayerTimes
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.own_nodes import own_nodes
 from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHooks
 from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, next_sequence, within_transform
 from torch_grad_exporter.torch_compat.compiler import called_from_compiled, compiles_backwards, something_is_compiled
 from torch_grad_exporter.torch_compat.modules import parameters_in
-from torch_grad_exporter.transfer.events import Inspected, Mailbox
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -256,7 +257,7 @@ class LayerTimer:
             over = self._behind.popleft()
             self._times.untimed += over.lost
             if over.seconds and not over.lost:
-                self._mailbox.append(Inspected(functools.partial(_arrived, self._times, over.seconds), ()))
+                self._mailbox.append(Inspected(SOURCE, over.number, (), over.seconds))
         if not self._behind:
             self._round.read()
 
@@ -330,8 +331,3 @@ class LayerTimer:
                 self._lines.starts(line, start)
                 line.again()
         self._cost.spent(start, sampled=True)
-
-
-def _arrived(times: LayerTimes, seconds: dict[tuple[str, str], float], _values: object) -> None:
-    """On the worker."""
-    times.take(seconds)

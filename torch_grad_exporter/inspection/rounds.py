@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from torch_grad_exporter.aggregation.activations import ActivationSample
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.inspection.tallies import Packed, Tally, packed
-from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.inspection.tallies import SentTallies, Tally, packed
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import graph_task
-from torch_grad_exporter.transfer.events import Inspected, Mailbox
-from torch_grad_exporter.transfer.transfer import HostTransfer
 
 TASKS = 4
 """Backwards at most of which something is kept before it is known whether they are of the round."""
@@ -35,7 +32,6 @@ class Key(NamedTuple):
 
 
 Tallies = dict[Key, Tally]
-Take = Callable[[ActivationSample], object]
 
 
 def include(into: Tallies, found: Mapping[Key, Tally]) -> None:
@@ -66,9 +62,10 @@ class _Round:
 
 
 class RoundTallies:
-    """Belongs to the training thread and to that of the backward."""
+    """Sends records of this inspection. Belongs to the training thread and to that of the backward."""
 
-    def __init__(self, reader: GradientReader, cost: SampleCost, mailbox: Mailbox) -> None:
+    def __init__(self, inspection: str, reader: GradientReader, cost: SampleCost, mailbox: Mailbox) -> None:
+        self._inspection = inspection
         self._reader, self._cost, self._mailbox = reader, cost, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._backwards: dict[int, Backward] = {}
@@ -114,17 +111,17 @@ class RoundTallies:
         """Nothing is to be sent."""
         self._backwards, self._round = {}, _Round()
 
-    def round_over(self, number: int, take: Take | None) -> None:
-        """Sends what the round of this number has shown, for `take` to have it on the host; `None`: it is not to be shown."""
+    def round_over(self, number: int, *, kept: bool) -> None:
+        """Send what the round of this number has shown to the host, if it is to be shown."""
         if number != self._round.number:
             return
         over, self._round = self._round, _Round()
         self._every, self._measured = max(1, self._measured // TIMED), 0
-        if take is not None:
+        if kept:
             with torch.no_grad():
-                self._send(over, take)
+                self._send(over)
 
-    def _send(self, over: _Round, take: Take) -> None:
+    def _send(self, over: _Round) -> None:
         by_device: dict[torch.device, list[Key]] = {}
         for key, tally in over.tallies.items():
             if tally.peaks is not None:  # else there are gradients only, of outputs that an earlier round has confirmed
@@ -142,20 +139,4 @@ class RoundTallies:
             tickets.append(self._transfer.send(over.scale.reshape(1)))
         arriving = tuple(ticket for ticket in tickets if ticket is not None)
         if sent and len(arriving) == len(tickets):
-            self._mailbox.append(Inspected(functools.partial(_arrived, take, tuple(sent), known), arriving))
-
-
-def _arrived(take: Take, sent: tuple[tuple[tuple[str, ...], Packed], ...], known: bool, values: tuple[FloatArray, ...]) -> None:
-    """On the worker: the vectors have arrived, one for each device, and the scale of the loss after them where there is one."""
-    scale = float(values[-1][0]) if len(values) > len(sent) else 1.0
-    packings = [packing for _, packing in sent]
-    take(
-        ActivationSample(
-            tuple(label for labels, _ in sent for label in labels),
-            np.concatenate([one.elements for one in packings]),
-            np.concatenate([one.units for one in packings]),
-            np.concatenate([one.graded for one in packings]),
-            np.concatenate([one.values(vector) for one, vector in zip(packings, values, strict=False)]),
-            scale if known else float("nan"),
-        )
-    )
+            self._mailbox.append(Inspected(self._inspection, over.number, arriving, SentTallies(tuple(sent), known)))

@@ -7,6 +7,7 @@ packed into one vector.
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from torch_grad_exporter.aggregation.activations import OfOutput
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column, device, host, single
 from torch_grad_exporter.statistics.batches import Batch, resolved
@@ -23,6 +23,38 @@ from torch_grad_exporter.statistics.layout import ORDINARY
 
 HELD = 16
 """Small tensors of one module that are kept before they are put together, as where a module is called for each time step."""
+
+
+class OfOutput(enum.IntEnum):
+    """The columns of what was measured of a module's outputs."""
+
+    NORM = 0
+    ZEROS = 1
+    NANS = 2
+    INFS = 3
+    PEAK = 4
+    """The largest magnitude; NaN where there is a NaN."""
+    DEAD = 5
+    """Output units that were zero in every element."""
+    GRADIENT = 6
+    """The norm of the gradient; NaN as well where there is none, see `ActivationSample.graded`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActivationSample:
+    """The outputs of modules over a sampled round; several of a layer are put together. Each array has an entry for each.
+
+    `elements`, `units`: how many there were; `units` is 0 where they are not known. `graded`: whether a gradient came.
+    `values`: shape (n, columns of `OfOutput`). `scale`: of the loss, NaN where it is not known.
+    """
+
+    layers: tuple[str, ...]
+    elements: IntArray
+    units: IntArray
+    graded: BoolArray
+    values: FloatArray
+    scale: float = 1.0
+
 
 _ROW = (OfOutput.NORM, OfOutput.ZEROS, OfOutput.NANS, OfOutput.INFS)
 _COLUMNS = [Column.NORM, Column.ZEROS, Column.NANS, Column.INFS]
@@ -162,6 +194,30 @@ class Packed:
         found[self.order, OfOutput.PEAK], found[self.order, OfOutput.DEAD] = rest[:count], rest[count : 2 * count]
         found[self.order[self.graded[self.order]], OfOutput.GRADIENT] = rest[2 * count :]
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentTallies:
+    """The data of a record of tallies: for each device the labels and how they are packed.
+
+    `known`: whether it is known by what the loss was scaled; the scale comes behind the vectors where there is one.
+    """
+
+    devices: tuple[tuple[tuple[str, ...], Packed], ...]
+    known: bool
+
+    def sample(self, values: tuple[FloatArray, ...]) -> ActivationSample:
+        """Return what the vectors of the devices say."""
+        scale = float(values[-1][0]) if len(values) > len(self.devices) else 1.0
+        packings = [packing for _, packing in self.devices]
+        return ActivationSample(
+            tuple(label for labels, _ in self.devices for label in labels),
+            np.concatenate([one.elements for one in packings]),
+            np.concatenate([one.units for one in packings]),
+            np.concatenate([one.graded for one in packings]),
+            np.concatenate([one.values(vector) for one, vector in zip(packings, values, strict=False)]),
+            scale if self.known else float("nan"),
+        )
 
 
 def packed(tallies: Sequence[Tally]) -> tuple[Packed, torch.Tensor]:

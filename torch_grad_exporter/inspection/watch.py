@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.torch_hooks import Hooks
@@ -21,11 +20,13 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import dense
+from torch_grad_exporter.inspection.watch_totals import ClipCounts, WatchTotals
 from torch_grad_exporter.statistics.device import capturing_graph, wide
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
-from torch_grad_exporter.transfer.events import Inspected, Mailbox
-from torch_grad_exporter.transfer.transfer import HostTransfer
 
 SOURCE = "watch"
 
@@ -56,7 +57,7 @@ class Watch:
         self._totals = totals
         self._guard = errors.boundary(SOURCE, "gradients of watched tensors are no longer clipped")
         self._measuring = errors.boundary(SOURCE, "gradients of watched tensors are no longer measured")
-        self._tallies = RoundTallies(reader, cost, mailbox)
+        self._tallies = RoundTallies(SOURCE, reader, cost, mailbox)
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._sampled = sampled
@@ -96,12 +97,12 @@ class Watch:
 
     def round_over(self, number: int, *, kept: bool) -> None:
         """Sends what the round has shown, and the counts, to the host."""
-        self._tallies.round_over(number, self._totals.take if kept else None)
+        self._tallies.round_over(number, kept=kept)
         sent = [(labels, self._transfer.send(torch.cat([*counts]))) for labels, counts in self._counts_by_device()]
         arriving = [(labels, ticket) for labels, ticket in sent if ticket is not None]
         if arriving and len(arriving) == len(sent):
             names, tickets = zip(*arriving, strict=True)
-            self._mailbox.append(Inspected(functools.partial(self._totals.clipped, names), tickets))
+            self._mailbox.append(Inspected(SOURCE, number, tickets, ClipCounts(names)))
 
     def step_over(self, *, sampled: bool) -> None:
         """What is watched from here on is of the next round."""

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 
 from torch_grad_exporter.actions.act.windows import MOST_SAMPLES
-from torch_grad_exporter.aggregation.gradients import GradientSnapshot
-from torch_grad_exporter.aggregation.worker import EachSample, HostSide, Reading
 from torch_grad_exporter.collectors.clipping import (
     CLIPPING,
     GRAD_CLIP_CANDIDATES,
@@ -29,7 +27,9 @@ from torch_grad_exporter.collectors.gradients import (
 )
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
-from torch_grad_exporter.transfer.events import Outcome
+from torch_grad_exporter.store.records import Outcome
+from torch_grad_exporter.store.snapshots import GradientSnapshot, Reading
+from torch_grad_exporter.store.worker import EachSample, Worker
 
 # These change without a sample.
 _BETWEEN_SAMPLES = {GRAD_CLIP_CANDIDATES, GRAD_CLIP_THRESHOLD, GRAD_NORM_RECENT_MAX, LAYER_FROZEN}
@@ -92,7 +92,7 @@ class Series:
 class SampleFeed:
     """Hands the values of each sample to the series that are followed. `follow` is for one thread."""
 
-    def __init__(self, host: HostSide, collector: GradientCollector, guard: Guard) -> None:
+    def __init__(self, host: Worker, collector: GradientCollector, guard: Guard) -> None:
         self._host = host
         self._collector = collector
         self._guard = guard

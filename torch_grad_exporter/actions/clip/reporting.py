@@ -11,7 +11,7 @@ from torch_grad_exporter.actions.clip.measuring import on_device
 from torch_grad_exporter.actions.clip.policy import Policy, policy_name
 from torch_grad_exporter.actions.clip.table import ParameterGroups
 from torch_grad_exporter.collectors.clip_reports import ClipReport, ClipReports
-from torch_grad_exporter.transfer.transfer import HostTransfer
+from torch_grad_exporter.store.host_transfer import HostTransfer
 
 SECONDS = 0.25
 """Between two reports of one optimizer, at least."""

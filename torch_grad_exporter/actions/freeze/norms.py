@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.store.worker import Worker
 
 SAMPLES = 10
 """Samples that a window has at least: of fewer the mean says little, where steps are sampled rarely."""
@@ -33,7 +33,7 @@ class NormReading:
 class LayerNorms:
     """Reads the norms of all layers. One for each reader: reading takes nothing from others. For one thread."""
 
-    def __init__(self, host: HostSide) -> None:
+    def __init__(self, host: Worker) -> None:
         self._host = host
         self._cursor = host.cursor(norms=True)
         self._step = 0.0

@@ -19,8 +19,7 @@ from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNT
 from torch_grad_exporter.capture.count_only.hook import CountingHook, Witness
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
-from torch_grad_exporter.transfer.events import OutcomeResolved
-from torch_grad_exporter.transfer.outcomes import Outcome
+from torch_grad_exporter.store.records import Outcome
 
 STILL_SECONDS = 1.0
 """Without a step, after which the hooks around the forward come back."""
@@ -212,7 +211,7 @@ class CountOnly:
         elif counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
         else:
-            self._parts.mailbox.append(OutcomeResolved(Outcome.STEPPED))
+            self._parts.norm_resolved(Outcome.STEPPED)
 
     def _tell(self, counting: CountingHook, skipped: int) -> bool:
         """Reports the outcome of the round whose norm was observed last; returns whether it is not known yet."""
@@ -227,7 +226,7 @@ class CountOnly:
         else:
             return True
         self._norm_at = None
-        self._parts.mailbox.append(OutcomeResolved(outcome))
+        self._parts.norm_resolved(outcome)
         return False
 
     # From other threads

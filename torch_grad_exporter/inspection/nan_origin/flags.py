@@ -16,9 +16,9 @@ import torch
 
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.statistics.device import wide
+from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.torch_compat.autograd import dispatch_is_intercepted, within_transform
 from torch_grad_exporter.torch_compat.tensors import is_plain, local
-from torch_grad_exporter.transfer.transfer import HostTransfer, Ticket
 
 MOST = 1 << 15
 """Tensors that are flagged in one tape, at most."""

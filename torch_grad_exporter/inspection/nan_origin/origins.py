@@ -1,19 +1,21 @@
-"""Origins: the host's side of NaN origin: it gives the alarm that arms rounds, judges tapes and tells what they show."""
+"""Origins: the host's side of NaN origin. It asks for armed rounds, judges tapes and keeps the places that they show."""
 
 from __future__ import annotations
 
-import functools
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.nan_origin.flags import Sent
 from torch_grad_exporter.inspection.nan_origin.tape import Tape
 from torch_grad_exporter.inspection.nan_origin.verdict import Flagged, Origin, origin_of
 from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.requests import Requests
+from torch_grad_exporter.store.pending_samples import CountedSample
+from torch_grad_exporter.store.records import Inspected
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -24,57 +26,94 @@ LINES = 64
 """Lines that are logged, at most."""
 
 
-class Origins:
-    """Belongs to the worker.
+ROUNDS = 4
+"""Rounds that an alarm arms."""
 
-    `alarm`: is called where rounds are to be armed; `steps`: optimizer steps so far.
+PLACES = 32
+"""Places that are shown at most; beyond, the oldest is dropped."""
+
+
+class OriginPlaces:
+    """Layer, pass and kind of each place, with the step at which it was last found. From any thread: replaced, never changed."""
+
+    def __init__(self) -> None:
+        self._steps: Mapping[tuple[str, str, str], int] = {}
+
+    @property
+    def steps(self) -> Mapping[tuple[str, str, str], int]:
+        """The places, the latest last."""
+        return self._steps
+
+    def add(self, place: tuple[str, str, str], step: int) -> bool:
+        """Add a place; return whether it is new among those that are shown. For one thread at a time."""
+        steps = {other: at for other, at in self._steps.items() if other != place} | {place: step}
+        new = place not in self._steps
+        while len(steps) > PLACES:
+            del steps[next(iter(steps))]
+        self._steps = steps
+        return new
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentTape:
+    """The data of a record: a tape, and how its flags are packed."""
+
+    tape: Tape
+    sent: Sent
+
+
+class Origins:
+    """Takes tapes, and listens to what is not finite. Belongs to the worker.
+
+    `steps`: optimizer steps so far.
     """
 
     def __init__(
-        self, places: OriginPlaces, steps: Callable[[], int], alarm: Callable[[], None], now: Callable[[], float] = time.monotonic
+        self, places: OriginPlaces, steps: Callable[[], int], requests: Requests, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._places = places
         self._steps = steps
-        self._alarm = alarm
+        self._requests = requests
         self._now = now
         self._armed_at = -AGAIN_SECONDS
-        self._losses = 0
-        self._since: dict[str, int] = {}
-        """By layer, the steps after which its gradients were first found non-finite."""
-        self._finite_at: dict[str, int] = {}
-        """By parameter, the steps after which it was last seen finite."""
-        self._told_at = -1
-        """The step of the last origin that was told."""
+        self._losses = 0  # not finite since the last tape
+        self._since: dict[str, int] = {}  # by layer, the steps after which its gradients were first found non-finite
+        self._finite_at: dict[str, int] = {}  # by parameter, the steps after which it was last seen finite
+        self._told_at = -1  # the step of the last origin that was reported
         self._lines = 0
 
     # What arms
 
-    def gradients_were_wrong(self, layers: Iterable[str]) -> None:
-        """A sample had gradients that are not finite, in these layers."""
-        step = self._steps()
-        for layer in layers:
-            self._since.setdefault(layer, step)
-        self._arm()
+    def counted(self, sample: CountedSample) -> None:
+        """Arm rounds where a sample is not finite."""
+        if sample.sample.nonfinite():
+            step = self._steps()
+            for layer in sample.sample.nonfinite_layers():
+                self._since.setdefault(layer, step)
+            self._arm()
 
-    def loss_was_wrong(self) -> None:
-        """A loss was observed that is not finite."""
-        self._losses += 1
-        self._arm()
+    def observed(self, name: str, value: float) -> None:
+        """Arm rounds where a loss or a global norm is not finite."""
+        if name in ("loss", "grad_norm") and not math.isfinite(value):
+            self._losses += name == "loss"
+            self._arm()
+
+    def rounds_over(self, rounds: int) -> None:
+        """Nothing: rounds alone arm nothing."""
 
     def _arm(self) -> None:
         now = self._now()
         if now - self._armed_at >= AGAIN_SECONDS:
             self._armed_at = now
-            self._alarm()
+            self._requests.arm(ROUNDS, "nan_origin")
 
     # What is found
 
-    def taker(self, tape: Tape, sent: Sent) -> Callable[[tuple[FloatArray, ...]], None]:
-        """What takes the values of a tape once they have arrived."""
-        return functools.partial(self._take, tape, sent)
-
-    def _take(self, tape: Tape, sent: Sent, arrived: tuple[FloatArray, ...]) -> None:
-        flagged = Flagged(tape, *sent.values(arrived))
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Judge a tape."""
+        assert isinstance(record.data, SentTape)  # noqa: S101 - only `NanOrigin` sends records of this name
+        tape, sent = record.data.tape, record.data.sent
+        flagged = Flagged(tape, *sent.values(values))
         losses, self._losses = self._losses, 0
         origin = origin_of(flagged, loss_was_wrong=losses > 0)
         if origin is not None and not self._follows(origin):

@@ -14,15 +14,17 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
 from torch_grad_exporter.inspection.nan_origin.backward import Graph
 from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
-from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.inspection.nan_origin.origins import SentTape
+from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import graph_task, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call
-from torch_grad_exporter.transfer.events import Inspected, Mailbox
-from torch_grad_exporter.transfer.transfer import HostTransfer
 
-ROUNDS, FORWARDS = 4, 64
-"""Rounds that an alarm arms, and forwards at most, since a round that is skipped may not show its end."""
+FORWARDS = 64
+"""Forwards at most that an alarm arms, since a round that is skipped may not show its end."""
 
 TOGETHER = 8
 """Forwards before one backward, at most; more are taken for forwards without any."""
@@ -41,31 +43,29 @@ class NanOrigin:
         mailbox: Mailbox,
         *,
         models: Mapping[str, torch.nn.Module],
-        make_origins: Callable[[Callable[[], None]], Origins],
+        requests: Requests,
         steps: Callable[[], int],
         scaled: Callable[[], bool],
         always: bool,
     ) -> None:
         self._cost, self._clock, self._mailbox = cost, clock, mailbox
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
-        self.origins = make_origins(self.arm)
+        self._requests = requests
         self._steps, self._scaled, self._always = steps, scaled, always
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._inner = InnerHooks(hooks, SOURCE, self._entered, self._left)
         self._graph = Graph(hooks.guarded(SOURCE, self._arrived), hooks.guarded(SOURCE, self._passed))
         self._recording: Recording | None = None
-        self._rounds = self._forwards = 0
+        self._rounds = self._forwards = self._number = 0
         self._sampled = False
-
-    def arm(self) -> None:
-        """Arms the next rounds. From any thread: what the training thread looks at is set last."""
-        self._forwards = FORWARDS
-        self._rounds = ROUNDS
 
     # As of `Inspection`
 
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
         """Begins to record, where the round is armed."""
+        wanted = self._requests.take()
+        if wanted is not None and SOURCE in wanted.rounds:
+            self._rounds, self._forwards = wanted.rounds[SOURCE], FORWARDS
         if not (self._rounds or (self._always and sampled)):
             return
         if capturing_graph() or within_transform() or compiles_its_call(root):
@@ -88,6 +88,7 @@ class NanOrigin:
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
         """Hands over what was recorded up to now."""
+        self._number = number
         if self._recording is not None:
             self._hand_over(backward=True)
 
@@ -153,4 +154,4 @@ class NanOrigin:
         tape = recording.tape(after, backward=backward, ranks=ranks, scaled=self._scaled())
         sent = recording.flags.send(self._transfer)
         if sent is not None:
-            self._mailbox.append(Inspected(self.origins.taker(tape, sent), sent.tickets))
+            self._mailbox.append(Inspected(SOURCE, self._number, sent.tickets, SentTape(tape, sent)))

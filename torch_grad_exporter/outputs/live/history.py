@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.cursor import Single
 from torch_grad_exporter.outputs.live.rows import LASTING, OF_SAMPLES, SCALARS, StepRows, scalars
 from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, Together, Track, Values, farther
+from torch_grad_exporter.store.cursors import Single
 
 LAYER_BYTES = 16 * 2**20
 """For the records of layers: where there are very many, fewer of them are kept."""

@@ -10,18 +10,18 @@ from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.activations import ActivationSnapshot
-from torch_grad_exporter.aggregation.gradients import GradientSnapshot
-from torch_grad_exporter.aggregation.tables import Records
-from torch_grad_exporter.aggregation.totals import TotalsSnapshot
-from torch_grad_exporter.aggregation.worker import HostSide, Reading
 from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.inspection.activation_totals import ActivationSnapshot
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECORD_SECONDS, Moment
 from torch_grad_exporter.outputs.live.rows import OF_SAMPLES, SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import RECENT, Flags, Values
-from torch_grad_exporter.transfer.events import PLACED, Outcome
+from torch_grad_exporter.store.histograms import Records
+from torch_grad_exporter.store.records import PLACED, Outcome
+from torch_grad_exporter.store.run_table import TotalsSnapshot
+from torch_grad_exporter.store.snapshots import GradientSnapshot, Reading
+from torch_grad_exporter.store.worker import Worker
 
 REMEMBER_SECONDS = 15.0
 """Between two readings of the counters by which problems are judged."""
@@ -209,7 +209,7 @@ class Looks:
 
     def __init__(
         self,
-        host: HostSide,
+        host: Worker,
         moments: Moments,
         activations: ActivationMoments | None,
         steps: Callable[[], int],
@@ -232,7 +232,7 @@ class Looks:
         self._each = host.each_sample(self._cursor, self._sampled, RECENT)
 
     def gradients(self) -> Moment:
-        """The moment of the gradients and of the run. Raises as `HostSide.read`."""
+        """The moment of the gradients and of the run. Raises as `Worker.read`."""
         steps = self._steps()  # those that come from now on may not be in the reading
         moment, changes = self._host.read_as(self._cursor, lambda reading: (self._present(reading), self._host.changes))
         self._seen = steps, changes

@@ -8,11 +8,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from torch_grad_exporter.aggregation.activations import ActivationSnapshot
-from torch_grad_exporter.aggregation.worker import HostSide, Reading
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.inspection.activation_totals import ActivationSnapshot
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
@@ -20,6 +19,8 @@ from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Looks, Moments, recorder, unless_late
 from torch_grad_exporter.rules import Record, Values
+from torch_grad_exporter.store.snapshots import Reading
+from torch_grad_exporter.store.worker import Worker
 
 CLOSE_SECONDS = 0.5
 """How long the end waits for the last record, at most."""
@@ -36,7 +37,7 @@ class View:
     def __init__(
         self,
         run: Run,
-        host: HostSide,
+        host: Worker,
         steps: Callable[[], int],
         scrape: Callable[[], Iterable[Family]],
         *,

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import threading
 from dataclasses import dataclass
 
 import numpy as np
 
+from torch_grad_exporter.inspection.tallies import ActivationSample, OfOutput, SentTallies
 from torch_grad_exporter.metrics.families import REMOVED, BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics.combine import root_of_squares
+from torch_grad_exporter.store.records import Inspected
 
 KEPT = 8
 """Samples without any call of a layer's modules after which its gauges vanish."""
 
 
-class OfOutput(enum.IntEnum):
-    """The columns of what was measured of a module's outputs."""
-
-    NORM = 0
-    ZEROS = 1
-    NANS = 2
-    INFS = 3
-    PEAK = 4
-    """The largest magnitude; NaN where there is a NaN."""
-    DEAD = 5
-    """Output units that were zero in every element."""
-    GRADIENT = 6
-    """The norm of the gradient; NaN as well where there is none, see `ActivationSample.graded`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ActivationSample:
-    """The outputs of modules over a sampled round; several of a layer are put together. Each array has an entry for each.
-
-    `elements`, `units`: how many there were; `units` is 0 where they are not known. `graded`: whether a gradient came.
-    `values`: shape (n, columns of `OfOutput`). `scale`: of the loss, NaN where it is not known.
-    """
-
-    layers: tuple[str, ...]
-    elements: IntArray
-    units: IntArray
-    graded: BoolArray
-    values: FloatArray
-    scale: float = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """What is shown of a layer; `None` where it is not known. Totals are over `captures` samples."""
+    """What is shown of a layer; None where it is unknown. Totals are over `captures` samples."""
 
     captures: int = 0
     nans: float = 0.0
@@ -62,17 +32,17 @@ class LayerActivations:
     sample: int = 0
 
     def only_counts(self) -> LayerActivations:
-        """Without what is of one sample."""
+        """Return the same without what is of a single sample."""
         return LayerActivations(self.captures, self.nans, self.infs, sample=self.sample)
 
     def and_counts(self, other: LayerActivations) -> LayerActivations:
-        """The counts of both."""
+        """Return the counts of both."""
         return LayerActivations(self.captures + other.captures, self.nans + other.nans, self.infs + other.infs)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationSnapshot:
-    """All of it as of one moment. `samples`: how many there were. `folded`, `left_out`: modules, the latter by the reason."""
+    """All values at one moment. `samples`: how many there were; `folded`: modules; `left_out`: modules by the reason."""
 
     layers: dict[str, LayerActivations]
     samples: int
@@ -93,28 +63,29 @@ class ActivationTotals:
         self._left_out: dict[str, int] = {}
 
     def modules(self, folded: int, left_out: dict[str, int]) -> None:
-        """Says how many modules share a row, and how many are left out."""
+        """Take how many modules share a row, and how many are left out."""
         with self._lock:
             self._folded, self._left_out = folded, dict(left_out)
 
-    def take(self, sample: ActivationSample) -> None:
-        """Counts a sample; gauges of layers that were not called for a while vanish."""
-        found = _by_layer(sample)
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Count a sample; gauges of layers that were not called for a while vanish."""
+        assert isinstance(record.data, SentTallies)  # noqa: S101 - only `Activations` sends records of this name
+        layers = _by_layer(record.data.sample(values))
         with self._lock:
             self._samples += 1
-            for label, new in found.items():
+            for label, new in layers.items():
                 counts = self._layers.get(label, LayerActivations()).and_counts(new)
                 self._layers[label] = LayerActivations(
                     counts.captures, counts.nans, counts.infs, new.rms, new.max_magnitude, new.zero_ratio, new.dead_ratio,
                     new.grad_norm, self._samples,
                 )  # fmt: skip
-            for label, one in self._layers.items():
-                if one.rms is not None and self._samples - one.sample >= KEPT:
-                    self._layers[label] = one.only_counts()
+            for label, layer in self._layers.items():
+                if layer.rms is not None and self._samples - layer.sample >= KEPT:
+                    self._layers[label] = layer.only_counts()
             self._make_room()
 
     def snapshot(self) -> ActivationSnapshot:
-        """All values as of now."""
+        """Return all values as of now."""
         with self._lock:
             return ActivationSnapshot(dict(self._layers), self._samples, self._folded, dict(self._left_out))
 
@@ -123,15 +94,16 @@ class ActivationTotals:
         self._lock = threading.RLock()
 
     def _make_room(self) -> None:
-        """Adds the counts of the layers that were called least recently to the remainder, while there are too many."""
+        """Add the layers that were called least recently to the remainder, while there are too many."""
         while len(self._layers) - (REMOVED in self._layers) > self._most:
-            label = min((one for one in self._layers if one != REMOVED), key=lambda one: self._layers[one].sample)
+            known = (label for label in self._layers if label != REMOVED)
+            label = min(known, key=lambda label: self._layers[label].sample)
             rest = self._layers.get(REMOVED, LayerActivations())
             self._layers[REMOVED] = rest.and_counts(self._layers.pop(label))
 
 
 def _by_layer(sample: ActivationSample) -> dict[str, LayerActivations]:
-    """The values of each layer, of all its modules together."""
+    """Return the values of each layer, of all its modules together."""
     labels = list(dict.fromkeys(sample.layers))
     place = {label: number for number, label in enumerate(labels)}
     group = np.array([place[label] for label in sample.layers], dtype=np.int64)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-TraceIds = tuple[bytes, bytes]
-"""Of a trace and of a span in it: 16 and 8 bytes, as in W3C's trace context."""
+from torch_grad_exporter.store.records import TraceIds
 
 
 def active_trace() -> TraceIds | None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import REMOVED
+from torch_grad_exporter.store.records import Inspected
 
 FORWARD, BACKWARD = PASSES = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Of one pass of a layer: its seconds, over so many sampled rounds. `sample`: the last of these, from 1."""
+    """The seconds of one pass of a layer, over `rounds` sampled rounds. `sample`: the last of these, from 1."""
 
     seconds: float = 0.0
     rounds: int = 0
     sample: int = 0
 
     def plus(self, other: PassTime) -> PassTime:
-        """Both together."""
+        """Return both together."""
         return PassTime(self.seconds + other.seconds, self.rounds + other.rounds, max(self.sample, other.sample))
 
 
@@ -42,16 +42,18 @@ class LayerTimes:
         self._samples = 0
         self.untimed = 0
 
-    def take(self, seconds: Mapping[tuple[str, str], float]) -> None:
-        """Counts a round: its seconds by layer and pass."""
+    def take(self, record: Inspected, values: object) -> None:  # noqa: ARG002 - like any `Taker`; times need no vectors
+        """Count a round; the data are its seconds by layer and pass."""
+        assert isinstance(record.data, dict)  # noqa: S101 - only `LayerTimer` sends records of this name
+        seconds: dict[tuple[str, str], float] = record.data
         with self._lock:
             self._samples += 1
-            for key, one in seconds.items():
-                self._times[key] = self._times.get(key, PassTime()).plus(PassTime(one, 1, self._samples))
+            for key, new in seconds.items():
+                self._times[key] = self._times.get(key, PassTime()).plus(PassTime(new, 1, self._samples))
             self._make_room()
 
     def snapshot(self) -> Times:
-        """All times as of now."""
+        """Return all times as of now."""
         with self._lock:
             return dict(self._times)
 
@@ -60,12 +62,12 @@ class LayerTimes:
         self._lock = threading.RLock()
 
     def _make_room(self) -> None:
-        """Adds the times of the layers that were timed least recently to the remainder, while there are too many."""
+        """Add the layers that were timed least recently to the remainder, while there are too many."""
         last: dict[str, int] = {}
-        for (layer, _), one in self._times.items():
-            last[layer] = max(last.get(layer, 0), one.sample)
+        for (layer, _), time in self._times.items():
+            last[layer] = max(last.get(layer, 0), time.sample)
         last.pop(REMOVED, None)
-        for layer in sorted(last, key=lambda one: last[one])[: max(0, len(last) - self._most)]:
+        for layer in sorted(last, key=last.__getitem__)[: max(0, len(last) - self._most)]:
             for name in PASSES:
                 if (layer, name) in self._times:
                     gone = self._times.pop((layer, name))

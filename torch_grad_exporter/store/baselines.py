@@ -8,82 +8,58 @@ so that it estimates a normal distribution's standard deviation (Hampel, 1974; R
 from __future__ import annotations
 
 import bisect
-import copy
 import math
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.tables import Records, moved
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.store.histograms import Records, moved
 
-WINDOW = 128
-"""Samples that a baseline remembers."""
+WINDOW, ENOUGH = 128, 20
+"""Samples that a baseline remembers, and before which there is no verdict."""
 
-ENOUGH = 20
-"""Samples before which there is no verdict."""
-
-SIGMAS = 6.0
-FACTOR = 3.0
+SIGMAS, FACTOR = 6.0, 3.0
 """A spike lies beyond 6 sigmas and 3 times the median."""
 
-LOG_FLOOR = 0.1
-"""Smallest sigma of a logarithm: a quantity that hardly moves must not alarm at a change of some percent."""
-
-RELATIVE_FLOOR = 0.01
-"""The same of a value that is judged as it is, as a share of the median."""
+LOG_FLOOR, RELATIVE_FLOOR = 0.1, 0.01
+"""Smallest sigma of a logarithm, and of a value as a share of the median: a change of some percent must not alarm."""
 
 NEW_LEVEL = 32
 """Spikes in a row after which they are the new normal and the baseline starts again from them."""
 
-
-_ROW = np.dtype([("past", np.float64, (WINDOW,)), ("count", np.int64), ("spikes_in_a_row", np.int64)])
-
-
-def _empty(rows: int) -> Records:
-    found = np.zeros(rows, dtype=_ROW)
-    found["past"] = np.nan
-    return found
+ROW = np.dtype([("past", np.float64, (WINDOW,)), ("count", np.int64), ("spikes_in_a_row", np.int64)])
 
 
 class Baselines:
-    """One baseline per row over the last `WINDOW` accepted values: of their logarithms, and a spike is upwards by `FACTOR` too."""
+    """A baseline of logarithms per row over the last `WINDOW` accepted values."""
 
     def __init__(self, rows: int = 0) -> None:
-        self._rows = _empty(rows)
+        self._rows: Records = np.zeros(rows, dtype=ROW)
+        self._rows["past"] = np.nan
 
     def moved(self, index: IntArray) -> Baselines:
-        """Those of the rows with these numbers, in this order; -1 is a new one, which is empty."""
-        found = copy.copy(self)
-        found._rows = moved(self._rows, index, _empty(1))
-        return found
+        """Return those of the rows with these numbers, in this order; -1 is a new one, which is empty."""
+        baselines = Baselines()
+        baselines._rows = moved(self._rows, index, Baselines(1)._rows)
+        return baselines
 
     def judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
-        """Judges one sample for each of `rows` and then takes in those that are finite and no spike.
+        """Judge one sample for each of `rows`, and then take in those that are finite and no spike.
 
-        Gives the z-score of each, NaN where there is none, and whether it is a spike. A zero has no logarithm: it gets no verdict
-        and enters no baseline.
+        Returns:
+            The z-score of each, NaN where there is none, and whether it is a spike. A zero has no logarithm: it gets
+            no verdict and enters no baseline.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # differences of values near the limit of float64
-            return self._judge(rows, samples)
-
-    def _judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
-        usable = np.isfinite(samples) & (samples > 0)
-        enough = self._rows["count"][rows] >= ENOUGH
-        if usable.all() and enough.all():  # as most often: nothing is to be picked out
-            values = np.log(samples)
-            zscore, spike = self._compare(rows, values)
-            self._take_in(rows, values, spike)
+            usable = np.isfinite(samples) & (samples > 0)
+            values = np.log(np.where(usable, samples, 1.0))
+            zscore, spike = np.full(len(rows), np.nan), np.zeros(len(rows), dtype=np.bool_)
+            judged = np.flatnonzero(usable & (self._rows["count"][rows] >= ENOUGH))
+            if judged.size:
+                zscore[judged], spike[judged] = self._compare(rows[judged], values[judged])
+            self._take_in(rows[usable], values[usable], spike[usable])
             return zscore, spike
-        values = np.log(np.where(usable, samples, 1.0))
-        zscore = np.full(len(rows), np.nan)
-        spike = np.zeros(len(rows), dtype=np.bool_)
-        judged = np.flatnonzero(usable & enough)
-        if judged.size:
-            zscore[judged], spike[judged] = self._compare(rows[judged], values[judged])
-        self._take_in(rows[usable], values[usable], spike[usable])
-        return zscore, spike
 
     def _compare(self, rows: IntArray, values: FloatArray) -> tuple[FloatArray, BoolArray]:
         past, count = self._rows["past"][rows], np.minimum(self._rows["count"][rows], WINDOW)
@@ -94,26 +70,23 @@ class Baselines:
         return np.where(np.isfinite(zscore), zscore, np.nan), spike
 
     def _take_in(self, rows: IntArray, values: FloatArray, spike: BoolArray) -> None:
-        all_rows = self._rows
-        in_a_row = all_rows["spikes_in_a_row"]
+        in_a_row = self._rows["spikes_in_a_row"]
         if spike.any():
             in_a_row[rows] = np.where(spike, in_a_row[rows] + 1, 0)
             renewed = rows[in_a_row[rows] >= NEW_LEVEL]
-            if renewed.size:
-                all_rows[renewed] = _empty(len(renewed))
+            self._rows[renewed] = Baselines(len(renewed))._rows
             rows, values = rows[~spike], values[~spike]
         in_a_row[rows] = 0
-        count = all_rows["count"][rows]
-        all_rows["past"][rows, count % WINDOW] = values
-        all_rows["count"][rows] = count + 1
+        count = self._rows["count"][rows]
+        self._rows["past"][rows, count % WINDOW] = values
+        self._rows["count"][rows] = count + 1
 
 
 class Baseline:
     """The baseline of one quantity of which each step has a value.
 
-    `log` judges logarithms, of which `floor` is the smallest sigma, and a spike is upwards by `factor` too; otherwise the values
-    themselves. Its past is kept in order as well: what a value costs is time of the training, since one thread at a time runs
-    Python.
+    `log` judges logarithms, of which `floor` is the smallest sigma, and a spike is upwards by `factor` too; otherwise
+    the values themselves. The past is kept in order as well, since a value must cost little time.
     """
 
     def __init__(self, *, log: bool = True, factor: float = FACTOR, floor: float = LOG_FLOOR) -> None:
@@ -125,7 +98,7 @@ class Baseline:
         self._floor = floor
 
     def is_spike(self, sample: float) -> bool:
-        """Judges a finite sample and takes it in, unless it is a spike or has no logarithm."""
+        """Judge a finite sample and take it in, unless it is a spike or has no logarithm."""
         if self._log and sample <= 0:
             return False
         value = math.log(sample) if self._log else sample
@@ -153,7 +126,7 @@ class Baseline:
         return above / max(1.4826 * self._deviation(median), floor) > SIGMAS
 
     def _deviation(self, median: float) -> float:
-        """The median of the distances from the median, counted from the nearest one on."""
+        """Return the median of the distances from the median, counted from the nearest one on."""
         ordered, count = self._ordered, len(self._ordered)
         right = bisect.bisect_left(ordered, median)
         left, nearest = right - 1, [0.0, 0.0]
@@ -168,27 +141,26 @@ class Baseline:
         return nearest[count % 2] / 2 + nearest[1] / 2
 
 
-@dataclass(slots=True)
 class LossBaseline:
     """Whether a loss is unusual: by its logarithm while the last `WINDOW` and this one are positive, else as it is.
 
-    The losses of small batches vary by factors, too: taken as they are, those of a healthy run with a spread like that of a
-    lognormal distribution of sigma 2 are spikes in one of five. Where they hardly vary both ways are the same.
+    The losses of small batches vary by factors, too: taken as they are, one in five of a healthy run with a lognormal
+    distribution of sigma 2 is a spike. Where they hardly vary both ways are the same.
     """
 
-    _logarithms: Baseline = field(default_factory=lambda: Baseline(factor=1.0, floor=RELATIVE_FLOOR))
-    _values: Baseline = field(default_factory=lambda: Baseline(log=False))
-    _positive: int = WINDOW
+    def __init__(self) -> None:
+        self._logarithms, self._values = Baseline(factor=1.0, floor=RELATIVE_FLOOR), Baseline(log=False)
+        self._positive = WINDOW
 
     def is_spike(self, loss: float) -> bool:
-        """Judges a finite loss and takes it in, unless it is a spike."""
+        """Judge a finite loss and take it in, unless it is a spike."""
         self._positive = self._positive + 1 if loss > 0 else 0
         by_logarithm, by_value = self._logarithms.is_spike(loss), self._values.is_spike(loss)
         return by_logarithm if self._positive > WINDOW else by_value
 
 
 def _medians(values: FloatArray, count: IntArray) -> FloatArray:
-    """The median of the first `count` values of each row once sorted; NaN sorts behind every number."""
+    """Return the median of the first `count` values of each row once sorted; NaN sorts behind every number."""
     ordered = np.sort(values, axis=1)
     row = np.arange(len(ordered))
     return np.asarray(ordered[row, (count - 1) // 2] / 2 + ordered[row, count // 2] / 2)

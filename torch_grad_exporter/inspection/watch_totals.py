@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.activations import ActivationSample, OfOutput
+from torch_grad_exporter.inspection.tallies import ActivationSample, OfOutput, SentTallies
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import length
+from torch_grad_exporter.store.records import Inspected
 
 NAMES = 100
 """Names that are shown, at most."""
@@ -18,12 +19,12 @@ FOLDED = "(folded)"
 """The name of all that come after those."""
 
 COUNTED = 10_000
-"""Folded names that are told apart, at most."""
+"""Folded names that are counted, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedGradient:
-    """What is shown of a name; `None` where it is not known. `clipped`: gradients that were clipped, if they may be."""
+    """What is shown of a name; None where it is unknown. `clipped`: gradients that were clipped, if they may be."""
 
     nans: float = 0.0
     infs: float = 0.0
@@ -32,36 +33,50 @@ class WatchedGradient:
     clipped: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ClipCounts:
+    """The data of a record of how often gradients were clipped since the start: for each device the labels."""
+
+    labels: tuple[tuple[str, ...], ...]
+
+
 class WatchTotals:
     """From any thread."""
 
     def __init__(self) -> None:
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
-        self._found: dict[str, WatchedGradient] = {}
+        self._names: dict[str, WatchedGradient] = {}
         self._folded: set[str] = set()
 
     def label(self, name: str) -> str:
-        """Under which name one is shown: its own, or that of the rest where there are too many."""
+        """Return under which name it is shown: its own, or that of the rest where there are too many."""
         with self._lock:
-            if name in self._found:
+            if name in self._names:
                 return name
-            if len(self._found) - (FOLDED in self._found) < NAMES and name != FOLDED:
-                self._found[name] = WatchedGradient()
+            if len(self._names) - (FOLDED in self._names) < NAMES and name != FOLDED:
+                self._names[name] = WatchedGradient()
                 return name
-            self._found.setdefault(FOLDED, WatchedGradient())
+            self._names.setdefault(FOLDED, WatchedGradient())
             if len(self._folded) < COUNTED:
                 self._folded.add(name)
             return FOLDED
 
-    def take(self, sample: ActivationSample) -> None:
-        """Counts the gradients of a sampled round, in which a name may have had several."""
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Take what was measured in a sampled round, or how often gradients were clipped."""
+        if isinstance(record.data, ClipCounts):
+            self._take_counts(record.data, values)
+        elif isinstance(record.data, SentTallies):
+            self._take_sample(record.data.sample(values))
+
+    def _take_sample(self, sample: ActivationSample) -> None:
+        """Count the gradients of a sampled round, in which a name may have had several."""
         with self._lock:
             for label in dict.fromkeys(sample.layers):
-                own = np.array([one == label for one in sample.layers])
+                own = np.array([layer == label for layer in sample.layers])
                 values: FloatArray = sample.values[own]
-                known, before = not np.isnan(sample.scale), self._found.get(label, WatchedGradient())
-                self._found[label] = replace(
+                known, before = not np.isnan(sample.scale), self._names.get(label, WatchedGradient())
+                self._names[label] = replace(
                     before,
                     nans=before.nans + float(values[:, OfOutput.NANS].sum()),
                     infs=before.infs + float(values[:, OfOutput.INFS].sum()),
@@ -69,20 +84,20 @@ class WatchTotals:
                     zero_ratio=float(values[:, OfOutput.ZEROS].sum() / sample.elements[own].sum()),
                 )
 
-    def clipped(self, labels: tuple[tuple[str, ...], ...], counts: tuple[FloatArray, ...]) -> None:
-        """Takes how often each was clipped since the start: for each device the labels, and a count for each of them."""
+    def _take_counts(self, sent: ClipCounts, counts: tuple[FloatArray, ...]) -> None:
+        """Take a count for each label of each device."""
         totals: dict[str, float] = {}
-        for of_device, vector in zip(labels, counts, strict=True):
+        for of_device, vector in zip(sent.labels, counts, strict=True):
             for label, count in zip(of_device, vector.tolist(), strict=True):
                 totals[label] = totals.get(label, 0.0) + count
         with self._lock:
             for label, total in totals.items():
-                self._found[label] = replace(self._found.get(label, WatchedGradient()), clipped=total)
+                self._names[label] = replace(self._names.get(label, WatchedGradient()), clipped=total)
 
     def snapshot(self) -> tuple[dict[str, WatchedGradient], int]:
-        """What there is by name, and how many names are folded."""
+        """Return the values by name, and how many names are folded."""
         with self._lock:
-            return dict(self._found), len(self._folded)
+            return dict(self._names), len(self._folded)
 
     def after_fork_in_child(self) -> None:
         """The child has none of the threads that may hold the lock."""

@@ -1,16 +1,8 @@
-"""What the training thread reports of a round, without any tensor: the outcome of its step and where its gradients were read."""
+"""Why samples are lost, and how a backward is detected."""
 
 from __future__ import annotations
 
 import enum
-
-
-class Outcome(enum.Enum):
-    """What became of the step whose gradients were captured."""
-
-    STEPPED = "stepped"
-    SKIPPED = "skipped"
-    UNKNOWN = "unknown"
 
 
 class Lost(enum.Enum):

@@ -1,1 +1,0 @@
-"""The host's side: what samples and steps add up to."""

@@ -1,0 +1,100 @@
+"""How gradients changed between backward and step: a limit is known by the norm that comes out, which repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.statistics.combine import length
+
+AGREE = 4e-3  # largest relative difference of factors taken for equal: rounding to bfloat16 moves a norm less
+UNTOUCHED = 1e-6  # a factor this close to 1 is none: both norms were rounded alike
+COARSE = 1e-5  # common factors that differ by more are of gradients with fewer digits than float32
+REPEATS = 1e-4  # largest relative difference of norms after clipping to the same limit
+REMEMBERED, MATCHES = 16, 2  # samples that are remembered, and earlier norms that a limit has to repeat
+COARSE_MATCHES, COARSE_SPREAD = 8, 5e-3  # in bfloat16 norms come close by chance: more of them, within this deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """Judgement for one optimizer: the clip coefficient and the norm that it saw, None if unknown."""
+
+    coefficient: float | None
+    after: float | None = None
+    clipped: bool = False
+
+
+class Edit:
+    """Norms of an optimizer's gradients, shape (parameters,), before and after; 0 after where none was left."""
+
+    def __init__(self, before: FloatArray, after: FloatArray) -> None:
+        self.whole, self.seen = length(before), length(after)
+        there = (before > 0) | (after > 0)
+        with np.errstate(all="ignore"):
+            self.ratio = float(np.float64(self.seen) / self.whole)
+            ratios = after[there] / before[there]
+        self.least, self.most = (float(ratios.min()), float(ratios.max())) if len(ratios) else (1.0, 1.0)
+        self.untouched = self.least >= 1 - UNTOUCHED and self.most <= 1 + UNTOUCHED
+        partly = self.least < 1 - UNTOUCHED and bool((np.abs(ratios - 1) <= UNTOUCHED).any())
+        self.alike = self.most < np.inf and self.most - self.least <= AGREE * self.most and not partly
+        self.coarse = self.most - self.least > COARSE * self.most
+        self.shorter = 0 < self.seen < math.inf and 0 < self.whole < math.inf and self.ratio < 1 - UNTOUCHED
+
+
+class ClipDetection:
+    """Judges sample after sample, and remembers the norms after a common factor of the last ones."""
+
+    def __init__(self) -> None:  # by optimizers and sample: the norm after, the factor, and whether they are coarse
+        self._limits: dict[frozenset[int], dict[int, tuple[float, float, bool]]] = {}
+
+    def judge(
+        self, sample: int, edits: Mapping[int, Edit], *, norm: float | None, divided: bool, part: bool
+    ) -> dict[int, Clipping]:
+        """Judge what each optimizer saw of a sample of this number, which may come again.
+
+        `norm`: the global norm that the loop gave; `part`: of more than this rank has; `divided`: no division is left.
+        """
+        clippings = {o: self._judge(sample, o, edit, norm, divided=divided, part=part) for o, edit in edits.items()}
+        unknown = [o for o, clip in clippings.items() if clip == Clipping(None, edits[o].seen) and edits[o].shorter]
+        if len(unknown) > 1 and not part:  # they may be clipped together
+            ratios, seen = [edits[o].ratio for o in unknown], math.hypot(*(edits[o].seen for o in unknown))
+            coarse, alike = any(edits[o].coarse for o in unknown), max(ratios) - min(ratios) <= AGREE * max(ratios)
+            if alike and self._repeats(sample, frozenset(unknown), seen, ratios[0], coarse=coarse):
+                clippings |= {o: Clipping(edits[o].ratio, edits[o].seen, clipped=True) for o in unknown}
+        return clippings
+
+    def _judge(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, divided: bool, part: bool) -> Clipping:
+        ratio, seen = edit.ratio, edit.seen
+        if not 0 < edit.whole < math.inf:  # there is nothing to compare
+            return Clipping(None, None if edit.whole else seen)
+        if edit.untouched or not edit.alike or not math.isfinite(seen) or (divided and ratio <= 1 + AGREE):
+            # Clipping makes no gradient longer, and may make only some of them shorter.
+            shorter = edit.most <= 1 + UNTOUCHED and (not edit.alike or ratio < 1 - AGREE)
+            return Clipping(ratio, seen, clipped=shorter and not edit.untouched)
+        whole, given = (norm, None) if part else (edit.whole, norm)
+        if not edit.shorter or whole is None:
+            return Clipping(None, seen)
+        if given is not None and math.isclose(given, whole, rel_tol=AGREE):
+            return Clipping(ratio, seen, clipped=True)
+        if given is not None and math.isclose(given, seen, rel_tol=REPEATS):
+            return Clipping(seen / given, seen)  # the norm was taken after a division, and nothing was clipped
+        limit = self._repeats(sample, frozenset({optimizer}), ratio * whole, ratio, coarse=edit.coarse)
+        # Another given norm shows that there was a division as well, by an unknown divisor.
+        return Clipping(ratio if limit and given is None else None, seen, clipped=limit)
+
+    def _repeats(self, sample: int, optimizers: frozenset[int], norm: float, factor: float, *, coarse: bool) -> bool:
+        """Return whether the norm after a common factor repeats earlier ones, and not only because the gradients do."""
+        memory = self._limits.setdefault(optimizers, {})
+        memory.pop(sample, None)
+        earlier, memory[sample] = [*memory.values()], (norm, factor, coarse)
+        if len(memory) > REMEMBERED:
+            del memory[next(iter(memory))]
+        coarse |= any(was_coarse for _, _, was_coarse in earlier)  # a power of two is exact in any type
+        near = [(n, f) for n, f, _ in earlier if coarse or math.isclose(n, norm, rel_tol=REPEATS)]
+        differ = sum(not math.isclose(f, factor, rel_tol=2 * AGREE if coarse else REPEATS) for _, f in near)
+        spread = float(np.std(np.log([norm, *(n for n, _ in near)]))) if coarse else 0.0
+        return len(near) >= (COARSE_MATCHES if coarse else MATCHES) and differ >= MATCHES and spread <= COARSE_SPREAD

@@ -1,0 +1,152 @@
+"""Records: what the training thread hands to the worker, in the order in which things happened.
+
+There are five kinds. They are plain data without callables; what is measured on a device travels as a `Ticket`,
+which is ready once its vector is on the host.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.statistics.layout import Packing
+from torch_grad_exporter.store.host_transfer import Ticket
+
+UNOWNED = -1
+"""The owner of a parameter that no known optimizer has."""
+
+PLACED = 600
+"""Rounds, observed losses and observed norms of which the step is reported: it costs as much as the rest of such a record."""
+
+TraceIds = tuple[bytes, bytes]
+"""A trace and a span in it: 16 and 8 bytes, as in W3C's trace context."""
+
+
+class Outcome(enum.Enum):
+    """What became of the step of a round."""
+
+    STEPPED = "stepped"
+    SKIPPED = "skipped"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One device's share of a measurement; the fields are those of `Measurement`, its vector is under way."""
+
+    positions: IntArray
+    elements: IntArray
+    units: IntArray
+    ticket: Ticket
+    packing: Packing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRead:
+    """The gradients of a round were read. A later record of the same round replaces it."""
+
+    round: int
+    table: ParameterTable
+    parts: tuple[Part, ...]
+    missing: IntArray  # positions of parameters that require a gradient and got none in this round
+    owners: IntArray  # shape (parameters,): the number of the owning optimizer, UNOWNED for none
+    at: float  # Unix time
+    likely_last: bool  # rounds usually have no more backwards than this
+    usual: frozenset[int]  # optimizers that usually step after such a backward
+    scale_known: bool = True  # whether it is known if there is a gradient scaler
+    scale: Ticket | None = None  # its loss scale, shape (1,)
+    again: bool = False  # the gradients read before, in the same round, were thrown away
+    divisor: float = 1.0  # by what a pipeline schedule divides the gradients after the backward
+    at_step: bool = False  # read where an optimizer was about to use them, so divided and clipped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerView:
+    """Norms of the gradients as an optimizer saw them, part of a `RoundEnded`."""
+
+    optimizer: int
+    parts: tuple[Part, ...]
+    unchanged: bool = False  # nothing has written to the gradients since the sample: its norms are these
+    loss_scale: Ticket | None = None  # by which the backward was multiplied, if that is known only now
+    own_scale: Ticket | None = None  # which these norms still contain, as the optimizer divides by it itself
+    found_inf: Ticket | None = None  # not zero if the optimizer itself leaves this step out
+    ours: bool = False  # after the clipping of `clip=`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundEnded:
+    """What became of a round. A later record of the same round repeats its views and replaces it."""
+
+    round: int
+    outcome: Outcome
+    owners: IntArray | None  # as in `SampleRead`; None where the round was not sampled
+    stepped: frozenset[int]
+    steps: dict[int, int]  # number of the last step by optimizer
+    views: tuple[OptimizerView, ...] = ()
+    divisor: Ticket | float | None = None  # observe(grad_divisor=) for this round
+    final: bool = True  # False: an optimizer has stepped, and others may still do so
+    guessed: bool = False  # no step, and `stepped` are all optimizers that might have stepped
+    withdrawn: bool = False  # what was read of the round must not be shown
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTaken:
+    """Rounds whose first steps are done, each for itself or many that were only counted."""
+
+    seconds: tuple[float, ...]  # from first step to first step; empty for the first round ever
+    own_seconds: float  # of the exporter in all of these rounds
+    at: float  # Unix time of the last step
+    trace: TraceIds | None = None
+    step: int | None = None  # number of the last step, of the optimizer that took the most
+    stretch: int = 0  # number of the counted rounds in a row that these are, see `Counting`
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """Rounds that are still being counted, read by a scrape; a `StepsTaken` of the same stretch, or none, follows."""
+
+    seconds: tuple[float, ...]
+    stretch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """A value that the user, the model's own output or an optimizer gave."""
+
+    name: str
+    value: Ticket | float
+    labels: tuple[str, str] | tuple[()] = ()  # optimizer and parameter group of a learning rate
+    step: int | None = None  # as in `StepsTaken`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inspected:
+    """What an inspection has measured. The worker gives it to the taker that is registered under the name."""
+
+    inspection: str
+    round: int
+    tickets: tuple[Ticket, ...]
+    data: object = None  # plain data that only the inspection knows
+
+
+Record = SampleRead | RoundEnded | StepsTaken | Observed | Inspected
+
+
+def tickets_of(record: Record | OptimizerView) -> list[Ticket]:
+    """Return everything that a record waits for."""
+    tickets: list[Ticket | float | None] = []
+    match record:
+        case SampleRead():
+            tickets = [*(part.ticket for part in record.parts), record.scale]
+        case OptimizerView():
+            tickets = [part.ticket for part in record.parts]
+            tickets += [record.loss_scale, record.own_scale, record.found_inf]
+        case RoundEnded():
+            tickets = [record.divisor, *(ticket for view in record.views for ticket in tickets_of(view))]
+        case Inspected():
+            tickets = [*record.tickets]
+        case Observed():
+            tickets = [record.value]
+    return [ticket for ticket in tickets if ticket is not None and not isinstance(ticket, float)]

@@ -1,0 +1,148 @@
+"""A sample on the host: the gradients of one round by parameter, and summed up by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.layout import ORDINARY, Layout
+from torch_grad_exporter.store.host_transfer import Ticket
+from torch_grad_exporter.store.records import Part, SampleRead
+
+
+@dataclass(slots=True)
+class Sample:
+    """What was read of a round; arrays of shape (parameters,), `columns` of (parameters, columns) as `layout` says."""
+
+    read: SampleRead
+    layout: Layout
+    columns: FloatArray
+    present: BoolArray
+    elements: IntArray
+    units: IntArray
+    scale: float = 1.0  # by which the loss was multiplied; divided out
+    divisor: float = 1.0  # of `observe(grad_divisor=)`; divided out
+    unscaled: bool = False  # the loss scale was known
+    sized: bool = True  # what is proportional to the gradient is that of the unscaled one, else it is NaN
+
+    @classmethod
+    def of(cls, read: SampleRead) -> Sample:
+        """Put the parts of a record together, in the order of the table; their vectors have arrived."""
+        size = len(read.table.tracked)
+        layout = read.parts[0].packing.layout if read.parts else ORDINARY
+        columns, present = np.zeros((size, layout.width)), np.zeros(size, dtype=np.bool_)
+        elements, units = np.zeros((2, size), dtype=np.int64)
+        for part in read.parts:
+            columns[part.positions] = rows_of(part)
+            present[part.positions] = True
+            elements[part.positions] = part.elements
+            units[part.positions] = part.units
+        sample = cls(read, layout, columns, present, elements, units)
+        sample._multiply(1 / read.divisor)
+        if read.scale is not None:
+            sample.unscale(number_of(read.scale))
+        return sample
+
+    @property
+    def norms(self) -> FloatArray:
+        """The norm of each gradient, shape (parameters,)."""
+        norms: FloatArray = self.columns[:, Column.NORM]
+        return norms
+
+    def nonfinite(self, wanted: BoolArray | None = None) -> bool:
+        """Return whether any gradient, of the wanted parameters only, has a NaN or Inf."""
+        columns = self.columns if wanted is None else self.columns[wanted]
+        return bool(columns[:, [Column.NANS, Column.INFS]].any())
+
+    def nonfinite_layers(self) -> tuple[str, ...]:
+        """Return the names of the layers whose gradients have a NaN or Inf."""
+        wrong = np.flatnonzero(self.columns[:, [Column.NANS, Column.INFS]].any(axis=1)).tolist()
+        return tuple(dict.fromkeys(self.read.table.tracked[position].layer for position in wrong))
+
+    def divide(self, divisor: float) -> None:
+        """Divide by the divisor of the loop, in place of one that was known before."""
+        self._multiply(self.divisor / divisor)
+        self.divisor = divisor
+
+    def unscale(self, scale: float) -> None:
+        """Divide by the loss scale, in place of one that was known before; after a scale of 0 or Inf no size is known."""
+        self.unscaled, self.sized = True, 0 < scale < np.inf
+        if scale != self.scale:
+            self._multiply(self.scale / scale if self.sized else np.nan)
+            self.scale = scale
+
+    def without_sizes(self) -> Sample:
+        """Return the same without what is proportional to the gradient."""
+        sample = replace(self, columns=self.columns.copy(), sized=False)
+        sample._multiply(np.nan)
+        return sample
+
+    def _multiply(self, factor: float) -> None:
+        if factor != 1:
+            for place, power in self.layout.proportional():
+                self.columns[:, place] *= factor**power
+
+
+def rows_of(part: Part) -> FloatArray:
+    """Return the rows of a part whose vector has arrived, shape (positions, columns)."""
+    return part.packing.rows(values_of(part.ticket), len(part.positions))  # a loss scale may follow
+
+
+def values_of(ticket: Ticket) -> FloatArray:
+    """Return the vector of a ticket that is ready. Raises `RuntimeError` otherwise."""
+    values = ticket.ready()
+    if values is None:
+        raise RuntimeError("a record was applied before its vector had arrived")
+    return values
+
+
+def number_of(value: Ticket | float) -> float:
+    """Return the one number of a ticket that is ready, or the number itself."""
+    return value if isinstance(value, float) else float(values_of(value)[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Some parameters of a table by layer."""
+
+    layers: IntArray  # shape (groups,), ascending
+    positions: IntArray  # of the parameters, those of one layer next to each other
+    group: IntArray  # the place in `layers` of each position
+    starts: IntArray  # shape (groups,): where the positions of each layer begin
+    counts: BoolArray | None  # which positions count in sums over ranks; None: all
+
+    @classmethod
+    def of(cls, table: ParameterTable, wanted: BoolArray) -> Selection:
+        """Select the wanted parameters, shape (parameters,)."""
+        chosen = np.flatnonzero(wanted)
+        order = np.argsort(table.layer_of[chosen], kind="stable")
+        positions = chosen[order]
+        layers, starts, group = np.unique(table.layer_of[positions], return_index=True, return_inverse=True)
+        counts = table.counts[positions]
+        return cls(layers, positions, group, starts, None if counts.all() else counts)
+
+
+class LayerValues:
+    """The selected parameters of a sample, combined by layer."""
+
+    def __init__(self, sample: Sample, selection: Selection) -> None:
+        self.layers, self.layout = selection.layers, sample.layout
+        self._selection = selection
+        self._columns = sample.columns[selection.positions]
+        self._combined = sample.layout.runs(self._columns, selection.group, selection.starts)
+
+    def combined(self, place: int, *, counted: bool = False) -> FloatArray:
+        """Return what a column is in each layer, shape (groups,); `counted`: of what counts in sums over ranks."""
+        counts = self._selection.counts
+        if not counted or counts is None:
+            return self._combined[:, place]
+        values = np.where(counts, self._columns[:, place], 0.0)
+        return self.layout.columns[place].combine.groups(values, self._selection.group, len(self.layers))
+
+    def total(self, per_parameter: IntArray) -> FloatArray:
+        """Return the sum of a number per parameter in each layer, shape (groups,)."""
+        return np.add.reduceat(per_parameter[self._selection.positions], self._selection.starts).astype(np.float64)

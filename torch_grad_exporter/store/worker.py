@@ -1,0 +1,363 @@
+"""Worker: takes the records of the training thread in their order, and keeps the tables.
+
+One daemon thread drains the mailbox each second or more often, and every scrape drains it first, so that a value is
+never older than the loop itself. Records of rounds wait in their order until their vectors have arrived; everything
+else counts at once. A sample goes to `PendingSamples`, and from there, once its outcome is known, into the tables.
+The training thread never takes the lock here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+from weakref import WeakSet
+
+# NumPy imports this when its `unique` or `median` is first called. No background thread may be the one that does: its
+# imports wait for a fork of the training, and a child that is forked meanwhile waits for them without end.
+import numpy as np
+import numpy.ma
+
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.lifecycle import BackgroundLoop
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.statistics.layout import ORDINARY, Layout
+from torch_grad_exporter.store.cursors import Cursor, Losses, NormSums, Singles
+from torch_grad_exporter.store.layer_table import LayerTable
+from torch_grad_exporter.store.mailbox import ROOM, Mailbox
+from torch_grad_exporter.store.optimizer_table import OptimizerTable
+from torch_grad_exporter.store.pending_samples import CountedSample, PendingSamples
+from torch_grad_exporter.store.records import (
+    Counting,
+    Inspected,
+    Observed,
+    Record,
+    RoundEnded,
+    SampleRead,
+    StepsTaken,
+    tickets_of,
+)
+from torch_grad_exporter.store.run_table import RunTable
+from torch_grad_exporter.store.sample import number_of, values_of
+from torch_grad_exporter.store.snapshots import Reading, Snapshot, TableReader
+
+CLOSE_SECONDS = WAIT_SECONDS = 5.0
+"""How long `close`, and a scrape, wait for a drain under way; the scrape then has the values from before."""
+
+MOST_WAITING = 1 << 13
+"""Records that wait for their vectors, at most; beyond, the first of them is given up."""
+
+DRAIN_SECONDS, POLL_SECONDS, LOST_SECONDS = 1.0, 0.005, 60.0
+"""Between two drains, and two looks at a vector that is under way; until one that never arrives is given up."""
+
+BACKLOG = ROOM // 16
+"""Records in the mailbox at which it is drained at once: a scrape that comes meanwhile waits for it."""
+
+_Kept = TypeVar("_Kept")
+
+
+class Taker(Protocol):
+    """An inspection's own table, registered under the name of the inspection. Called on the thread that drains."""
+
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Take a record whose vectors have all arrived, in the order of its tickets."""
+
+
+class Listener(Protocol):
+    """Follows what is counted. Called on the thread that drains, after the tables."""
+
+    def counted(self, sample: CountedSample) -> None:
+        """Take a sample with its outcome; again when more optimizers have stepped on it."""
+
+    def observed(self, name: str, value: float) -> None:
+        """Take a value that was observed."""
+
+    def rounds_over(self, rounds: int) -> None:
+        """This many more rounds are over."""
+
+
+@dataclass(slots=True, eq=False)
+class EachSample:
+    """A consumer that reads at each of the next samples while some are `left`; `take` gets Unix time and the reading."""
+
+    cursor: Cursor
+    take: Callable[[float, Reading], object]
+    left: int
+
+
+class Worker:
+    """Drains the mailbox into the tables; `close()` ends the thread after a last drain. Bounded in memory.
+
+    Args:
+        mailbox: Where the records come from.
+        table: The parameters at the start.
+        errors: Failures count under `worker`.
+        layout: The columns of samples.
+        exponential: Whether norms are counted by exponential bucket as well.
+        clipped: Whether gradients are clipped as `clip=` asks for.
+        drain_seconds: Between two drains of the thread.
+        periodic: Other work of the thread; returns the seconds until it is due again.
+        counting: The rounds that are still being counted.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        table: ParameterTable,
+        errors: ErrorLog,
+        *,
+        layout: Layout = ORDINARY,
+        exponential: bool = False,
+        clipped: bool = False,
+        drain_seconds: float = DRAIN_SECONDS,
+        periodic: Callable[[], float] = lambda: DRAIN_SECONDS,
+        counting: Callable[[], Counting | None] = lambda: None,
+    ) -> None:
+        self._mailbox, self._errors = mailbox, errors
+        self._guard = errors.boundary("worker", limit=None)
+        self._drain_seconds, self._periodic, self._counting = drain_seconds, periodic, counting
+        self._cursors: WeakSet[Cursor] = WeakSet()
+        self._pending = PendingSamples(clipped=clipped)
+        self._layers = LayerTable(table, self._cursors, layout, exponential=exponential)
+        self._optimizers = OptimizerTable(self._cursors, exponential=exponential)
+        self._run = RunTable(self._cursors)
+        self._reader = TableReader(self._layers, self._optimizers, self._run, self._pending, self._cursors)
+        self._takers: dict[str, Taker] = {}
+        self._listeners: list[Listener] = []
+        self._each: list[EachSample] = []
+        # Records that wait for their vectors: those of rounds, whose order counts, and observed values.
+        self._of_rounds: deque[tuple[float, Record]] = deque()
+        self._of_run: deque[tuple[float, Record]] = deque()
+        self._left_out = self._popped = self._changed = self._read_by_each = 0
+        self._sampled_at = 0.0  # Unix time of the last sample that was counted
+        # Reentrant, so that a signal handler that interrupts a drain and begins another is refused, and does not wait for itself.
+        self._lock = threading.RLock()
+        self._draining = False
+        self._due, self._drained = DRAIN_SECONDS, -math.inf
+        self._thread = BackgroundLoop("worker", self._work, self._do_periodic, guard=self._guard, pause=self._pause)
+        mailbox.on_backlog(BACKLOG, self._thread.wake)
+
+    def register(self, inspection: str, taker: Taker) -> None:
+        """Give the records of an inspection to this taker. Before the training begins."""
+        self._takers[inspection] = taker
+
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener of what is counted. Before the training begins."""
+        self._listeners.append(listener)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after a last drain; idempotent, from any thread.
+
+        Raises:
+            TimeoutError: Another thread has been draining for longer than `CLOSE_SECONDS`.
+        """
+        give_up_at = time.monotonic() + CLOSE_SECONDS
+        self._thread.close(CLOSE_SECONDS)
+        with self._held(max(0.0, give_up_at - time.monotonic())):
+            self._drain()
+
+    def after_fork_in_child(self) -> None:
+        """Start afresh: the child has no worker thread, and its lock may be held for good."""
+        self._lock, self._draining = threading.RLock(), False
+        self._thread.stop()
+
+    # Reading, from any thread
+
+    def snapshot(self) -> Snapshot:
+        """Return all values as of now; takes nothing from any consumer.
+
+        Raises:
+            TimeoutError: Another drain takes longer than `WAIT_SECONDS`.
+        """
+        with self._held(WAIT_SECONDS):
+            return self._snapshot()
+
+    def cursor(self, *, norms: bool = False, singles: int = 0) -> Cursor:
+        """Return a new consumer's cursor: what comes from now on is new to it. Raises like `snapshot`.
+
+        Args:
+            norms: Whether it asks for sums of norms.
+            singles: How many values of each quantity it gets by themselves.
+        """
+        cursor = Cursor(norms=NormSums() if norms else None, singles=Singles(singles) if singles else None)
+        with self._held(WAIT_SECONDS):
+            self._drain()
+            self._reader.follow(cursor)
+        return cursor
+
+    def each_sample(self, cursor: Cursor, take: Callable[[float, Reading], object], most: int) -> EachSample:
+        """Let `take` have what is new of gradients at each of the next samples, `most` of them; the rest is left to `read`.
+
+        It is called by one thread at a time, and never while `of` of `read_as` runs.
+        """
+        each = EachSample(cursor, take, most)
+        self._each.append(each)
+        return each
+
+    def read(self, cursor: Cursor) -> Reading:
+        """Return all values as of now, and what is new since this cursor's last read.
+
+        Raises like `snapshot`; what was new is then still new.
+        """
+        return self.read_as(cursor, lambda reading: reading)
+
+    def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
+        """Return what `of` makes of such a reading, before there is another one."""
+        with self._held(WAIT_SECONDS):
+            snapshot, singles = self._snapshot(recent=False), cursor.singles
+            reading = self._reader.sample(cursor, snapshot)
+            losses, cursor.losses = cursor.losses, Losses()
+            return of(replace(reading, losses=losses, singles=() if singles is None else singles.take()))
+
+    @property
+    def changes(self) -> int | None:
+        """A number that grows with whatever changes a value; None while something is yet to be taken. From any thread."""
+        waits = self._mailbox or self._of_rounds or self._of_run or self._mailbox.left_out != self._left_out
+        return None if waits else self._popped + self._changed
+
+    def _snapshot(self, *, recent: bool = True) -> Snapshot:
+        # Read first: what is over when the mailbox is drained has its record there.
+        counting = self._guard.result(self._counting)
+        self._drain()
+        self._guard(self._run.counting, counting)
+        return self._reader.snapshot(self._changed, recent=recent)
+
+    # The thread
+
+    @contextlib.contextmanager
+    def _held(self, seconds: float = -1) -> Iterator[None]:
+        """Keep others out. Raises `TimeoutError` where one is in for longer, or where a signal handler has interrupted it."""
+        if not self._lock.acquire(timeout=seconds):
+            raise TimeoutError(f"another drain did not finish within {seconds:g} s")
+        try:
+            if self._draining:
+                raise TimeoutError("a signal's handler has interrupted a drain, which cannot end before it")
+            self._draining = True
+            try:
+                yield
+            finally:
+                self._draining = False
+        finally:
+            self._lock.release()
+
+    def _work(self) -> None:
+        """Drain unless there is clearly nothing to take, or a reader has drained within the last second."""
+        waits = self._of_rounds or self._of_run or self._mailbox.pressing or len(self._mailbox) >= BACKLOG
+        due = waits or time.monotonic() - self._drained >= self._drain_seconds
+        if due and (self.changes is None or self._pending.waiting):
+            with self._held():
+                self._drain()
+
+    def _do_periodic(self) -> None:
+        self._due = DRAIN_SECONDS  # also where it fails
+        self._due = self._periodic()
+
+    def _pause(self) -> float:
+        return POLL_SECONDS if self._of_rounds or self._of_run else min(self._due, self._drain_seconds)
+
+    # Records
+
+    def _drain(self) -> None:
+        """Take in everything that has arrived."""
+        now, self._drained = time.time(), time.monotonic()
+        with np.errstate(all="ignore"):  # NaN and overflow are detected in the tables
+            if self._mailbox.left_out > self._left_out:
+                self._guard(self._note_left_out)
+            while self._mailbox:
+                record = self._mailbox.popleft()
+                self._popped += 1
+                if isinstance(record, StepsTaken):
+                    self._guard(self._take_steps, record)
+                elif isinstance(record, Observed) and record.name != "grad_norm":
+                    self._of_run.append((now, record))
+                else:
+                    self._of_rounds.append((now, record))
+            for line in (self._of_rounds, self._of_run):
+                while line and self._guard.result(self._take_first, line, now) is not False:
+                    pass  # a record that fails is gone: those behind it are taken
+            if not self._of_rounds and not self._of_run:
+                self._mailbox.pressing = False  # else it is looked at again in a moment, and need not be asked for
+            if not self._of_rounds:
+                self._guard(lambda: self._count(self._pending.expired(now)))
+
+    def _note_left_out(self) -> None:
+        count, self._left_out = self._mailbox.left_out - self._left_out, self._mailbox.left_out
+        self._errors.count("worker", OverflowError(f"{count} records did not fit into the mailbox"), count)
+
+    def _take_steps(self, record: StepsTaken) -> None:
+        self._run.steps_taken(record)
+        for listener in self._listeners:
+            listener.rounds_over(len(record.seconds) or 1)
+
+    def _take_first(self, line: deque[tuple[float, Record]], now: float) -> bool:
+        """Apply the first record of a line if its vectors are here, or have to be given up; return whether it did."""
+        since, record = line.popleft()  # out first: a record that fails must not be met again
+        lost = any(ticket.ready() is None for ticket in tickets_of(record))
+        if lost and now - since <= LOST_SECONDS and len(line) < MOST_WAITING:
+            line.appendleft((since, record))
+            return False
+        if lost and isinstance(record, RoundEnded):  # the outcome is known all the same
+            record = replace(record, views=(), divisor=None)
+        elif lost:
+            self._reader.undelivered += isinstance(record, SampleRead)
+            self._changed += 1
+            return True
+        self._apply(record)
+        if self._pending.samples != self._read_by_each:
+            self._read_by_each = self._pending.samples
+            self._read_for_each()
+        return True
+
+    def _apply(self, record: Record) -> None:
+        """Take a record whose vectors have arrived, and give it to the owner of what it changes."""
+        match record:
+            case SampleRead():
+                self._count(self._pending.read(record))
+            case RoundEnded(owners=None):
+                self._optimizers.resolve(record.outcome)
+            case RoundEnded():
+                self._count(self._pending.round_ended(record))
+            case Inspected():
+                self._takers[record.inspection].take(record, tuple(values_of(ticket) for ticket in record.tickets))
+                return
+            case Observed():
+                value = number_of(record.value)
+                if record.name == "grad_norm":
+                    self._optimizers.observe(value, record.step)
+                    self._pending.norm_given(value)
+                else:
+                    self._run.observed(record, value)
+                for listener in self._listeners:
+                    listener.observed(record.name, value)
+                if record.name != "grad_norm":
+                    return
+        self._changed += 1
+
+    def _count(self, counted: CountedSample | None) -> None:
+        """Enter a sample into the tables."""
+        if counted is None:
+            return
+        self._changed += 1
+        self._sampled_at = counted.sample.read.at
+        self._layers.count(counted)
+        self._optimizers.count(counted)
+        for listener in self._listeners:
+            listener.counted(counted)
+
+    def _read_for_each(self) -> None:
+        """There is a new sample: read for those who want each."""
+        self._each = [each for each in self._each if each.left > 0]
+        for each in self._each:
+            snapshot = self._reader.snapshot(self._changed, recent=True)
+            each.take(self._sampled_at, self._reader.sample(each.cursor, snapshot))
+            each.left -= 1

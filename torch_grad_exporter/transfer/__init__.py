@@ -1,1 +1,0 @@
-"""Between the training thread and the host side: buffers and records."""
