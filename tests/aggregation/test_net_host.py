@@ -192,7 +192,7 @@ def test_an_evaluation_after_counted_rounds_shows() -> None:
 
 
 def test_the_last_round_without_a_step_is_counted(tmp_path: Path) -> None:
-    """A sample whose step has not come when the exporter closes is in the last values and in the saved history."""
+    """A sample whose step has not come when the exporter closes is that of a skipped step, also in the saved history."""
     model = Perceptron()
     optimizer = sgd(model)
     exporter = started(model)
@@ -201,11 +201,11 @@ def test_the_last_round_without_a_step_is_counted(tmp_path: Path) -> None:
         optimizer.step()
     backward(model, math.nan)
     exporter.close()
-    assert outcomes(exporter) == {"unknown": 1}
+    assert outcomes(exporter) == {"skipped": 1}
     assert value(exporter, "torch_grad_captures_total", layer="first") == 4
     exporter.save(tmp_path / "run.json")
     saved = json.loads((tmp_path / "run.json").read_text())
     assert saved["status"]["samples"] == 4
     assert saved["status"]["state"] == "finished"
     optimizer.step()
-    assert outcomes(exporter) == {"unknown": 1}
+    assert outcomes(exporter) == {"skipped": 1}

@@ -22,6 +22,7 @@ def test_reading_that_fails_persistently_is_disabled(monkeypatch: pytest.MonkeyP
     with caplog.at_level(logging.ERROR, "torch_grad_exporter"):
         exporter = start_exporter(loop.model, port=None, every=1, collectors=OFF)
         with exporter, monkeypatch.context() as patch:
+            patch.setattr(torch, "split", fails)
             patch.setattr(torch, "stack", fails)
             patch.setattr(torch, "cat", fails)
             patch.setattr(torch.linalg, "vector_norm", fails)
