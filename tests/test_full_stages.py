@@ -63,11 +63,11 @@ def test_samples_are_skipped_where_none_is_taken() -> None:
     """Without a background thread samples beyond a limit are skipped and counted; a scrape lets them go on."""
     loop = Loop()
     with no_threads(), watching(loop.model) as exporter:
-        loop.train(900)
+        loop.train(1_800)
         shown = values(exporter)
         captured, skipped = shown[key(CAPTURES)], sum(lost(exporter).values())
-        assert 100 < captured < 900
-        assert captured + skipped == shown[key(STEPS, optimizer="SGD")] == 900
+        assert 100 < captured < 1_800
+        assert captured + skipped == shown[key(STEPS, optimizer="SGD")] == 1_800
         loop.train(5)
         assert value(exporter, CAPTURES) == captured + 5
         assert value(exporter, "torch_grad_captures_total", layer="first") == captured + 5

@@ -166,7 +166,7 @@ def test_an_optimizer_that_reports_nothing() -> None:
     with watching(model) as exporter:
         for step in range(12):
             loss_of(model).backward()
-            if step:
+            if step > 3:  # until then they may be passes of one step
                 assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
             seen = whole(model)
             with torch.no_grad():

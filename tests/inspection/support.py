@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"}
 
 
 class EachOperation(TorchDispatchMode):
-    """Calls a function with the name of each operation before it runs."""
+    """Calls a function with the name of each operation before it runs, also of the exporter's, which hide from other modes."""
 
     def __init__(self, act: Callable[[str], object]) -> None:
         super().__init__()
         self.act = act
+        self.shown = mock.patch.object(torch.utils._python_dispatch, "_disable_current_modes", contextlib.nullcontext)
+
+    def __enter__(self) -> Self:
+        self.shown.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        self.shown.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - as its base
         self.act(func.overloadpacket.__name__)

@@ -195,11 +195,11 @@ _is_on_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 
 def _is_readable(gradient: torch.Tensor) -> bool:
     """Whether an element can be read at once."""
-    return gradient.is_contiguous() and gradient.is_floating_point() and gradient.numel() > 0
+    return gradient.is_contiguous() and gradient.dtype in (torch.float32, torch.float64, torch.float16) and gradient.numel() > 0
 
 
 def _element(gradient: torch.Tensor, index: int) -> float:
-    return float(gradient.detach().view(-1)[index].item())
+    return float(gradient.detach().numpy().reshape(-1)[index])
 
 
 def _values_of(versions: GradientVersions) -> list[int]:

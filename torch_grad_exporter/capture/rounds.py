@@ -17,6 +17,9 @@ from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern
 from torch_grad_exporter.store.records import Outcome
 
+PASSES = 2
+"""Clearings in a round after each of which parameters have changed, as in SAM's; more are those of steps that nothing reports."""
+
 
 @dataclass(slots=True)
 class Round:
@@ -27,7 +30,8 @@ class Round:
     stepped that owns nothing of ours. `captured`: the gradients were read; `lost`: there was something to read that could not be
     read; `abandoned`: a step raised after a backward. `observed`: the user gave the global norm, and its outcome is still to be
     reported; `open`: the same of what was captured. `of_inputs`: the last backward gives inputs a gradient, as that of an
-    adversarial attack does, whose gradients of parameters are cleared without a skipped step.
+    adversarial attack does, whose gradients of parameters are cleared without a skipped step. `passes`: how often gradients were
+    cleared in it.
     """
 
     number: int
@@ -46,10 +50,12 @@ class Round:
     open: bool = True
     extra: bool = False
     of_inputs: bool = False
+    passes: int = 0
 
     def begin_again(self) -> None:
         """The gradients so far were cleared, and it is not known yet whether that was a skipped step."""
         self.backwards, self.again, self.captured = 0, True, False
+        self.passes += 1
         self.fired.clear()
 
 
@@ -94,6 +100,8 @@ class RoundTracker:
         self.closures: set[int] = set()
         self.pattern = RoundPattern()
         self.inputs_wanted = False
+        self._unreported = False
+        """Whether parameters were found to change without a step of any optimizer."""
         self.samples = 0
         self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
 
@@ -146,8 +154,10 @@ class RoundTracker:
         if evidence.scaler_known or not self.pattern.hold():
             self._effects.steps_skipped(1 + self.pattern.release())
             self._begin_round(skipped=True)
-        elif evidence.updated and not evidence.reporting:
-            self._begin_round()  # a step may have been taken that nothing reports: what became of the round is not known
+        elif evidence.updated and not evidence.reporting and (self._unreported or self.current.passes >= PASSES):
+            # Steps are taken that nothing reports: what became of each round is not known.
+            self._unreported = True
+            self._begin_round()
         else:
             self.current.begin_again()
 
@@ -309,7 +319,7 @@ class RoundTracker:
         """The exporter is being closed: a whole round without a step is a skipped one, unless an exception ended it, `failed`."""
         current = self.current
         skipped = not failed and not current.stepped and current.open and self.pattern.is_whole(current.backwards)
-        self._effects.steps_skipped(skipped + self.pattern.release())
+        self._effects.steps_skipped(skipped)
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         current.open = False
 

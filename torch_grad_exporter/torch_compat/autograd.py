@@ -167,12 +167,12 @@ def started_from(frame: types.FrameType | None) -> Sequence[torch.Tensor]:
     return ()
 
 
-_without_modes = find("torch.utils._python_dispatch._disable_current_modes")
+_HIDES = find("torch.utils._python_dispatch._disable_current_modes") is not None
 
 
 def outside_of_modes() -> contextlib.AbstractContextManager[object]:
     """Hides the operations of the calling function from all modes that intercept them, where that can be done."""
-    return contextlib.nullcontext() if _without_modes is None else _without_modes()
+    return torch.utils._python_dispatch._disable_current_modes() if _HIDES else contextlib.nullcontext()
 
 
 _dispatch_modes = find("torch._C._len_torch_dispatch_stack")
