@@ -9,7 +9,7 @@ import pytest
 from benchmarks.soak import Soaked, complaints, soak
 from benchmarks.soak_counts import Counts
 
-STEPS = {"auto": 2000, 1: 1600}
+STEPS = {"auto": 5000, 1: 1600}
 """The longest of the exporter's windows is over the last 1,000 steps; it is full when the last quarter of the steps begins."""
 
 OBJECTS = 300
