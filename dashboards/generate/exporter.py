@@ -13,7 +13,7 @@ from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-exporter"
 RANK = "{{run}} rank {{rank}}"
-MODES = {1: ("Model's output", "green"), 2: ("Each parameter", "blue"), 3: ("Optimizer", "orange")}
+MODES = {1: ("After the backward", "green"), 2: ("At the step", "orange")}
 SUCCESS = {1: ("Succeeded", "green"), 0: ("Failed", "red")}
 ANSWER = {1: ("Up", "green"), 0: ("Down", "red")}
 
@@ -74,12 +74,12 @@ def _age_of_sample() -> Panel:
 
 
 def _mode() -> Panel:
-    numbers = {"output": 1, "parameter": 2, "optimizer": 3}
+    numbers = {"backward": 1, "optimizer": 2}
     each = " or ".join(
         f"({of_rank('torch_grad_exporter_capture_mode', equal('mode', name))} == 1) * {number}" for name, number in numbers.items()
     )
     text = (
-        "How the exporter captures gradients. Capture at the optimizer is the last resort, as under compiled "
+        "Where the exporter reads gradients. At the step is the last resort, as under compiled "
         "autograd: norms are those after clipping."
     )
     return draw.timeline("Capture mode", text, Query(f"max by (run, rank) ({each})", RANK), MODES, draw.NO_RUN)
