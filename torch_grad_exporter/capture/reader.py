@@ -380,8 +380,8 @@ class GradientReader:
         stepped = did_step or usual & mine or mine
         # Where several own what was written, and it was never seen who steps on it, nobody knows whose these gradients were to be.
         self._post_end(current, outcome, stepped, owners, guessed=not (did_step or usual & mine) and len(mine) > 1)
-        others = fired[~np.isin(owners[fired], list(stepped))].tolist()
-        if others:
+        if not mine <= stepped:
+            others = fired[~np.isin(owners[fired], list(stepped))].tolist()
             self._guards[OTHERS](self.statistics.forget, table, others, current.number)
 
     def withdraw(self, current: Round) -> None:

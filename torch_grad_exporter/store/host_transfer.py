@@ -130,6 +130,7 @@ class HostTransfer:
         self._ring, self._wide, self._pressed = ring, wide, pressed
         self._rings: dict[torch.device, list[_Buffer]] = {}
         self._held: weakref.WeakSet[Arrived] = weakref.WeakSet()  # vectors on the CPU that are still referenced
+        self._largest = 0  # bytes of the largest of them ever
 
     def send(self, vector: torch.Tensor) -> Ticket | None:
         """Start the copy of a vector of shape (n,).
@@ -160,9 +161,13 @@ class HostTransfer:
         return None if ticket is None else ticket.ready
 
     def _hand_over(self, vector: torch.Tensor) -> Arrived | None:
-        held, size = sum(ticket.values.nbytes for ticket in self._held), 8 * vector.numel()
-        if held and held + size > HELD_BYTES:
-            return None
+        size = 8 * vector.numel()
+        self._largest = max(self._largest, size)
+        # What is held is added up only if it may be too much: there may be hundreds of small vectors.
+        if (len(self._held) + 1) * self._largest > HELD_BYTES:
+            held = sum(ticket.values.nbytes for ticket in self._held)
+            if held and held + size > HELD_BYTES:
+                return None
         ticket = Arrived(vector.double().numpy())
         self._held.add(ticket)
         return ticket
