@@ -22,7 +22,7 @@ CUMULATIVE = (*EARLIER, "torch_grad_clipped_steps_total", "torch_train_backward_
 
 
 def rung(run: Run) -> str | None:
-    """The rung of the ladder in the end; `None` without an exporter."""
+    """Return where gradients are read in the end; `None` without an exporter."""
     return None if run.exporter is None else mode(run.exporter)
 
 

@@ -17,7 +17,7 @@ import threading
 import numpy as np
 
 from torch_grad_exporter.capture.accumulate_grad import Gradients
-from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.outcomes import Lost
@@ -50,9 +50,9 @@ NO_STEP = (
 class BackwardWatch:
     """Receives the hooks of backwards, on autograd's threads, one at a time. `preparation`: of sampled rounds, before them."""
 
-    def __init__(self, parts: Parts, count_only: CountOnly) -> None:
+    def __init__(self, parts: Parts, counted: CountedRounds) -> None:
         self._parts = parts
-        self._count_only = count_only
+        self._counted = counted
         self._clock = parts.clock
         self._rounds = parts.rounds
         self._task = -1
@@ -81,7 +81,7 @@ class BackwardWatch:
 
     def forward_ended(self, output: object) -> None:
         """A forward of a root is over: hooks its output."""
-        if not self._parts.ladder.sees_backwards or within_transform():
+        if not self._parts.mode.sees_backwards or within_transform():
             return
         if self._task != -1:
             self.abandoned()
@@ -110,7 +110,7 @@ class BackwardWatch:
     def _reached(self, _gradient: object) -> None:
         """A backward, or a `torch.autograd.grad`, has reached the output of a root."""
         task = graph_task()
-        if task in (-1, self._task) or self._count_only.counting or not self._may_train():
+        if task in (-1, self._task) or self._counted.counting or not self._may_train():
             return
         start = self._clock.clock()
         self._announced(task, start)
@@ -133,7 +133,7 @@ class BackwardWatch:
             return
         start = self._clock.clock()
         # A checkpoint runs a backward of its own within the model's, which has reached the output before.
-        self._parts.ladder.around_roots = self._task != -1
+        self._parts.mode.around_roots = self._task != -1
         if self._task == -1:
             self._announced(graph_task(), start)
         if not self._writes:
@@ -151,7 +151,7 @@ class BackwardWatch:
 
     def _begin(self) -> None:
         """A backward that writes gradients has begun."""
-        self._count_only.settle()
+        self._counted.settle()
         parts, rounds = self._parts, self._rounds
         # First: what fails below must not begin it again at each node.
         self._writes, self._before = True, None
@@ -165,7 +165,7 @@ class BackwardWatch:
                 rounds.withdraw(why)
         if rounds.current.sampled:
             on_host = parts.reader.devices <= {"cpu"}
-            parts.reductions.begin(parts.reader.table, rounds.current.backwards, on_host=on_host, local=parts.ladder.sees_backwards)
+            parts.reductions.begin(parts.reader.table, rounds.current.backwards, on_host=on_host, local=parts.mode.sees_backwards)
             if parts.index.fully_sharded:
                 self._before = self.preparation.early
             elif parts.reductions.wrapped:
@@ -196,16 +196,16 @@ class BackwardWatch:
         parts.reductions.end(current, table, fired, written=written)
         if written:
             current.models.update({tracked.model for tracked in parts.nodes.fired} or {table.tracked[i].model for i in fired})
-            parts.ladder.seen()
+            parts.mode.seen()
             self._clock.backwards_passed(1)
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
-            may_read = not sampled or parts.by_hand.may_read(table)
+            may_read = not sampled or parts.manual_reduction.may_read(table)
             if rounds.backward_ended(fired, stepped_within=bool(parts.reader.found_early)) and may_read:
                 self.read(now=now)
                 self._left = None
             elif rounds.behind:
-                self._left = parts.by_hand.left or GradientVersions.of(table.tracked)
+                self._left = parts.manual_reduction.left or GradientVersions.of(table.tracked)
             parts.probes.backward_over(current.models)
             parts.inspections.backward_ended(current.number, sampled=sampled)
         parts.cost.spent(start, sampled=sampled)
@@ -239,9 +239,9 @@ class BackwardWatch:
     def read(self, step: OptimizerView | None = None, *, now: PresentGradients | None = None) -> None:
         """Reads the round's gradients, and chooses the probes until the next sample. `step`, `now`: as of `GradientReader.read`."""
         parts, rounds = self._parts, self._rounds
-        parts.reader.divisor = self.preparation.divisor if parts.ladder.sees_backwards else 1.0
+        parts.reader.divisor = self.preparation.divisor if parts.mode.sees_backwards else 1.0
         taken = parts.reader.read(rounds, step, now)
         rounds.sample_read(taken=taken)
         if taken:
             parts.reductions.captured(rounds.current.number)
-            parts.ladder.follow(parts.reader.table, rounds.current.fired)
+            parts.mode.follow(parts.reader.table, rounds.current.fired)

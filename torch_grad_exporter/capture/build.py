@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
-from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.forwards import ForwardWatch
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.loop import TrainingLoop
@@ -24,12 +24,12 @@ class Capture:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._count_only = CountOnly(parts)
-        self._backward = backward = BackwardWatch(parts, self._count_only)
+        self._counted = CountedRounds(parts)
+        self._backward = backward = BackwardWatch(parts, self._counted)
         steps = StepWatch(parts, backward)
-        self._observations = Observations(parts, self._count_only)
-        self._forwards = ForwardWatch(parts, backward, steps, self._count_only, self._observations)
-        self._loop = TrainingLoop(parts, steps, self._forwards, self._count_only, self._observations)
+        self._observations = Observations(parts, self._counted)
+        self._forwards = ForwardWatch(parts, backward, steps, self._counted, self._observations)
+        self._loop = TrainingLoop(parts, steps, self._forwards, self._counted, self._observations)
 
     def watch(self, models: Iterable[torch.nn.Module]) -> None:
         """Hooks the forwards of the roots, in the order of their numbers, and the steps of all optimizers."""
@@ -51,7 +51,7 @@ class Capture:
     @property
     def mode(self) -> Mode:
         """The rung that is in use."""
-        return self._parts.ladder.mode
+        return self._parts.mode.current
 
     @property
     def models(self) -> int:
@@ -87,16 +87,16 @@ class Capture:
 
     def step_skipped(self) -> None:
         """The user says that a step was left out."""
-        self._count_only.settle()
+        self._counted.settle()
         self._parts.rounds.step_skipped()
 
     def gradients_elsewhere(self) -> None:
         """Parameters do not have the gradients that they are trained with: no round is sampled any more."""
-        self._count_only.settle()
+        self._counted.settle()
         self._parts.schedule.never()
         self._parts.rounds.gradients_elsewhere()
         table = self._parts.index.table
-        self._parts.ladder.follow(table, set(range(len(table.tracked))))
+        self._parts.mode.follow(table, set(range(len(table.tracked))))
         self._backward.preparation.arm_nodes(sampled=False)
 
     def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
@@ -105,7 +105,7 @@ class Capture:
 
     def look(self) -> float:
         """Lets an evaluation show while rounds are only counted; the seconds until it is to be called again. From any thread."""
-        return self._count_only.look()
+        return self._counted.look()
 
     def settle(self, *, failed: bool) -> None:
         """Ends counting and takes back the hook of a single step; idempotent. `failed`: an exception has ended the training."""
@@ -126,4 +126,4 @@ class Capture:
 
     def release_witness(self) -> None:
         """Releases the parameter that reports backwards in counted rounds; idempotent, from any thread."""
-        self._count_only.release()
+        self._counted.release()

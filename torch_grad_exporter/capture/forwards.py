@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
-from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.examples import batch_size
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
@@ -22,10 +22,10 @@ class ForwardWatch:
     """Belongs to the training thread."""
 
     def __init__(
-        self, parts: Parts, backward: BackwardWatch, steps: StepWatch, count_only: CountOnly, observations: Observations
+        self, parts: Parts, backward: BackwardWatch, steps: StepWatch, counted: CountedRounds, observations: Observations
     ) -> None:
         self._parts = parts
-        self._count_only = count_only
+        self._counted = counted
         self._clock = parts.clock
         self._backward = backward
         self._preparation = backward.preparation
@@ -36,7 +36,7 @@ class ForwardWatch:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
         if not self._parts.thread.may_be_here():  # such as an actor, which runs the same model while one trains
             return
-        self._count_only.settle()
+        self._counted.settle()
         clock = self._clock
         start = clock.clock()
         clock.active(evaluating=not module.training)
@@ -78,7 +78,7 @@ class ForwardWatch:
 
     def backward_comes(self, loss: torch.Tensor) -> None:
         """A backward of this loss is about to begin: hooks it, where no forward of a root has shown it in this round."""
-        if self._clock.forward_came or self._count_only.counting or graph_task() != -1:
+        if self._clock.forward_came or self._counted.counting or graph_task() != -1:
             return
         start = self._clock.clock()
         self._parts.thread.is_here()

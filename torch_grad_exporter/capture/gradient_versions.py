@@ -7,7 +7,6 @@ have been reused by another tensor.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -19,7 +18,6 @@ import torch
 
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.torch_compat.autograd import version_of
-from torch_grad_exporter.torch_compat.modules import parameters_in
 from torch_grad_exporter.torch_compat.tensors import local
 
 PROBES = 4
@@ -240,30 +238,6 @@ class GradientProbes:
         found = (self._present(model) for model in models)
         after = GradientVersions.of([probe for probes in found for probe in itertools.islice(probes, 1)])
         self._last = after, _values_of(after)
-
-    def backwards_alike(self, models: Iterable[int]) -> Callable[[], None]:
-        """What does as `backward_over`, for backwards of these models that follow one another: one function for most of them."""
-        probes = [probe for model in models for probe in itertools.islice(self._present(model), 1)]
-        parameter = probes[0].parameter() if len(probes) == 1 else None
-        everything = functools.partial(self.backward_over, models)
-        if parameter is None or local(parameter) is not parameter or probes[0].flat is not None:
-            return everything
-        module, attribute, identity = probes[0].module, probes[0].attribute, probes[0].identity
-
-        def over() -> None:
-            owner = module()
-            now = None if owner is None else parameters_in(owner).get(attribute)
-            gradient = None if now is None or id(now) != identity else now.grad
-            if now is None or gradient is None:
-                everything()
-                return
-            number = getattr(gradient, _ATTRIBUTE, None)
-            if number is None:
-                number = next(_NUMBERS)
-                setattr(gradient, _ATTRIBUTE, number)
-            self._last = GradientVersions(probes, [number], [version_of(gradient)]), [version_of(now)]
-
-        return over
 
     @property
     def _after_backward(self) -> GradientVersions:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.count_only.budget import HOOKS_SECONDS
-from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.forwards import ForwardWatch
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView, Scaler
+from torch_grad_exporter.capture.round_costs import HOOKS_SECONDS
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.capture.tracing import active_trace
@@ -38,7 +38,7 @@ class TrainingLoop:
         parts: Parts,
         steps: StepWatch,
         forwards: ForwardWatch,
-        count_only: CountOnly,
+        counted: CountedRounds,
         observations: Observations,
     ) -> None:
         self._parts = parts
@@ -47,7 +47,7 @@ class TrainingLoop:
         self._rounds = parts.rounds
         self._steps = steps
         self._forwards = forwards
-        self._count_only = count_only
+        self._counted = counted
         self._observations = observations
         self._weights = WeightProbe(parts) if parts.options.weights else None
         self._end_hook = self._hooks.guarded("optimizer_hook", self._backward_ended)
@@ -73,7 +73,7 @@ class TrainingLoop:
             if parts.thread.may_be_here():  # on another thread it has nothing to do with these models
                 self._foreign_step(self._inside())
             return
-        self._count_only.settle()
+        self._counted.settle()
         task, inside = graph_task(), self._inside()
         number = parts.optimizers.number(optimizer, within_backward=task != -1, inside=inside)
         if number is None:
@@ -157,7 +157,7 @@ class TrainingLoop:
 
     def _counting_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Rounds are no longer only counted: after a step that was counted, or that of another optimizer."""
-        if not self._count_only.step_ends_it(optimizer):
+        if not self._counted.step_ends_it(optimizer):
             # No hook announced the step, so that its beginning was not seen.
             self.step_began(optimizer, (), {}, over=True)
             self.step_ended(optimizer, (), {})
@@ -170,7 +170,7 @@ class TrainingLoop:
         Raises `TypeError` where that is not a whole number, and then changes nothing.
         """
         number = None if number is None else operator.index(number)
-        self._count_only.settle()
+        self._counted.settle()
         if not (self._hooked and self._rounds.current.stepped):
             optimizer = self._parts.optimizers.manual()
             self._clock.step_began()
@@ -204,13 +204,13 @@ class TrainingLoop:
         if seconds is not None:
             parts.schedule.stepped(seconds - own, None if sampled else own)
         if first:
-            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook, self._steps.prepare_next)
+            self._counted.round_over(self._steps.regular_optimizer, self._over_hook, self._steps.prepare_next)
 
     # The end
 
     def close(self, *, failed: bool) -> None:
         """Ends the counting, and removes the hook of a single step; idempotent. `failed`: an exception has ended the training."""
-        self._count_only.settle(over=not failed)
+        self._counted.settle(over=not failed)
         self.release()
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.round_loss import READ_SECONDS, RoundLoss, Value
 from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
@@ -37,10 +37,10 @@ class _Ring(threading.local):
 class Observations:
     """Posts `Observed`."""
 
-    def __init__(self, parts: Parts, count_only: CountOnly) -> None:
+    def __init__(self, parts: Parts, counted: CountedRounds) -> None:
         self._parts = parts
         self._clock = parts.clock
-        self._count_only = count_only
+        self._counted = counted
         self._ring = _Ring(parts.mailbox.press)
         self._losses = RoundLoss(parts)
         self._settings_read = float("-inf")
@@ -78,14 +78,14 @@ class Observations:
     def _norm(self, value: Number) -> None:
         ticket = self._sent(value)
         if ticket is not None:
-            self._count_only.norm_comes()
+            self._counted.norm_comes()
             self._parts.mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
-            self._count_only.norm_observed()
+            self._counted.norm_observed()
 
     def _divisor(self, value: Number) -> None:
         """Takes by what the loop divides the gradients of the current round, or, after its step, of the coming one."""
         rounds = self._parts.rounds
-        wanted = rounds.next_is_sampled and self._parts.ladder.sees_backwards  # else gradients are read when they are divided
+        wanted = rounds.next_is_sampled and self._parts.mode.sees_backwards  # else gradients are read when they are divided
         if not wanted and isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
             return
         ticket = self._sent(value)
@@ -111,7 +111,7 @@ class Observations:
         if self._placed[name] >= PLACED:
             return None
         self._placed[name] += 1
-        clock, surplus = self._clock, self._count_only.surplus
+        clock, surplus = self._clock, self._counted.surplus
         if surplus is None:
             current = self._parts.rounds.current
             passed = bool(current.backwards) and not current.stepped

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
-from torch_grad_exporter.capture.by_hand import ByHand
+from torch_grad_exporter.capture.capture_mode import CaptureMode
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
 from torch_grad_exporter.capture.inspections import Inspections
-from torch_grad_exporter.capture.ladder import CaptureMode
 from torch_grad_exporter.capture.local import LocalGradients
+from torch_grad_exporter.capture.manual_reduction import ManualReductionDetector
 from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
@@ -81,11 +81,11 @@ class Parts:
     thread: TrainingThread = field(init=False, default_factory=TrainingThread)
     fused: FusedSteps = field(init=False)
     rounds: RoundTracker = field(init=False)
-    ladder: CaptureMode = field(init=False)
+    mode: CaptureMode = field(init=False)
     nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
     waits: GradientWaits = field(init=False)
     reductions: ReductionWatch = field(init=False)
-    by_hand: ByHand = field(init=False)
+    manual_reduction: ManualReductionDetector = field(init=False)
     inspections: Inspections = field(init=False)
     probes: GradientProbes = field(init=False, default_factory=GradientProbes)
 
@@ -104,11 +104,11 @@ class Parts:
         )
         self.rounds = RoundTracker(self.schedule.due, effects)
         start = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
-        self.ladder = CaptureMode(self.probes, self.optimizers, start)
+        self.mode = CaptureMode(self.probes, self.optimizers, start)
         self.waits = GradientWaits(clock, self.hooks)
         local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
         self.reductions = ReductionWatch(self.index, self.probes, self.waits, local, errors)
-        self.by_hand = ByHand(self.index, self.reductions)
+        self.manual_reduction = ManualReductionDetector(self.index, self.reductions)
 
     def norm_resolved(self, outcome: Outcome) -> None:
         """What became of the round of the norm that was observed is known."""

@@ -60,17 +60,17 @@ class RoundPreparation:
         parts = self._parts
         if not self._may_arm:
             parts.nodes.disarm()
-        elif sampled or not parts.ladder.detectors:
+        elif sampled or not parts.mode.detectors:
             # Where roots are called, a forward will come that looks for what has changed since.
-            if not (parts.ladder.around_roots and parts.nodes.table is parts.index.table):
+            if not (parts.mode.around_roots and parts.nodes.table is parts.index.table):
                 parts.cost.of(self._arm)
         else:
-            parts.nodes.arm_some(parts.ladder.detectors)
+            parts.nodes.arm_some(parts.mode.detectors)
 
     @property
     def _may_arm(self) -> bool:
         """Whether nodes show what comes into gradients; those of gathered parameters do not show it of the sharded ones."""
-        return self._parts.ladder.sees_backwards and not self._parts.index.fully_sharded
+        return self._parts.mode.sees_backwards and not self._parts.index.fully_sharded
 
     def _arm(self, *, in_place: bool = False) -> None:
         """Hooks the nodes of all parameters that are trained now, until the round ends. `in_place`: as of `refresh`."""
@@ -92,7 +92,7 @@ class RoundPreparation:
             self._parts.reductions.look(root)
             self.look_for_pipeline(sys._getframe(1))
         elif self._parts.nodes.keeps_any and self._drop_changed():
-            self._parts.nodes.arm_some(self._parts.ladder.detectors)
+            self._parts.nodes.arm_some(self._parts.mode.detectors)
         if self._parts.index.fully_sharded:
             self._look_early()
         self._parts.inspections.forward_began(root, args, kwargs, sampled=self._rounds.next_is_sampled)
@@ -156,11 +156,11 @@ class RoundPreparation:
         """A pipeline schedule among the callers may divide gradients by the number of its micro-batches after the last backward."""
         pipeline = calling_pipeline(frame)
         self.divisor = 1.0 if pipeline is None or pipeline.divisor is None else float(pipeline.divisor)
-        if pipeline is None or not self._parts.ladder.sees_backwards:
+        if pipeline is None or not self._parts.mode.sees_backwards:
             return
         # Under FSDP2 the schedule reduces by hand what its backwards have left.
         if pipeline.divisor is None or pipeline.piecewise or self._parts.index.fully_sharded:
-            self._parts.ladder.read_at_steps(PIECEWISE)
+            self._parts.mode.read_at_steps(PIECEWISE)
             self._parts.nodes.release()
             self._parts.reductions.disarm()
 
@@ -175,11 +175,11 @@ class RoundPreparation:
         if capturing_graph():
             return Lost.GRAPH_CAPTURE
         known = self._renew_table()
-        if not parts.ladder.sees_backwards:
+        if not parts.mode.sees_backwards:
             return None
         if parts.index.fully_sharded:
             return Lost.GATHERED if self.early is None else None
-        if not parts.ladder.around_roots:
+        if not parts.mode.around_roots:
             self.look_for_pipeline(parts.thread.frame())
         table, before = parts.reader.table, parts.nodes.table
         complete = parts.nodes.hooks_all_of(table)
@@ -193,9 +193,9 @@ class RoundPreparation:
     def _renew_table(self) -> bool:
         """Takes the parameters that are trained now; whether all are among them that got a gradient in this round."""
         parts, current = self._parts, self._rounds.current
-        if not parts.ladder.around_roots:
+        if not parts.mode.around_roots:
             parts.reductions.look()
-        if not parts.ladder.sees_backwards and current.backwards:
+        if not parts.mode.sees_backwards and current.backwards:
             return True
         if self._may_arm and not parts.nodes.armed:
             parts.index.look_at_shapes()

@@ -118,7 +118,7 @@ class RoundLoss:
     def forward(self, model: int, output: object, kwargs: Mapping[str, object]) -> list[Value]:
         """A training forward of the root of this number is over."""
         # Where no backward is seen, which round this is shows at its step only.
-        over = self._sorted() if self._parts.ladder.sees_backwards else []
+        over = self._sorted() if self._parts.mode.sees_backwards else []
         first_forward, self._trained = not self._trained, True
         if not self._reading and not self._due():
             return over
@@ -152,7 +152,7 @@ class RoundLoss:
 
     def _seen(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> _Loss:
         parts, current = self._parts, self._parts.rounds.current
-        seen = parts.ladder.sees_backwards
+        seen = parts.mode.sees_backwards
         first = bool(current.stepped) or not current.backwards if seen else first_forward
         found = _Loss(_copy(loss), model, whole, current.number, first, self._asks if self._clock.stepping else None)
         if seen and loss.grad_fn is not None:
@@ -181,7 +181,7 @@ class RoundLoss:
         waiting, self._waiting = self._waiting, []
         for loss in waiting:
             if loss.passes is not None:
-                loss.used = not self._parts.ladder.sees_backwards or self._clock.backward_passes > loss.passes
+                loss.used = not self._parts.mode.sees_backwards or self._clock.backward_passes > loss.passes
             if loss.used:
                 self._take_in(loss, current.number)
             elif loss.passes is None:

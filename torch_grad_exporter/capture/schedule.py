@@ -9,7 +9,7 @@ a fixed place would alias with a loop that has a period of its own, and of two a
 one would never be sampled. The pattern depends on the round's number alone, and the rounds of a long interval
 are among those of every shorter one, so ranks that count alike sample alike.
 
-Rounds that are not sampled are only counted, if they are like those before, see `count_only/`: hooks at the forward, the backward
+Rounds that are not sampled are only counted, if they are like those before, see `counted/`: hooks at the forward, the backward
 and the step would cost more than a short step may.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, RoundCosts, StepTimes
+from torch_grad_exporter.capture.round_costs import COUNTED_ROUNDS, RoundCosts, StepTimes
 
 FIRST_SAMPLES = 10
 FIRST_SECONDS = 2.0

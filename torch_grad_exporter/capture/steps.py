@@ -10,7 +10,7 @@ import functools
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
-from torch_grad_exporter.capture.by_hand import WHY
+from torch_grad_exporter.capture.manual_reduction import WHY
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.statistics.device import capturing_graph
@@ -36,7 +36,7 @@ class StepWatch:
             self._found_inf[seen.optimizer] = seen.found_inf
         if closure:
             return
-        if self._parts.ladder.sees_backwards:
+        if self._parts.mode.sees_backwards:
             self._look(seen)
         else:
             self._parts.cost.of(self._read, seen)
@@ -46,7 +46,7 @@ class StepWatch:
         if seen.found_inf is not None:
             self._found_inf[seen.optimizer] = seen.found_inf
         current = self._rounds.current
-        looked = seen.optimizer in current.read if self._parts.ladder.sees_backwards else current.sampled and current.captured
+        looked = seen.optimizer in current.read if self._parts.mode.sees_backwards else current.sampled and current.captured
         if looked and self._rounds.sample_is_open and seen.optimizer not in self._rounds.closures:
             self._parts.cost.of(functools.partial(self._parts.reader.read_again, self._rounds, seen, ours=True))
 
@@ -55,15 +55,15 @@ class StepWatch:
         current = self._rounds.current
         if not (current.sampled and current.fired) or optimizer in self._rounds.closures:
             return
-        if self._parts.ladder.sees_backwards:
+        if self._parts.mode.sees_backwards:
             self._reduced_since(self._view(optimizer))
-        elif self._parts.by_hand.untouched(functools.partial(self._parts.reader.positions_of, optimizer)) is False:
+        elif self._parts.manual_reduction.untouched(functools.partial(self._parts.reader.positions_of, optimizer)) is False:
             self._parts.reader.backward_began()  # what was read before is no longer what is used
             self._parts.cost.of(self._read, self._view(optimizer))
 
     def tool_steps(self, optimizers: frozenset[int]) -> None:
         """Optimizers with a closure, in whose steps another one does the work, are about to use what the closure left."""
-        if self._parts.ladder.sees_backwards:
+        if self._parts.mode.sees_backwards:
             for optimizer in optimizers.intersection(self._rounds.closures):
                 self._look(self._view(optimizer))
 
@@ -84,12 +84,12 @@ class StepWatch:
             return None
         self._parts.fused.stepped(rounds.current.number, optimizer, self._found_inf.pop(optimizer, None))
         late = optimizer in rounds.closures
-        if late and not self._parts.ladder.sees_backwards:
+        if late and not self._parts.mode.sees_backwards:
             self._parts.cost.of(self._read, self._view(optimizer))
         table = self._parts.nodes.table
         if rounds.step_taken(optimizer):
             self._no_backward_seen(complete=table is not None and self._parts.nodes.hooks_all_of(self._parts.index.refresh()))
-        if late and self._parts.ladder.sees_backwards:
+        if late and self._parts.mode.sees_backwards:
             self._look(self._view(optimizer))
         first = not rounds.current.stepped
         rounds.step_ended(optimizer, self._waited(optimizer) if rounds.sample_is_open else frozenset())
@@ -115,7 +115,7 @@ class StepWatch:
         Call it right after a step.
         """
         parts = self._parts
-        settled = parts.ladder.sees_backwards and not (parts.nodes.held or self._backward.running)
+        settled = parts.mode.sees_backwards and not (parts.nodes.held or self._backward.running)
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
         if not settled or parts.index.fully_sharded or parts.fused.waiting:
             return None
@@ -142,12 +142,12 @@ class StepWatch:
     def _reduced_since(self, seen: OptimizerView) -> bool:
         """Whether the backward has left this rank's own gradients; then what the optimizer is about to use is read instead."""
         parts, rounds = self._parts, self._rounds
-        untouched = parts.by_hand.untouched(functools.partial(parts.reader.positions_of, seen.optimizer))
+        untouched = parts.manual_reduction.untouched(functools.partial(parts.reader.positions_of, seen.optimizer))
         if untouched and rounds.behind:
             parts.cost.of(self._backward.read)
         if untouched is not False or seen.optimizer == parts.optimizers.manual_number:
             return False  # a step that the user reports is over: its gradients may be cleared
-        parts.ladder.read_at_steps(WHY)
+        parts.mode.read_at_steps(WHY)
         parts.nodes.release()
         parts.reductions.disarm()
         parts.cost.of(self._read, seen)
@@ -163,21 +163,21 @@ class StepWatch:
         if not current.captured:
             self._parts.reader.renew_table(within_step=False)
         if self._rounds.gradients_found(self._parts.reader.read_of(seen.optimizer)):
-            self._parts.by_hand.may_read(self._parts.reader.table)
+            self._parts.manual_reduction.may_read(self._parts.reader.table)
             self._backward.read(seen)
 
     def _waited(self, optimizer: int) -> frozenset[int]:
         """The optimizers whose steps on the captured gradients are still to come, or have been."""
         current = self._rounds.current
         owners = self._parts.reader.owners_of(current.fired, {*current.stepped, optimizer})
-        if self._parts.ladder.sees_backwards:
+        if self._parts.mode.sees_backwards:
             return owners
         return owners.union(number for number, _ in self._parts.optimizers.numbered())  # each is read when it steps
 
     def _no_backward_seen(self, *, complete: bool) -> None:
         """A step that no backward was seen before. `complete`: the nodes of all parameters were hooked."""
-        parts, ladder = self._parts, self._parts.ladder
-        if not ladder.sees_backwards:
+        parts, mode = self._parts, self._parts.mode
+        if not mode.sees_backwards:
             return
         table = parts.reader.table
         has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
@@ -187,8 +187,8 @@ class StepWatch:
         parts.nodes.disarm()  # they may be those of tensors that were replaced
         if compiled or complete or parts.index.fully_sharded:
             # Where hooked nodes saw nothing, gradients do not come from autograd.
-            parts.ladder.missed(compiled=compiled)
-        if parts.ladder.sees_backwards:
+            parts.mode.missed(compiled=compiled)
+        if parts.mode.sees_backwards:
             self._preparation.arm_nodes(sampled=True)
         else:
             parts.nodes.release()

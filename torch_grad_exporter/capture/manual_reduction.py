@@ -1,4 +1,4 @@
-"""ByHand: whether the loop makes the gradients of ranks equal itself, after the backward.
+"""ManualReductionDetector: whether the loop makes the gradients of ranks equal itself, after the backward.
 
 The option `ranks="first"` says that ranks have equal gradients where no wrapper shows it. Hooks of the loop may have made them so
 within the backward; or the loop does it later, and what the backward has left is this rank's own. Then the gradients are written
@@ -20,7 +20,7 @@ from torch_grad_exporter.model.parameters import ParameterTable
 WHY = "gradients were written after the backward, as by an all-reduce; norms are those at the step, after clipping"
 
 
-class ByHand:
+class ManualReductionDetector:
     """Belongs to the training thread and that of the backward."""
 
     def __init__(self, index: LayerIndex, reductions: ReductionWatch) -> None:

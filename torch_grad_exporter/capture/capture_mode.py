@@ -22,7 +22,7 @@ DETECTORS = 16
 
 
 class CaptureMode:
-    """The way of reading that this training needs. `mode`: at first the better one; it changes once at most."""
+    """The way of reading that this training needs. `current`: at first the better one; it changes once at most."""
 
     def __init__(self, probes: GradientProbes, optimizers: Optimizers, mode: Mode = Mode.BACKWARD) -> None:
         self._probes = probes
@@ -31,14 +31,14 @@ class CaptureMode:
         self._followed: tuple[ParameterTable, set[int]] | None = None
         self._detectors: dict[tuple[int, int, int], TrackedParameter] = {}
         """By model, optimizer and place."""
-        self.mode = mode
+        self.current = mode
         self.around_roots = False
         """Whether the last backward ran through the output of a root."""
 
     @property
     def sees_backwards(self) -> bool:
         """Whether gradients are read after the backward."""
-        return self.mode is Mode.BACKWARD
+        return self.current is Mode.BACKWARD
 
     @property
     def detectors(self) -> dict[TrackedParameter, None]:
@@ -88,7 +88,7 @@ class CaptureMode:
     def read_at_steps(self, why: str) -> None:
         """Reads gradients at the step from now on."""
         say(logger, logging.INFO, "gradients are read at the step from now on: %s", why)
-        self.mode, self._misses = Mode.OPTIMIZER, 0
+        self.current, self._misses = Mode.OPTIMIZER, 0
         self._followed = None
         self._detectors = {}
         self._probes.forget()

@@ -1,4 +1,4 @@
-"""CountOnly: begins to only count rounds after one that was followed closely, and ends that.
+"""CountedRounds: begins to only count rounds after one that was followed closely, and ends that.
 
 Steps and their durations are exact meanwhile, and so are backwards and skipped steps but for what `_skipped_steps` says; each
 backward is taken for as many examples as those of the last rounds that were followed, and phases are not timed. It lasts
@@ -15,9 +15,9 @@ from statistics import fmean
 
 import torch
 
-from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNTING_SECONDS
-from torch_grad_exporter.capture.count_only.hook import CountingHook, Witness
+from torch_grad_exporter.capture.counting_hook import CountingHook, Witness
 from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.round_costs import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.store.records import Outcome
 
@@ -34,7 +34,7 @@ SIZES = 8
 """Rounds followed closely whose mean size is that of the rounds that are only counted."""
 
 
-class CountOnly:
+class CountedRounds:
     """Belongs to the training thread, but for `look` and `release`."""
 
     def __init__(self, parts: Parts) -> None:
