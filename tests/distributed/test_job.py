@@ -218,7 +218,7 @@ def test_a_slow_rank_waits_for_its_data(example: str, jobs: Jobs) -> None:
     steps = jobs.by("rank", f"last_over_time(torch_train_step_duration_seconds_sum{{$run}}{RANGE})", example)
     assert steps[other] == pytest.approx(steps[slow], rel=0.2)
     data = jobs.ruled("rank:torch_train_data_seconds:mean5m", example)
-    assert data[slow] >= SECONDS
+    assert data[slow] >= 0.9 * SECONDS  # the share is that of all time, with the start
     assert data[other] < SECONDS / 2
     if example == "ddp":
         own = jobs.ruled("rank:torch_train_own_seconds:mean5m", example)
