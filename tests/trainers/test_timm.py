@@ -20,6 +20,9 @@ from torch_grad_exporter.actions import AGC, Clipper
 
 CLASSES = 5
 
+COUNTED = ("torch_grad_max_magnitude", "torch_grad_zero_ratio", "torch_grad_min", "torch_grad_max")
+"""Of a model of this size every fourth sample counts zeros and extremes."""
+
 
 def vit() -> torch.nn.Module:
     """Return a transformer with stochastic depth."""
@@ -95,7 +98,9 @@ def test_clipping(clip: tuple[str, float], accumulation: int) -> None:
 
 def test_averaged_weights_and_mixup() -> None:
     """Numbers are right with a copy of the model that is averaged after each step."""
-    compared(partial(trained, made=convolutions, averaged=True, mixed=True, clip=("norm", 0.5), steps=3), between=0)
+    compared(
+        partial(trained, made=convolutions, averaged=True, mixed=True, clip=("norm", 0.5), steps=3), between=0, without=COUNTED
+    )
 
 
 @pytest.mark.parametrize("kind", ["lookahead_adamw", "lamb", "adamp", "muon", "adafactorbv"])
@@ -106,7 +111,7 @@ def test_optimizers(kind: str) -> None:
 
 def test_a_second_order_optimizer() -> None:
     """Numbers are right if the step differentiates the gradients again."""
-    compared(partial(trained, made=convolutions, kind="adahessian", steps=3), between=0)
+    compared(partial(trained, made=convolutions, kind="adahessian", steps=3), between=0, without=COUNTED)
 
 
 def test_frozen_and_checkpointed() -> None:

@@ -137,8 +137,12 @@ class RoundPreparation:
             self._replaced = index.has_lazy or index.table.parameters() is None
 
     def backward_announced(self) -> None:
-        """A backward has reached the output of a root, and no parameter yet: what was replaced before its forward is hooked now."""
-        if self._replaced and self._may_arm and self._rounds.next_is_sampled:
+        """A backward has reached the output of a root and no parameter yet: hooks what its forward could not show.
+
+        Such as parameters that were replaced before it, or all of them if the exporter was started within it.
+        """
+        unseen = self._replaced or not self._parts.nodes.armed
+        if unseen and self._may_arm and self._rounds.next_is_sampled:
             self._parts.cost.of(self._arm)
         self._replaced = False
 
