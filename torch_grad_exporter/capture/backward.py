@@ -102,15 +102,10 @@ class BackwardWatch:
 
     # How it begins
 
-    def _may_train(self) -> bool:
-        """Whether a backward on this thread may be that of the training. On devices backwards run on threads of autograd's own."""
-        device = self._clock.phases.device
-        return self._parts.thread.may_be_here() or (device is not None and device.type != "cpu")
-
     def _reached(self, _gradient: object) -> None:
         """A backward, or a `torch.autograd.grad`, has reached the output of a root."""
         task = graph_task()
-        if task in (-1, self._task) or self._counted.counting or not self._may_train():
+        if task in (-1, self._task) or self._counted.counting:
             return
         start = self._clock.clock()
         self._announced(task, start)
@@ -129,8 +124,6 @@ class BackwardWatch:
 
     def _node_reached(self, tracked: TrackedParameter, gradients: Gradients) -> None:
         """The first parameter whose node is hooked is about to receive its gradient."""
-        if not self._may_train():
-            return
         start = self._clock.clock()
         # A checkpoint runs a backward of its own within the model's, which has reached the output before.
         self._parts.mode.around_roots = self._task != -1
@@ -195,7 +188,8 @@ class BackwardWatch:
         written = self._written(before, fired, sampled=sampled)
         parts.reductions.end(current, table, fired, written=written)
         if written:
-            current.models.update({tracked.model for tracked in parts.nodes.fired} or {table.tracked[i].model for i in fired})
+            models = {tracked.model for tracked in parts.nodes.fired} or {table.tracked[i].model for i in fired}
+            current.models.update(models or range(parts.index.models))
             parts.mode.seen()
             self._clock.backwards_passed(1)
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
@@ -206,6 +200,8 @@ class BackwardWatch:
                 self._left = None
             elif rounds.behind:
                 self._left = parts.manual_reduction.left or GradientVersions.of(table.tracked)
+            if parts.nodes.table is not None and not sampled:  # it is not known which parameters report backwards
+                parts.mode.follow(parts.nodes.table, parts.nodes.positions(parts.nodes.table))
             parts.probes.backward_over(current.models)
             parts.inspections.backward_ended(current.number, sampled=sampled)
         parts.cost.spent(start, sampled=sampled)

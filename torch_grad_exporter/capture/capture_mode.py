@@ -32,6 +32,8 @@ class CaptureMode:
         self._detectors: dict[tuple[int, int, int], TrackedParameter] = {}
         """By model, optimizer and place."""
         self.current = mode
+        self.unsure = False
+        """Whether a step came without a backward that was seen, so that all parameters are to report the next ones."""
         self.around_roots = False
         """Whether the last backward ran through the output of a root."""
 
@@ -52,7 +54,7 @@ class CaptureMode:
         """
         if (table, fired) == self._followed:
             return
-        self._followed = table, set(fired)
+        self._followed, self.unsure = (table, set(fired)), False
         owners = self._optimizers.owners(table)
         by_model: dict[int, list[int]] = {}
         for i in sorted(fired):
@@ -63,15 +65,9 @@ class CaptureMode:
             for owner in np.unique(owners[positions]).tolist():
                 owned = [i for i in positions if owners[i] == owner]
                 for place, i in enumerate(dict.fromkeys((owned[0], owned[-1]))):
-                    self._detect((model, owner, place), table.tracked[i])
-
-    def _detect(self, key: tuple[int, int, int], tracked: TrackedParameter) -> None:
-        before = self._detectors.get(key)
-        parameter = None if before is None else before.parameter()
-        if parameter is not None and parameter.requires_grad:
-            return
-        if before is not None or len(self._detectors) < DETECTORS:
-            self._detectors[key] = tracked
+                    key = model, owner, place
+                    if key in self._detectors or len(self._detectors) < DETECTORS:
+                        self._detectors[key] = table.tracked[i]
 
     def seen(self) -> None:
         """A backward was seen."""

@@ -182,18 +182,21 @@ def _columns(gradients: Sequence[torch.Tensor | None]) -> tuple[list[int], list[
     if {*map(type, gradients)} - {torch.Tensor, torch.nn.Parameter}:
         return None
     tensors: Sequence[torch.Tensor] = gradients  # type: ignore[assignment]  # by their types
-    if {*map(_layout_of, tensors)} - {torch.strided} or not all(map(_is_on_host, tensors)):
+    if {*map(_kind_of, tensors)} - COMPARED or not all(map(_is_on_host, tensors)):
         return None
     return [*map(id, tensors)], [*map(torch.Tensor.data_ptr, tensors)], [*map(version_of, tensors)]
 
 
-_layout_of: Callable[[torch.Tensor], torch.layout] = operator.attrgetter("layout")
+COMPARED = {(torch.strided, dtype) for dtype in (torch.float16, torch.float32, torch.float64)}
+"""Gradients of which NumPy can read an element."""
+
+_kind_of: Callable[[torch.Tensor], tuple[torch.layout, torch.dtype]] = operator.attrgetter("layout", "dtype")
 _is_on_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 
 
 def _is_readable(gradient: torch.Tensor) -> bool:
     """Whether an element can be read at once."""
-    return gradient.is_contiguous() and gradient.dtype in (torch.float32, torch.float64, torch.float16) and gradient.numel() > 0
+    return gradient.is_contiguous() and gradient.numel() > 0
 
 
 def _element(gradient: torch.Tensor, index: int) -> float:

@@ -60,7 +60,7 @@ class RoundPreparation:
         parts = self._parts
         if not self._may_arm:
             parts.nodes.disarm()
-        elif sampled or not parts.mode.detectors:
+        elif sampled or parts.mode.unsure or not parts.mode.detectors:
             # Where roots are called, a forward will come that looks for what has changed since.
             if not (parts.mode.around_roots and parts.nodes.table is parts.index.table):
                 parts.cost.of(self._arm)

@@ -29,6 +29,7 @@ from torch_grad_exporter.store import records
 from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
 from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Outcome, Part, RoundEnded, SampleRead
+from torch_grad_exporter.store.sample import rows_of
 from torch_grad_exporter.torch_compat.optimizers import scale_of
 
 IN_FULL = 8
@@ -123,6 +124,9 @@ class GradientReader:
         self._transfer = HostTransfer(pressed=self.mailbox.press)
         self._early = StepsWithinBackward(self.statistics)
         self._as_read = GradientsAsRead()
+        self._parts_read: tuple[Part, ...] = ()
+        self._bypass: set[int] = set()
+        """The optimizers whose gradients were once written to in a way that versions do not show."""
         self._looks: Counter[int] = Counter()
         """By optimizer, how often it was looked at what it sees."""
         self._places: frozenset[torch.device] = frozenset()
@@ -228,6 +232,7 @@ class GradientReader:
         self.cost.timer.end(begun)
         if parts:
             self._as_read.read(now.gradients)
+            self._parts_read = parts
             # A gradient that a hook of the user removed at once counts as none.
             there = early.fired | gradients.keys()
             every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
@@ -295,7 +300,8 @@ class GradientReader:
         # A scaler's own division leaves no trace in versions.
         in_full = self._looks[optimizer] % IN_FULL == 0 or (self.scale is not None and seen.grad_scale is None)
         self._looks[optimizer] += 1
-        if not (ours or in_full) and self._as_read.unchanged(mine, now.gradients):
+        unchanged = not ours and optimizer not in self._bypass and self._as_read.unchanged(mine, now.gradients)
+        if unchanged and not in_full:
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
             loss_scale = None if self.scale is None else self._one(self.scale)
             self._views.append(
@@ -306,6 +312,8 @@ class GradientReader:
         begun = self.cost.timer.begin(self._places)
         parts, scale = self._sent(self.statistics.norms(table, gradients), self.scale)
         self.cost.timer.end(begun)
+        if unchanged and not _same_norms(self._parts_read, parts, len(table.tracked)):
+            self._bypass.add(optimizer)
         if parts or ours:  # where a step is left out, none is left
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
             self._views.append(
@@ -395,3 +403,12 @@ class GradientReader:
     def _settle_cost(self) -> None:
         if not capturing_graph():
             self.cost.settle()
+
+
+def _same_norms(before: Iterable[Part], after: Iterable[Part], parameters: int) -> bool:
+    """Whether the norms of some of so many parameters, which are on the host already, are those that were read before."""
+    known = np.zeros(parameters)
+    for part in before:
+        known[part.positions] = rows_of(part)[:, 0]
+    now = ((part.positions, rows_of(part)[:, 0]) for part in after)
+    return all(bool((np.isclose(known[i], norms, rtol=1e-6, atol=0) | ~np.isfinite(norms)).all()) for i, norms in now)

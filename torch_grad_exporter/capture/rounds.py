@@ -100,6 +100,8 @@ class RoundTracker:
         self.closures: set[int] = set()
         self.pattern = RoundPattern()
         self.inputs_wanted = False
+        self._steps_on_inputs = False
+        """Whether a step was taken on a backward that gives inputs a gradient, which then is no attack."""
         self._unreported = False
         """Whether parameters were found to change without a step of any optimizer."""
         self.samples = 0
@@ -147,7 +149,7 @@ class RoundTracker:
             seen = evidence()
             if self.pattern.cleared(current.backwards, seen) and (seen.scaler_known or not current.of_inputs):
                 self._gradients_were_cleared(seen)
-        self.current.of_inputs = self.inputs_wanted
+        self.current.of_inputs = self.inputs_wanted and not self._steps_on_inputs
 
     def _gradients_were_cleared(self, evidence: ClearingEvidence) -> None:
         """The gradients of the last backward are gone, and no step was seen."""
@@ -238,6 +240,7 @@ class RoundTracker:
         self.stepping.discard(optimizer)
         self.closures.discard(optimizer)
         current.stepped.add(optimizer)
+        self._steps_on_inputs |= current.of_inputs
         self._resolve(Outcome.STEPPED)
         if self.sample_is_open:
             # No other optimizer will step on the captured gradients in this round, as far as the last rounds show.

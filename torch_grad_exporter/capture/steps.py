@@ -27,6 +27,8 @@ class StepWatch:
         self._rounds = parts.rounds
         self._found_inf: dict[int, torch.Tensor] = {}
         self._compiled_before = compiled_backwards()
+        self._nested: set[int] = set()
+        """The optimizers whose step calls that of their base class, which PyTorch reports as two."""
 
     def began(self, seen: OptimizerView, *, closure: bool) -> None:
         """An optimizer is about to step, with these gradients. `closure`: the backward is yet to come, within the step."""
@@ -52,6 +54,7 @@ class StepWatch:
 
     def inner_began(self, optimizer: int) -> None:
         """A step that has begun calls that of its base class: it may have reduced gradients before, as Horovod's does."""
+        self._nested.add(optimizer)
         current = self._rounds.current
         if not (current.sampled and current.fired) or optimizer in self._rounds.closures:
             return
@@ -117,10 +120,10 @@ class StepWatch:
         parts = self._parts
         settled = parts.mode.sees_backwards and not (parts.nodes.held or self._backward.running)
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
-        if not settled or parts.index.fully_sharded or parts.fused.waiting:
+        if not settled or parts.index.fully_sharded or parts.fused.waiting or parts.optimizers.has_tools:
             return None
         found = self._rounds.regular_optimizer()
-        return None if found in parts.optimizers.copying or found in parts.fused.answering else found
+        return None if found in parts.optimizers.copying | parts.fused.answering | self._nested else found
 
     def _view(self, optimizer: int) -> OptimizerView:
         return OptimizerView(optimizer, found_inf=self._found_inf.get(optimizer))
@@ -179,7 +182,7 @@ class StepWatch:
         parts, mode = self._parts, self._parts.mode
         if not mode.sees_backwards:
             return
-        table = parts.reader.table
+        table = parts.index.refresh(within_step=True)
         has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
         if not (has_gradients and parts.probes.written_between_steps(table)):
             return
@@ -188,8 +191,7 @@ class StepWatch:
         if compiled or complete or parts.index.fully_sharded:
             # Where hooked nodes saw nothing, gradients do not come from autograd.
             parts.mode.missed(compiled=compiled)
-        if parts.mode.sees_backwards:
-            self._preparation.arm_nodes(sampled=True)
-        else:
+        mode.unsure = True
+        if not parts.mode.sees_backwards:
             parts.nodes.release()
             parts.reductions.disarm()  # no end of a backward will do it

@@ -103,6 +103,11 @@ class Optimizers:
             self._last = weakref.ref(optimizer), found
         return found
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether an optimizer steps within the step of another one."""
+        return bool(self._tools)
+
     def _is_tool(self, optimizer: torch.optim.Optimizer, inside: frozenset[int]) -> bool:
         """Whether it steps, or did so under the same table, within the step of another one that owns all that it owns."""
         answer = _Answer(self._index.table, _groups(optimizer), concerned=False)
