@@ -109,6 +109,8 @@ $(TRAINERS_STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv-trainers
 	$(TRAINERS)/python -m pip install 'pip>=23'
 	$(TRAINERS)/python -m pip install --editable '.[trainers]' '$(TORCH)'
+	@# It writes a cache at its first import, which another process that imports it meanwhile would read half.
+	@$(TRAINERS)/python -c 'import yapf'
 	@touch $@
 
 # A test that needs a newer torch skips itself (tests/support/torch_versions.py).

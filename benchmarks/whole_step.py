@@ -1,0 +1,96 @@
+"""What a whole step costs more with the exporter, in CPU time of the training thread: `python -m benchmarks.whole_step`.
+
+Two equal trainings in one process, one with an exporter, run in blocks by turns: plain, with, plain. A row has the median of
+the differences, and that of the two plain blocks as a control. Norms by `torch._foreach_norm` are measured in the same process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from torch_grad_exporter import start_exporter
+
+OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A training. `every`: the interval between samples, None for the defaults; `block`: steps; `blocks`: measured."""
+
+    name: str
+    layers: int
+    size: int
+    every: int | None
+    block: int
+    blocks: int
+    warm_up: int = 20
+
+
+CASES = (
+    Case("2 layers of 8x8, not sampled", 2, 8, 4096, 200, 60, 400),
+    Case("2 layers of 8x8, defaults", 2, 8, None, 200, 60, 400),
+    Case("48 layers of 256x256, each step sampled", 48, 256, 1, 5, 40),
+    Case("24 layers of 1024x1024, each step sampled", 24, 1024, 1, 3, 20),
+    Case("6,000 layers of 4x4 with biases, each step sampled", 6000, 4, 1, 1, 8, 3),
+)
+
+
+def training(case: Case) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """Return a model whose gradients neither vanish nor explode, and its step."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(case.size, case.size, bias=case.size < 256) for _ in range(case.layers)]
+    for layer in layers:
+        torch.nn.init.orthogonal_(layer.weight)
+    model, inputs = torch.nn.Sequential(*layers), torch.randn(16, case.size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def microseconds(action: Callable[[], object], times: int = 1) -> float:
+    """Return the CPU time of this thread for one call."""
+    start = time.thread_time_ns()
+    for _ in range(times):
+        action()
+    return (time.thread_time_ns() - start) / times / 1e3
+
+
+def measure(case: Case) -> str:
+    """Return the row of a case."""
+    plain_model, plain = training(case)
+    model, step = training(case)
+    options = {} if case.every is None else {"every": case.every}
+    with start_exporter(model, port=None, collectors=OFF, **options):
+        for _ in range(case.warm_up):
+            plain()
+            step()
+        rows = [[microseconds(one, case.block) for one in (plain, step, plain)] for _ in range(case.blocks)]
+    gradients = [parameter.grad for parameter in plain_model.parameters()]
+    norms = median(microseconds(lambda: torch.stack(torch._foreach_norm(gradients))) for _ in range(20))
+    more = median(middle - (before + after) / 2 for before, middle, after in rows)
+    control = median(after - before for before, _, after in rows)
+    plain_step = median(before for before, _, _ in rows)
+    return f"| {case.name} | {plain_step:,.0f} | {more:,.1f} | {control:+,.1f} | {norms:,.0f} | {more / norms:.2f} |"
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    print("| training | plain step, us | more, us | control, us | _foreach_norm, us | more / norms |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for case in CASES:
+        print(measure(case), flush=True)
+
+
+if __name__ == "__main__":
+    main()
