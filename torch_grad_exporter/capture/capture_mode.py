@@ -52,9 +52,10 @@ class CaptureMode:
 
         The first and the last of each optimizer and model show backwards; probes are spread over what got a gradient.
         """
+        self.unsure = False
         if (table, fired) == self._followed:
             return
-        self._followed, self.unsure = (table, set(fired)), False
+        self._followed = table, set(fired)
         owners = self._optimizers.owners(table)
         by_model: dict[int, list[int]] = {}
         for i in sorted(fired):

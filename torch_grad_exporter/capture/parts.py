@@ -100,7 +100,7 @@ class Parts:
             step_of_sample=self.reader.stepped,
             withdraw=self._withdraw,
             step_before_skipped=self.fused.settle,
-            round_began=lambda _sampled, after_step: self._round_began(after_step),
+            round_began=self._round_began,
         )
         self.rounds = RoundTracker(self.schedule.due, effects)
         start = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER

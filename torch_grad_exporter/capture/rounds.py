@@ -75,8 +75,8 @@ class RoundEffects:
     """What was read of the round is not to be shown."""
     step_before_skipped: Callable[[int], bool]
     """The round of this number begins: whether an answer that came late shows that the step before was skipped."""
-    round_began: Callable[[bool, bool], object]
-    """A round has begun: whether it is sampled, and whether a step ended the one before."""
+    round_began: Callable[[bool], object]
+    """A round has begun: whether a step ended the one before."""
 
 
 class RoundTracker:
@@ -316,7 +316,7 @@ class RoundTracker:
         surprising |= self._postponed and self._readable
         self._postponed = False
         self.current = Round(number, due or surprising, extra=not due)
-        self._effects.round_began(self.current.sampled, bool(last.stepped))
+        self._effects.round_began(bool(last.stepped))
 
     def training_over(self, *, failed: bool) -> None:
         """The exporter is being closed: a whole round without a step is a skipped one, unless an exception ended it, `failed`."""

@@ -9,8 +9,8 @@ a fixed place would alias with a loop that has a period of its own, and of two a
 one would never be sampled. The pattern depends on the round's number alone, and the rounds of a long interval
 are among those of every shorter one, so ranks that count alike sample alike.
 
-Rounds that are not sampled are only counted, if they are like those before, see `counted/`: hooks at the forward, the backward
-and the step would cost more than a short step may.
+Rounds that are not sampled are only counted, if they are like those before, see `counted_rounds.py`: hooks at the forward, the
+backward and the step would cost more than a short step may.
 """
 
 from __future__ import annotations

@@ -89,9 +89,8 @@ class StepWatch:
         late = optimizer in rounds.closures
         if late and not self._parts.mode.sees_backwards:
             self._parts.cost.of(self._read, self._view(optimizer))
-        table = self._parts.nodes.table
         if rounds.step_taken(optimizer):
-            self._no_backward_seen(complete=table is not None and self._parts.nodes.hooks_all_of(self._parts.index.refresh()))
+            self._no_backward_seen()
         if late and self._parts.mode.sees_backwards:
             self._look(self._view(optimizer))
         first = not rounds.current.stepped
@@ -177,8 +176,8 @@ class StepWatch:
             return owners
         return owners.union(number for number, _ in self._parts.optimizers.numbered())  # each is read when it steps
 
-    def _no_backward_seen(self, *, complete: bool) -> None:
-        """A step that no backward was seen before. `complete`: the nodes of all parameters were hooked."""
+    def _no_backward_seen(self) -> None:
+        """A step that no backward was seen before."""
         parts, mode = self._parts, self._parts.mode
         if not mode.sees_backwards:
             return
@@ -186,7 +185,7 @@ class StepWatch:
         has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
         if not (has_gradients and parts.probes.written_between_steps(table)):
             return
-        compiled = compiled_backwards() > self._compiled_before
+        compiled, complete = compiled_backwards() > self._compiled_before, parts.nodes.hooks_all_of(table)
         parts.nodes.disarm()  # they may be those of tensors that were replaced
         if compiled or complete or parts.index.fully_sharded:
             # Where hooked nodes saw nothing, gradients do not come from autograd.

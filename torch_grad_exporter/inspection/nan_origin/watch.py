@@ -63,9 +63,9 @@ class NanOrigin:
 
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
         """Begins to record, where the round is armed."""
-        wanted = self._requests.take()
-        if wanted is not None and SOURCE in wanted.rounds:
-            self._rounds, self._forwards = wanted.rounds[SOURCE], FORWARDS
+        requested = self._requests.take()
+        if SOURCE in requested:
+            self._rounds, self._forwards = requested[SOURCE], FORWARDS
         if not (self._rounds or (self._always and sampled)):
             return
         if capturing_graph() or within_transform() or compiles_its_call(root):
