@@ -282,7 +282,8 @@ class GrpcReceiver(Receiver, MetricsServiceServicer):
 
     def __init__(self, *, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> None:
         super().__init__()
-        self._server = grpc.server(ThreadPoolExecutor(4), options=(("grpc.so_reuseport", 0),))
+        self._pool = ThreadPoolExecutor(4)
+        self._server = grpc.server(self._pool, options=(("grpc.so_reuseport", 0),))
         add_MetricsServiceServicer_to_server(self, self._server)
         address = f"127.0.0.1:{port}"
         if credentials is None:
@@ -305,6 +306,7 @@ class GrpcReceiver(Receiver, MetricsServiceServicer):
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._server.stop(0).wait()
+        self._pool.shutdown()  # else its threads end at any time, also while another test lists threads
         assert self.violations == []
 
 
