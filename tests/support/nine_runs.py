@@ -303,10 +303,11 @@ def _main(name: str, rank: int, folder: str, begin: Begin) -> None:
 
 def hide(port: int | None) -> None:
     """Shut the server's sockets, so that no scrape sees the end of the run."""
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.laddr and connection.laddr.port == port:
-            with socket.socket(fileno=os.dup(connection.fd)) as copy, contextlib.suppress(OSError):
-                copy.shutdown(socket.SHUT_RDWR)
+    for state in (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED):  # in this order: a connection may come until the listener is shut
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == state:
+                with socket.socket(fileno=os.dup(connection.fd)) as copy, contextlib.suppress(OSError):
+                    copy.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True, slots=True)
