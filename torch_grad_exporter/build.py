@@ -195,7 +195,7 @@ class Stages:
             exponential=checked.push is not None and checked.push.exponential,
             clipped=checked.clip is not None,
             drain_seconds=ORIGIN_SECONDS if settings.nan_origin else DRAIN_SECONDS,
-            periodic=capture.look, counting=clock.counting,
+            periodic=capture.look,
         )  # fmt: skip
         if settings.nan_origin:
             origins = Origins(places, self.steps, requests)

@@ -1,11 +1,10 @@
-"""StepClock: counts and times what happens on the training thread; a scrape reads it as it is, from any thread.
+"""StepClock: counts and times what happens on the training thread; a scrape reads it at any moment, from any thread.
 
-The clock receives events and changes only itself. What needs a histogram goes to the host side through the mailbox.
+The clock receives events and changes only itself. Durations of steps go to the worker through the mailbox.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,16 @@ from dataclasses import dataclass
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE, PhaseTimes
 from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import PLACED, Counting, StepsTaken, TraceIds
+from torch_grad_exporter.store.records import PLACED, StepsTaken, TraceIds
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was counted up to one moment. `steps`: by optimizer; `examples`: training examples that went into forwards."""
+    """What was counted up to one moment."""
 
-    steps: dict[int, int]
+    steps: dict[int, int]  # by optimizer
     backward_passes: int
-    examples: int
+    examples: int  # training examples that went into forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,57 +29,50 @@ class _CountedRounds:
     """Rounds that are only counted until `StepClock.commit`, see `StepClock.leave_counting_to`.
 
     One object that is set and taken away as a whole, so that another thread sees no round twice and misses none.
-    `stretch`: how many times such rounds have begun; `before`: what was counted then; `round_at`: the end of the step before them,
-    in seconds of the clock, `None` if there was none; `offset`: what Unix time was ahead of the clock then.
     """
 
-    stretch: int
-    before: Counts
-    round_at: float | None
-    offset: float
+    before: Counts  # what was counted until they began
     optimizer: int
-    moments: Sequence[float]
+    steps: StepsTaken
     backwards: Sequence[object]
-    examples: float
+    examples: float  # to each backward
 
     def counts(self) -> Counts:
-        """All counts up to now."""
+        """Return all counts up to now."""
         before, backwards = self.before, len(self.backwards)
         return Counts(
-            {**before.steps, self.optimizer: before.steps[self.optimizer] + len(self.moments)},
+            {**before.steps, self.optimizer: before.steps[self.optimizer] + len(self.steps.moments)},
             before.backward_passes + backwards,
             before.examples + round(backwards * self.examples),
         )
 
-    def durations(self) -> tuple[float, ...]:
-        """The seconds from step to step up to now, none where the step before is not known."""
-        if self.round_at is None:
-            return ()
-        return tuple(after - before for before, after in itertools.pairwise((self.round_at, *self.moments)))
-
 
 @dataclass(slots=True)
 class GradientWaitTimes:
-    """Waits for other ranks' gradients. `rounds`: sampled ones in which they were timed, `None` where there are no other ranks."""
+    """Waits for other ranks' gradients."""
 
-    rounds: int | None = None
+    rounds: int | None = None  # sampled ones in which they were timed; None where there are no other ranks
     seconds: float = 0.0
 
     def expected(self) -> None:
-        """There are other ranks."""
+        """Note that there are other ranks."""
         if self.rounds is None:
             self.rounds = 0
 
     def waited(self, seconds: float, *, new_round: bool) -> None:
-        """A backward waited so long. `new_round`: it is the first timed one of its round."""
+        """Add the wait of a backward. `new_round`: it is the first timed one of its round."""
         self.seconds += seconds
         self.rounds = (self.rounds or 0) + new_round
 
 
 class StepClock:
-    """Counts and times. `clock`: seconds from any origin, for durations; `now`: Unix time. Belongs to the training thread.
+    """Counts and times. Belongs to the training thread, but for reading.
 
-    `events`: of devices, which time the phases there.
+    Args:
+        mailbox: Where the durations of steps go.
+        clock: Seconds from any origin, for durations.
+        now: Unix time.
+        events: Those of devices, which time the phases there.
     """
 
     def __init__(
@@ -98,25 +90,18 @@ class StepClock:
         self.skipped = 0
         self.evaluating = False
         self.examples_known = True
-        self.forward_came = False
-        """Whether there was a training forward, outside of a backward, since the last step."""
-        self.own_seconds = 0.0
-        """What the exporter took on this thread since the last round."""
-        self.device_seconds = 0.0
-        """What it took on devices, as far as that became known since the last round."""
+        self.forward_came = False  # whether there was a training forward, outside of a backward, since the last step
+        self.own_seconds = 0.0  # of the exporter on this thread since the last round
+        self.device_seconds = 0.0  # of the exporter on devices, as far as that became known since the last round
         self._mailbox = mailbox
-        # Apart, so that what one thread counts never writes back what another has counted.
+        # Without rounds that are not committed. Apart, so that what one thread counts never writes back what another has counted.
         self.steps: dict[int, int] = {}
-        """Steps by optimizer, without rounds that are not committed; so are the next two."""
         self.backward_passes = 0
         self.examples = 0
-        self.earlier: int | None = None
-        """Steps of the training before those that are counted here, as the loop told; `None` where it told none."""
-        self._owed: dict[int, int] = {}
+        self.earlier: int | None = None  # steps before those that are counted here, None unless `resume` gave them
+        self._owed: dict[int, int] = {}  # by optimizer, steps that were counted and did not take place
         self._uncommitted: _CountedRounds | None = None
-        self._stretch = 0
-        self._placed = 0
-        """Of how many rounds the step was told."""
+        self._placed = 0  # rounds whose step was reported
         self._round_at: float | None = None
         self._last_step: float | None = None
         self._last_activity: float | None = None
@@ -124,12 +109,12 @@ class StepClock:
     # Phases
 
     def switch(self, phase: str, moment: float | None = None) -> None:
-        """Enters a phase, unless an optimizer is stepping: with a closure everything is `optimizer`.
+        """Enter a phase, unless an optimizer is stepping: with a closure everything is `optimizer`.
 
-        `moment`: what the clock has just said.
+        `moment`: the clock's time if it was read just now.
         """
-        if self.phases.current != OPTIMIZER and self._uncommitted is None:
-            self.phases.enter(phase, moment)
+        if self.phases.current != OPTIMIZER:
+            self._enter(phase, moment)
 
     @property
     def stepping(self) -> bool:
@@ -137,15 +122,15 @@ class StepClock:
         return self.phases.current == OPTIMIZER
 
     def step_began(self, moment: float | None = None) -> None:
-        """An optimizer's step begins. `moment`: as of `switch`."""
+        """Begin an optimizer's step. `moment`: see `switch`."""
         self._enter(OPTIMIZER, moment)
 
     def leave_step(self) -> None:
-        """The step that had begun will not end: it raised."""
+        """Leave a step that will not end, since it raised."""
         self._enter(OUTSIDE)
 
     def step_over(self, moment: float, *, first_of_round: bool) -> None:
-        """An optimizer's step was over at this moment of the clock; `step_ended` is to follow."""
+        """Leave a step that was over at this moment of the clock; `step_ended` follows."""
         self._enter(OUTSIDE, moment)
         if first_of_round and self._uncommitted is None:
             self.phases.round_over()
@@ -156,41 +141,40 @@ class StepClock:
 
     # Counts
 
-    def step_done(self, optimizer: int, times: int = 1) -> None:
-        """Counts steps of an optimizer."""
-        owed = min(self._owed.get(optimizer, 0), times) if self._owed else 0
-        if owed:
-            self._owed[optimizer] -= owed
-        if times > owed:
+    def step_done(self, optimizer: int) -> None:
+        """Count a step of an optimizer."""
+        if self._owed.get(optimizer):
+            self._owed[optimizer] -= 1
+        else:
             # A new dict instead of a new key: a scrape may be reading the old one.
-            self.steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + times - owed}
+            self.steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + 1}
 
     def step_undone(self, optimizer: int) -> None:
-        """A step that was counted did not take place: the next one makes up for it, since a counter must not fall."""
+        """Take back a step that did not take place: the next one is not counted, since a counter must not fall."""
         self._owed[optimizer] = self._owed.get(optimizer, 0) + 1
 
     def steps_skipped(self, steps: int) -> None:
-        """So many rounds ended without a step."""
+        """Count rounds that ended without a step."""
         self.skipped += steps
 
     def backwards_passed(self, backwards: int) -> None:
-        """So many backwards are over."""
+        """Count backwards that are over."""
         self.backward_passes += backwards
 
     def examples_came(self, examples: int) -> None:
-        """So many training examples go into a forward."""
+        """Count training examples that go into a forward."""
         self.examples += examples
 
     def examples_unknown(self) -> None:
-        """How many training examples there are cannot be seen, or the user reports it."""
+        """Give up examples: they cannot be seen, or the user reports them."""
         self.examples_known = False
 
     def resume(self, step: int) -> None:
-        """The training is after its step of this number now, from which the numbers of steps go on."""
+        """Take this number as that of the training's last step, from which the numbers of steps go on."""
         self.earlier = step - max(self.counts().steps.values(), default=0)
 
     def numbers(self, steps: dict[int, int]) -> dict[int, int]:
-        """The number that the last step of each optimizer has in the whole training, of what was counted here."""
+        """Return the number in the whole training of each optimizer's last step, given the steps counted here."""
         return {optimizer: count + (self.earlier or 0) for optimizer, count in steps.items()}
 
     @property
@@ -201,12 +185,12 @@ class StepClock:
         return max(steps.values(), default=0) + (self.earlier or 0)
 
     def counts(self) -> Counts:
-        """What was counted so far, with rounds that are not committed. From any thread."""
+        """Return what was counted so far, with rounds that are not committed. From any thread."""
         while True:
             uncommitted = self._uncommitted
-            found = self._committed() if uncommitted is None else uncommitted.counts()
+            counts = self._committed() if uncommitted is None else uncommitted.counts()
             if self._uncommitted is uncommitted:  # else they were committed meanwhile
-                return found
+                return counts
 
     def _committed(self) -> Counts:
         return Counts(self.steps, self.backward_passes, self.examples)
@@ -214,93 +198,101 @@ class StepClock:
     # Times
 
     def active(self, *, evaluating: bool) -> None:
-        """The loop is alive: a forward begins."""
+        """Note that the loop is alive: a forward begins."""
         self._last_activity = self.now()
         self.evaluating = evaluating
 
     def spent(self, seconds: float) -> None:
-        """The exporter has taken so long on the training thread."""
+        """Add what the exporter took on the training thread."""
         self.own_seconds += seconds
         self.phases.own += seconds
 
     def spent_on_devices(self, seconds: float) -> None:
-        """The exporter has taken so long on devices."""
+        """Add what the exporter took on devices."""
         self.device_seconds += seconds
 
     @property
-    def last_step(self) -> float | None:
-        """When the last step was over, as Unix time; `None` before the first."""
+    def _last_counted(self) -> tuple[float, float] | None:
+        """The end of the last step that was only counted, in seconds of the clock, and what Unix time is ahead of it."""
         uncommitted = self._uncommitted
-        return uncommitted.moments[-1] + uncommitted.offset if uncommitted is not None and uncommitted.moments else self._last_step
+        if uncommitted is None or not uncommitted.steps.moments:
+            return None
+        return uncommitted.steps.moments[-1], uncommitted.steps.offset
+
+    @property
+    def last_step(self) -> float | None:
+        """When the last step was over, as Unix time; None before the first."""
+        counted = self._last_counted
+        return self._last_step if counted is None else sum(counted)
 
     @property
     def last_activity(self) -> float | None:
-        """When the loop last showed that it is alive, as Unix time; `None` before it ever did."""
+        """When the loop last showed that it is alive, as Unix time; None before it ever did."""
         times = [moment for moment in (self.last_step, self._last_activity) if moment is not None]
         return max(times, default=None)
 
     @property
     def last_moment(self) -> float:
         """When the last step was over, in seconds of `clock`; 0 before the first."""
-        uncommitted = self._uncommitted
-        return uncommitted.moments[-1] if uncommitted is not None and uncommitted.moments else self._round_at or 0.0
+        counted = self._last_counted
+        return self._round_at or 0.0 if counted is None else counted[0]
 
     def step_ended(self, *, first_of_round: bool, trace: TraceIds | None = None) -> float | None:
-        """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only.
+        """Note the end of a step; return the seconds since the round before, for a round's first step only.
 
         `trace`: the one that is active.
         """
-        self._enter(OUTSIDE)
         now = self._last_step = self._last_activity = self.now()
         self.evaluating = False
         if not first_of_round:
             return None
-        moment = self.clock()
-        seconds = None if self._round_at is None else moment - self._round_at
+        moment, before = self.clock(), self._round_at
+        own, self.own_seconds, self.device_seconds = self.own_seconds + self.device_seconds, 0.0, 0.0
         self._round_at = moment
         step = None
         if self._placed <= PLACED:  # the first one has no duration
-            self._placed, step = self._placed + 1, self.number
-        durations = () if seconds is None else (seconds,)
-        self._mailbox.append(StepsTaken(durations, self.own_seconds + self.device_seconds, now, trace, step))
-        self.own_seconds = self.device_seconds = 0.0
-        return seconds
+            self._placed, step = self._placed + 1, self.number - 1
+        self._mailbox.append(StepsTaken(before, (moment,), now - moment, own, trace, step))
+        return None if before is None else moment - before
 
     # Rounds that something else counts
 
     def leave_counting_to(self, optimizer: int, moments: Sequence[float], backwards: Sequence[object], *, examples: float) -> None:
-        """From now on, right after a round, something else counts, and phases are not timed.
+        """Let something else count from now on, right after a round; phases are not timed meanwhile.
 
-        It notes in `moments` when each step of this optimizer is over, in seconds of the clock, and in `backwards` an item for each
-        backward, which is taken for so many `examples`.
+        Args:
+            optimizer: The number of the one that steps.
+            moments: Grows by the end of each of its steps, in seconds of the clock.
+            backwards: Grows by an item for each backward.
+            examples: To a backward, as estimated.
         """
-        offset, self._stretch = self.now() - self.clock(), self._stretch + 1
-        before, at = self._committed(), self._round_at
-        self._uncommitted = _CountedRounds(self._stretch, before, at, offset, optimizer, moments, backwards, examples)
-
-    def counting(self) -> Counting | None:
-        """The rounds that are to be handed over together, as far as they have come; `None` without any. From any thread."""
-        uncommitted = self._uncommitted
-        return None if uncommitted is None else Counting(uncommitted.durations(), uncommitted.stretch)
+        offset = self.now() - self.clock()
+        step = self.number if self._placed <= PLACED else None
+        steps = StepsTaken(self._round_at, moments, offset, step=step)
+        # In this order: whoever asks for `counts`, and then the worker, has a duration for each step.
+        self._mailbox.append(steps)
+        self._uncommitted = _CountedRounds(self._committed(), optimizer, steps, backwards, examples)
 
     def commit(self, own_to_a_round: float) -> tuple[tuple[float, ...], float]:
-        """Takes over what was counted; returns the seconds from step to step of those rounds, and what the exporter took in all.
+        """Take over what was counted since `leave_counting_to`.
 
-        That is so much to each round, and what it took besides.
+        Args:
+            own_to_a_round: What counting a round costs, in seconds.
+
+        Returns:
+            The seconds from step to step of those rounds, and what the exporter took in them, with the user's calls.
         """
-        uncommitted = self._uncommitted
-        durations = () if uncommitted is None else uncommitted.durations()
-        own = 0.0
-        if uncommitted is not None and durations:
+        counted = self._uncommitted
+        if counted is None:
+            return (), 0.0
+        durations, own = tuple(counted.steps.durations()), 0.0
+        if durations:
             own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
-            at, step = uncommitted.moments[-1] + uncommitted.offset, None
-            if self._placed <= PLACED:
-                self._placed, step = self._placed + len(durations), self.number
-            # Before `counting` says nothing of them any more: who asks it and then takes what was posted misses none.
-            self._mailbox.append(StepsTaken(durations, own, at, step=step, stretch=uncommitted.stretch))
-            self._round_at = uncommitted.moments[-1]
+            self._placed += len(durations)
+            self._round_at = counted.steps.moments[-1]
+        counted.steps.own_seconds = own
         self._last_step, self._last_activity = self.last_step, self.last_activity
-        counts = self.counts()
+        counts = counted.counts()
         self.steps, self.backward_passes, self.examples = counts.steps, counts.backward_passes, counts.examples
         self._uncommitted = None
         self.phases.restart()

@@ -7,6 +7,8 @@ which is ready once its vector is on the host.
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import IntArray
@@ -91,24 +93,26 @@ class RoundEnded:
     withdrawn: bool = False  # what was read of the round must not be shown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StepsTaken:
-    """Rounds whose first steps are done, each for itself or many that were only counted."""
+    """Rounds whose first steps are over: one that was followed, or several that are only counted.
 
-    seconds: tuple[float, ...]  # from first step to first step; empty for the first round ever
-    own_seconds: float  # of the exporter in all of these rounds
-    at: float  # Unix time of the last step
+    While rounds are counted the training thread goes on appending to `moments`, and sets `own_seconds` after the last of
+    them; it changes nothing else, and the worker only reads. Each record stands by itself, so one that is lost spoils no other.
+    """
+
+    since: float | None  # end of the step before them, in seconds of the clock; None before the first one ever
+    moments: Sequence[float]  # the end of each step
+    offset: float  # what Unix time was ahead of the clock
+    own_seconds: float | None = None  # of the exporter in all of these rounds; None while they are not over
     trace: TraceIds | None = None
-    step: int | None = None  # number of the last step, of the optimizer that took the most
-    stretch: int = 0  # number of the counted rounds in a row that these are, see `Counting`
+    step: int | None = None  # number of the step before them, of the optimizer that took the most
 
-
-@dataclass(frozen=True, slots=True)
-class Counting:
-    """Rounds that are still being counted, read by a scrape; a `StepsTaken` of the same stretch, or none, follows."""
-
-    seconds: tuple[float, ...]
-    stretch: int
+    def durations(self, start: int = 0) -> list[float]:
+        """Return the seconds from step to step, from the step with this index on."""
+        moments = self.moments[start:]  # a copy, as it may be growing
+        since = self.moments[start - 1] if start else self.since
+        return [after - before for before, after in itertools.pairwise(moments if since is None else (since, *moments))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +122,7 @@ class Observed:
     name: str
     value: Ticket | float
     labels: tuple[str, str] | tuple[()] = ()  # optimizer and parameter group of a learning rate
-    step: int | None = None  # as in `StepsTaken`
+    step: int | None = None  # that it belongs to, of the optimizer that took the most
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
 from torch_grad_exporter.store.baselines import LossBaseline
 from torch_grad_exporter.store.cursors import Cursor
-from torch_grad_exporter.store.records import Counting, Observed, StepsTaken
+from torch_grad_exporter.store.records import Observed, StepsTaken
 
 RATIO_STEPS, SLOWEST_STEPS = 1000, 128
 """Steps over which the overhead ratio and the slowest step are taken."""
@@ -47,53 +47,42 @@ class RunTable:
         self._buckets = [0] * (len(STEP_SECONDS) + 1)
         self._own, self._seconds = [0.0] * RATIO_STEPS, [0.0] * RATIO_STEPS  # of the last steps, as rings
         self._count = 0
-        self._ahead: Counting | None = None  # rounds that were shown before their record came
-        self._stretch = 0  # of the last record of counted rounds
+        self._steps: StepsTaken | None = None  # the last record, until its rounds are over
+        self._taken = 0  # rounds of it that were counted
 
-    def steps_taken(self, record: StepsTaken) -> None:
-        """Count rounds."""
-        if record.stretch:
-            self._end_before(record.stretch + 1, came=record.stretch)
-            self._stretch = record.stretch
-        self._totals.overhead_seconds += record.own_seconds
-        if not record.seconds:
-            return
-        bucket = self._add(record.seconds, record.own_seconds)
-        if record.step is not None:
-            step, at = record.step - len(record.seconds), record.at - sum(record.seconds)
-            for seconds in record.seconds:
-                step, at = step + 1, at + seconds
-                self._enter_single("step_seconds", step, seconds, at)
-        if record.trace is not None:
-            self._totals.exemplars[bucket] = Exemplar(record.seconds[-1], record.at, *record.trace)
+    def steps_taken(self, record: StepsTaken) -> int:
+        """Begin with the next record of rounds, after the rest of the one before; return how many rounds are new."""
+        before = self.take_steps()
+        self._steps, self._taken = record, 0
+        return before + self.take_steps()
 
-    def _add(self, durations: tuple[float, ...], own_seconds: float) -> int:
-        """Add durations; return the bucket of the last one."""
-        share, bucket = own_seconds / len(durations), 0
-        for seconds in durations:
-            place, self._count = self._count % RATIO_STEPS, self._count + 1
-            self._own[place], self._seconds[place] = share, seconds
+    def take_steps(self) -> int:
+        """Count the rounds that have come to the last record since; return how many."""
+        record, totals = self._steps, self._totals
+        if record is None:
+            return 0
+        own = record.own_seconds  # read first: once it is set, no more rounds come
+        durations = record.durations(self._taken)
+        first = self._taken + (record.since is None and not self._taken)
+        bucket = 0
+        for index, seconds in enumerate(durations, first):
+            self._own[self._count % RATIO_STEPS], self._seconds[self._count % RATIO_STEPS] = 0.0, seconds
+            self._count += 1
             bucket = bisect.bisect_left(STEP_SECONDS, seconds)
             self._buckets[bucket] += 1
-        self._totals.duration_sum += sum(durations)
-        return bucket
-
-    def counting(self, now: Counting | None) -> None:
-        """Take note of rounds whose record is yet to come, after what has come before, so that snapshots show them.
-
-        They are shown until the record comes, which has as many or more: totals never fall, and have none twice.
-        """
-        if now is not None and now.seconds and now.stretch > self._stretch:
-            self._end_before(now.stretch)
-            self._ahead = now
-
-    def _end_before(self, stretch: int, *, came: int | None = None) -> None:
-        """End what was shown of earlier stretches. `came`: the one whose record is here; those of others are lost."""
-        ahead = self._ahead
-        if ahead is not None and ahead.stretch < stretch:
-            self._ahead = None
-            if ahead.stretch != came:
-                self._add(ahead.seconds, 0.0)
+            totals.duration_sum += seconds
+            if record.step is not None:
+                self._enter_single("step_seconds", record.step + index + 1, seconds, record.moments[index] + record.offset)
+        if record.trace is not None and durations:
+            totals.exemplars[bucket] = Exemplar(durations[-1], record.moments[-1] + record.offset, *record.trace)
+        new, self._taken = first + len(durations) - self._taken, first + len(durations)
+        if own is not None:
+            self._steps = None
+            totals.overhead_seconds += own
+            timed = self._taken - (record.since is None)
+            for place in range(self._count - timed, self._count):
+                self._own[place % RATIO_STEPS] = own / timed
+        return new
 
     def observed(self, record: Observed, value: float) -> None:
         """Take an observed value; `samples` and `tokens` add up, the others replace the value before."""
@@ -129,25 +118,20 @@ class RunTable:
 
     def snapshot(self, *, recent: bool = True) -> TotalsSnapshot:
         """Return a copy of all values. `recent`: with those over the last steps."""
-        totals, ahead = self._totals, () if self._ahead is None else self._ahead.seconds
-        buckets, training = list(self._buckets), sum(self._seconds) if recent else 0.0
-        for seconds in ahead:
-            buckets[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
+        totals = self._totals
+        training = sum(self._seconds) if recent else 0.0
         return replace(
             totals,
-            duration_buckets=np.array(buckets, dtype=np.float64),
-            duration_sum=totals.duration_sum + sum(ahead),
+            duration_buckets=np.array(self._buckets, dtype=np.float64),
             exemplars=dict(totals.exemplars),
-            slowest=self._slowest(ahead) if recent else None,
+            slowest=self._slowest() if recent else None,
             overhead_ratio=sum(self._own) / training if training else None,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),
         )
 
-    def _slowest(self, ahead: Sequence[float]) -> float | None:
-        """Return the longest of the last `SLOWEST_STEPS`, of which those ahead came last."""
-        more = min(max(SLOWEST_STEPS - len(ahead), 0), self._count)
-        end = self._count % RATIO_STEPS
-        last = [*self._seconds[RATIO_STEPS - max(0, more - end) :], *self._seconds[max(0, end - more) : end]]
-        return max((*ahead[-SLOWEST_STEPS:], *last), default=None)
+    def _slowest(self) -> float | None:
+        """Return the longest of the last `SLOWEST_STEPS`."""
+        last = range(max(0, self._count - SLOWEST_STEPS), self._count)
+        return max((self._seconds[place % RATIO_STEPS] for place in last), default=None)

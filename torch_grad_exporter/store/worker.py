@@ -34,7 +34,6 @@ from torch_grad_exporter.store.mailbox import ROOM, Mailbox
 from torch_grad_exporter.store.optimizer_table import OptimizerTable
 from torch_grad_exporter.store.pending_samples import CountedSample, PendingSamples
 from torch_grad_exporter.store.records import (
-    Counting,
     Inspected,
     Observed,
     Record,
@@ -103,7 +102,6 @@ class Worker:
         clipped: Whether gradients are clipped as `clip=` asks for.
         drain_seconds: Between two drains of the thread.
         periodic: Other work of the thread; returns the seconds until it is due again.
-        counting: The rounds that are still being counted.
     """
 
     def __init__(
@@ -117,11 +115,10 @@ class Worker:
         clipped: bool = False,
         drain_seconds: float = DRAIN_SECONDS,
         periodic: Callable[[], float] = lambda: DRAIN_SECONDS,
-        counting: Callable[[], Counting | None] = lambda: None,
     ) -> None:
         self._mailbox, self._errors = mailbox, errors
         self._guard = errors.boundary("worker", limit=None)
-        self._drain_seconds, self._periodic, self._counting = drain_seconds, periodic, counting
+        self._drain_seconds, self._periodic = drain_seconds, periodic
         self._cursors: WeakSet[Cursor] = WeakSet()
         self._pending = PendingSamples(clipped=clipped)
         self._layers = LayerTable(table, self._cursors, layout, exponential=exponential)
@@ -226,10 +223,7 @@ class Worker:
         return None if waits else self._popped + self._changed
 
     def _snapshot(self, *, recent: bool = True) -> Snapshot:
-        # Read first: what is over when the mailbox is drained has its record there.
-        counting = self._guard.result(self._counting)
         self._drain()
-        self._guard(self._run.counting, counting)
         return self._reader.snapshot(self._changed, recent=recent)
 
     # The thread
@@ -282,6 +276,7 @@ class Worker:
                     self._of_run.append((now, record))
                 else:
                     self._of_rounds.append((now, record))
+            self._guard(self._take_steps)
             for line in (self._of_rounds, self._of_run):
                 while line and self._guard.result(self._take_first, line, now) is not False:
                     pass  # a record that fails is gone: those behind it are taken
@@ -294,10 +289,12 @@ class Worker:
         count, self._left_out = self._mailbox.left_out - self._left_out, self._mailbox.left_out
         self._errors.count("worker", OverflowError(f"{count} records did not fit into the mailbox"), count)
 
-    def _take_steps(self, record: StepsTaken) -> None:
-        self._run.steps_taken(record)
-        for listener in self._listeners:
-            listener.rounds_over(len(record.seconds) or 1)
+    def _take_steps(self, record: StepsTaken | None = None) -> None:
+        """Count what has come to the last record of steps, and then the next one."""
+        rounds = self._run.take_steps() if record is None else self._run.steps_taken(record)
+        if rounds:
+            for listener in self._listeners:
+                listener.rounds_over(rounds)
 
     def _take_first(self, line: deque[tuple[float, Record]], now: float) -> bool:
         """Apply the first record of a line if its vectors are here, or have to be given up; return whether it did."""
