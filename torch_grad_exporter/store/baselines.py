@@ -10,23 +10,20 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.store.histograms import Records, moved
 
-WINDOW, ENOUGH = 128, 20
-"""Samples that a baseline remembers, and before which there is no verdict."""
+WINDOW, ENOUGH = 128, 20  # samples that a baseline remembers, and before which there is no verdict
+SIGMAS, FACTOR = 6.0, 3.0  # a spike of a norm lies beyond 6 sigmas and 3 times the median
+ESTIMATES_SIGMA = 1.4826  # a median absolute deviation, times this
+NEW_LEVEL = 32  # spikes in a row after which they are the new normal: the baseline starts again
 
-SIGMAS, FACTOR = 6.0, 3.0
-"""A spike lies beyond 6 sigmas and 3 times the median."""
-
+# Smallest sigma of a norm's logarithm, and of a loss as a share of its median: a change of some percent must not alarm.
 LOG_FLOOR, RELATIVE_FLOOR = 0.1, 0.01
-"""Smallest sigma of a logarithm, and of a value as a share of the median: a change of some percent must not alarm."""
-
-NEW_LEVEL = 32
-"""Spikes in a row after which they are the new normal and the baseline starts again from them."""
 
 ROW = np.dtype([("past", np.float64, (WINDOW,)), ("count", np.int64), ("spikes_in_a_row", np.int64)])
 
@@ -64,7 +61,7 @@ class Baselines:
     def _compare(self, rows: IntArray, values: FloatArray) -> tuple[FloatArray, BoolArray]:
         past, count = self._rows["past"][rows], np.minimum(self._rows["count"][rows], WINDOW)
         median = _medians(past, count)
-        deviation = 1.4826 * _medians(np.abs(past - median[:, None]), count)
+        deviation = ESTIMATES_SIGMA * _medians(np.abs(past - median[:, None]), count)
         zscore = (values - median) / np.maximum(deviation, LOG_FLOOR)
         spike = (zscore > SIGMAS) & (values - median > np.log(FACTOR))
         return np.where(np.isfinite(zscore), zscore, np.nan), spike
@@ -83,80 +80,55 @@ class Baselines:
 
 
 class Baseline:
-    """The baseline of one quantity of which each step has a value.
+    """The baseline of one quantity of which each step has a value, so that one must cost little time.
 
-    `log` judges logarithms, of which `floor` is the smallest sigma, and a spike is upwards by `factor` too; otherwise
-    the values themselves. The past is kept in order as well, since a value must cost little time.
+    Norms are judged like those of a row of `Baselines`. Losses (`loss`) have no factor, and are judged by their logarithm
+    while the last `WINDOW` and this one are positive, else as they are: those of small batches vary by factors, too, and
+    as they are one in five of a healthy run with a lognormal distribution of sigma 2 is a spike.
     """
 
-    def __init__(self, *, log: bool = True, factor: float = FACTOR, floor: float = LOG_FLOOR) -> None:
+    def __init__(self, *, loss: bool = False) -> None:
         self._past: deque[float] = deque()
-        self._ordered: list[float] = []
+        self._ordered: list[float] = []  # the same in order
         self._spikes_in_a_row = 0
-        self._log = log
-        self._least = math.log(factor) if log else -math.inf
-        self._floor = floor
+        self._loss, self._positive_in_a_row = loss, WINDOW
 
     def is_spike(self, sample: float) -> bool:
-        """Judge a finite sample and take it in, unless it is a spike or has no logarithm."""
-        if self._log and sample <= 0:
+        """Judge a finite sample and take it in, unless it is a spike or a norm of 0."""
+        self._positive_in_a_row = self._positive_in_a_row + 1 if sample > 0 else 0
+        log = self._positive_in_a_row > WINDOW if self._loss else True
+        if log and self._ordered and self._ordered[0] <= 0:  # older than those in a row, as some were spikes
+            self._past = deque(value for value in self._past if value > 0)
+            self._ordered = sorted(self._past)
+        if not (self._loss or sample > 0):
             return False
-        value = math.log(sample) if self._log else sample
-        if len(self._past) >= ENOUGH and self._compare(value):
+        if len(self._past) >= ENOUGH and self._is_far(sample, math.log if log else float):
             self._spikes_in_a_row += 1
             if self._spikes_in_a_row >= NEW_LEVEL:
-                self._past.clear()
-                self._ordered.clear()
-                self._spikes_in_a_row = 0
+                self._past, self._ordered, self._spikes_in_a_row = deque(), [], 0
             return True
         self._spikes_in_a_row = 0
         if len(self._past) == WINDOW:
             del self._ordered[bisect.bisect_left(self._ordered, self._past.popleft())]
-        self._past.append(value)
-        bisect.insort(self._ordered, value)
+        self._past.append(sample)
+        bisect.insort(self._ordered, sample)
         return False
 
-    def _compare(self, value: float) -> bool:
+    def _is_far(self, sample: float, key: Callable[[float], float]) -> bool:
         ordered, count = self._ordered, len(self._ordered)
-        median = ordered[(count - 1) // 2] / 2 + ordered[count // 2] / 2
-        above = value - median
-        floor = self._floor if self._log else max(RELATIVE_FLOOR * abs(median), 1e-12)
-        if not (above > self._least and above / floor > SIGMAS):  # as most: only others need the deviation
+        median = key(ordered[(count - 1) // 2]) / 2 + key(ordered[count // 2]) / 2
+        above, floor = key(sample) - median, RELATIVE_FLOOR if self._loss else LOG_FLOOR
+        if key is float:
+            floor = max(floor * abs(median), 1e-12)
+        if not (above / floor > SIGMAS and (self._loss or above > math.log(FACTOR))):
             return False
-        return above / max(1.4826 * self._deviation(median), floor) > SIGMAS
-
-    def _deviation(self, median: float) -> float:
-        """Return the median of the distances from the median, counted from the nearest one on."""
-        ordered, count = self._ordered, len(self._ordered)
-        right = bisect.bisect_left(ordered, median)
-        left, nearest = right - 1, [0.0, 0.0]
-        for _ in range(count // 2 + 1):
-            below = median - ordered[left] if left >= 0 else math.inf
-            beyond = ordered[right] - median if right < count else math.inf
-            if below <= beyond:
-                left, distance = left - 1, below
-            else:
-                right, distance = right + 1, beyond
-            nearest = [nearest[1], distance]
-        return nearest[count % 2] / 2 + nearest[1] / 2
-
-
-class LossBaseline:
-    """Whether a loss is unusual: by its logarithm while the last `WINDOW` and this one are positive, else as it is.
-
-    The losses of small batches vary by factors, too: taken as they are, one in five of a healthy run with a lognormal
-    distribution of sigma 2 is a spike. Where they hardly vary both ways are the same.
-    """
-
-    def __init__(self) -> None:
-        self._logarithms, self._values = Baseline(factor=1.0, floor=RELATIVE_FLOOR), Baseline(log=False)
-        self._positive = WINDOW
-
-    def is_spike(self, loss: float) -> bool:
-        """Judge a finite loss and take it in, unless it is a spike."""
-        self._positive = self._positive + 1 if loss > 0 else 0
-        by_logarithm, by_value = self._logarithms.is_spike(loss), self._values.is_spike(loss)
-        return by_logarithm if self._positive > WINDOW else by_value
+        # The deviation is that small if more than half of the values are this close to the median: two searches, no sorting.
+        near = above / SIGMAS / ESTIMATES_SIGMA
+        closer = bisect.bisect_left(ordered, median + near, key=key) - bisect.bisect_right(ordered, median - near, key=key)
+        if 2 * closer == count:
+            distances = sorted(abs(key(value) - median) for value in ordered)
+            return distances[closer - 1] / 2 + distances[closer] / 2 < near
+        return 2 * closer > count
 
 
 def _medians(values: FloatArray, count: IntArray) -> FloatArray:

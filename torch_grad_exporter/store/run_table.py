@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
-from torch_grad_exporter.store.baselines import LossBaseline
+from torch_grad_exporter.store.baselines import Baseline
 from torch_grad_exporter.store.cursors import Cursor
 from torch_grad_exporter.store.records import Observed, StepsTaken
 
@@ -42,7 +42,7 @@ class RunTable:
     def __init__(self, cursors: Collection[Cursor]) -> None:
         self._cursors = cursors
         self._totals = TotalsSnapshot()
-        self._loss_baseline = LossBaseline()
+        self._loss_baseline = Baseline(loss=True)
         # Plain lists: into an array a single step takes several times as long.
         self._buckets = [0] * (len(STEP_SECONDS) + 1)
         self._own, self._seconds = [0.0] * RATIO_STEPS, [0.0] * RATIO_STEPS  # of the last steps, as rings
