@@ -1,14 +1,15 @@
-"""Histograms of norms in the tables: classic buckets in a table's columns, and exponential ones for OTLP."""
+"""Rows of norms, each with a histogram: classic buckets in the row, and exponential ones for OTLP beside it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
-from itertools import compress
+from collections.abc import Collection, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from torch_grad_exporter.metrics.families import SCALE, FloatArray, IntArray
+from torch_grad_exporter.metrics.families import SCALE, BoolArray, FloatArray, IntArray
+from torch_grad_exporter.store.cursors import Cursor
 
 Records = np.ndarray[tuple[int], np.dtype[np.void]]
 """A structured array: one record per row of a table."""
@@ -16,51 +17,84 @@ Records = np.ndarray[tuple[int], np.dtype[np.void]]
 Counts = Mapping[int, int]
 """Observations by bucket, as in `Family.exponential`."""
 
-
-def moved(rows: Records, index: IntArray, empty: Records) -> Records:
-    """Return the rows with these numbers, in this order; -1 stands for a new one, like the single record `empty`."""
-    return np.concatenate([rows, empty])[index]
+NEW = np.array([[np.nan], [np.nan], [0.0], [0.0], [0.0]])  # of a row that has nothing new, see `NormRows.take`
 
 
-def enter_norms(table: Records, rows: IntArray, norms: FloatArray, bounds: FloatArray) -> tuple[IntArray, FloatArray]:
-    """Enter one norm for each row into its histogram; return the rows and norms that were entered.
+class NormRows:
+    """The rows of a table, with what is new of their norms to each consumer.
 
-    What is not finite is left out, and what would make the sum overflow. A bucket includes its upper bound.
+    Args:
+        new: One record with the values of a new row; its columns `buckets` and `bucket_sum` are a histogram.
+        bounds: The upper bounds of the buckets, each included.
+        exponential: Whether norms are counted by exponential bucket as well.
     """
-    sums = table["bucket_sum"][rows] + norms
-    fits = np.isfinite(sums)
-    if not fits.all():
-        rows, norms, sums = rows[fits], norms[fits], sums[fits]
-    table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
-    table["bucket_sum"][rows] = sums
-    return rows, norms
 
+    def __init__(self, new: Records, bounds: Sequence[float], *, exponential: bool) -> None:
+        self.values = new[:0]
+        self._empty, self._bounds = new, np.array(bounds)
+        self._exponential: list[Counter[int]] | None = [] if exponential else None
+        self._new: WeakKeyDictionary[Cursor, FloatArray] = WeakKeyDictionary()
 
-class ExponentialCounts:
-    """Counts observations by key and bucket, if `enabled`. Norms of a layer are similar, so a key takes little memory."""
+    def arrange(self, index: IntArray) -> None:
+        """Keep the rows with these numbers, in this order; -1 stands for a new one."""
+        values = np.concatenate([self.values, self._empty])[index]
+        new = {cursor: np.hstack([found, NEW])[:, index] for cursor, found in self._new.items()}
+        if self._exponential is not None:
+            self._exponential = [Counter() if row < 0 else self._exponential[row] for row in index.tolist()]
+        self.values = values
+        self._new.update(new)
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
-        self._counts: dict[Hashable, Counter[int]] = {}
+    def enter(self, rows: IntArray, norms: FloatArray) -> None:
+        """Enter one norm for each row into its histograms, but what is not finite or would make the sum overflow."""
+        sums = self.values["bucket_sum"][rows] + norms
+        fits = np.isfinite(sums)
+        if not fits.all():
+            rows, norms, sums = rows[fits], norms[fits], sums[fits]
+        self.values["buckets"][rows, np.searchsorted(self._bounds, norms, side="left")] += 1
+        self.values["bucket_sum"][rows] = sums
+        if self._exponential is not None:
+            positive = norms > 0  # a 0 is in no exponential bucket
+            for row, bucket in zip(rows[positive].tolist(), buckets(norms[positive]).tolist(), strict=True):
+                self._exponential[row][bucket] += 1
 
-    def observe(self, keys: Iterable[Hashable], values: FloatArray) -> None:
-        """Enter one finite value for each key; a 0 is in no bucket."""
-        if self._enabled:
-            positive = values > 0
-            for key, bucket in zip(compress(keys, positive.tolist()), buckets(values[positive]).tolist(), strict=True):
-                self._counts.setdefault(key, Counter())[bucket] += 1
+    def add_exponential(self, row: int, to: int) -> None:
+        """Add the exponential counts of a row to those of another."""
+        if self._exponential is not None:
+            self._exponential[to].update(self._exponential[row])
 
-    def move(self, key: Hashable, to: Hashable) -> None:
-        """Add the counts of a key to those of another."""
-        self._counts.setdefault(to, Counter()).update(self._counts.pop(key, {}))
+    def exponential(self, rows: Collection[int]) -> tuple[Counts, ...] | None:
+        """Return a copy of the exponential counts of these rows, None if nothing is counted."""
+        return None if self._exponential is None else tuple(dict(self._exponential[row]) for row in rows)
 
-    def drop(self, key: Hashable) -> None:
-        """Drop the counts of a key."""
-        self._counts.pop(key, None)
+    # What is new to consumers
 
-    def of(self, keys: Iterable[Hashable]) -> tuple[Counts, ...] | None:
-        """Return a copy of the counts of these keys, None if nothing is counted."""
-        return tuple(dict(self._counts.get(key, {})) for key in keys) if self._enabled else None
+    @property
+    def cursors(self) -> list[Cursor]:
+        """The consumers."""
+        return list(self._new)
+
+    def follow(self, cursor: Cursor) -> None:
+        """Begin with a consumer: what comes from now on is new to it."""
+        self._new[cursor] = np.repeat(NEW, len(self.values), axis=1)
+
+    def note(
+        self, cursor: Cursor, rows: IntArray, norms: FloatArray, others: FloatArray, nonfinite: BoolArray | None = None
+    ) -> None:
+        """Note a norm of each row, and another value; what is not finite is none. `nonfinite`: the gradient itself is not."""
+        new, values = self._new[cursor], np.stack((norms, others))
+        peaks, known = new[:2, rows], np.isfinite(norms)
+        new[:2, rows] = np.where(np.isfinite(values) & ~(np.abs(values) <= np.abs(peaks)), values, peaks)
+        new[2:, rows] += np.stack((np.where(known, norms, 0.0), known, ~known if nonfinite is None else nonfinite))
+
+    def take(self, cursor: Cursor) -> FloatArray:
+        """Return what is new to a consumer, shape (5, rows), which is nothing new from now on.
+
+        The norm and the other value that were farthest from zero, NaN if there was none; then the sum of the norms, how
+        many, and how many gradients were not finite.
+        """
+        new = self._new[cursor]
+        self.follow(cursor)
+        return new
 
 
 def buckets(values: FloatArray) -> IntArray:

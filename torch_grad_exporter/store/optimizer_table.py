@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,14 +11,14 @@ from torch_grad_exporter.metrics.buckets import HALF_DECADES
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.baselines import Baseline
-from torch_grad_exporter.store.cursors import Cursor, Peaks
-from torch_grad_exporter.store.histograms import Counts, ExponentialCounts, Records, enter_norms, moved
+from torch_grad_exporter.store.histograms import Counts, NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import UNOWNED, Outcome
 
-OBSERVED = -2
-"""The row of norms that the user computed before clipping and gave to `observe(grad_norm=)`."""
+OBSERVED = -2  # stands for an optimizer: that of norms that the user computed before clipping and gave to `observe(grad_norm=)`
 
+# The values over all parameters of one optimizer.
+#   seen: there was a sample; sized: its loss scale is known
 OPTIMIZER = np.dtype(
     [(name, np.float64) for name in (
         "norm", "after_clip", "coefficient", "sample_step", "spikes", "clipped", "bucket_sum",
@@ -27,25 +27,16 @@ OPTIMIZER = np.dtype(
     + [("buckets", np.float64, (len(HALF_DECADES) + 1,))]
     + [(name, np.bool_) for name in ("seen", "sized", "clip_known", "after_known")]
 )  # fmt: skip
-"""The values over all parameters of one optimizer. `seen`: there was a sample; `sized`: as in a layer's record."""
-
-OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")
-"""What an observed norm is the source of."""
-
-BOUNDS = np.array(HALF_DECADES)
-NOTHING = np.array([np.nan])
+OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")  # what an observed norm is the source of
 
 
 class OptimizerTable:
-    """One row per optimizer, and one for observed norms. `cursors`: consumers of peaks."""
+    """One row per optimizer, and one for observed norms."""
 
-    def __init__(self, cursors: Collection[Cursor], *, exponential: bool) -> None:
-        self._cursors = cursors
-        self._exponential = ExponentialCounts(enabled=exponential)
+    def __init__(self, *, exponential: bool) -> None:
+        self.rows = NormRows(np.zeros(1, dtype=OPTIMIZER), HALF_DECADES, exponential=exponential)
         self._row_of: dict[int, int] = {}
-        self._values: Records = np.zeros(0, dtype=OPTIMIZER)
         self._baselines: list[Baseline] = []
-        self._clipped: dict[int, int] = {}  # by optimizer, the last sample that was counted as clipped
         self._open = False  # the last observed norm was not finite, and the outcome of its step is unknown yet
 
     def count(self, counted: CountedSample) -> None:
@@ -54,59 +45,51 @@ class OptimizerTable:
         # What no optimizer owns is in no optimizer's totals, unless none is known yet.
         known = (counted.shown | set(self._row_of)) - {UNOWNED, OBSERVED}
         for optimizer in sorted(counted.shown & known if known else counted.shown):
-            mine = (counted.owners == optimizer) & counted.sample.present
-            if mine.any():
-                norm = np.array([length(counted.sample.norms[mine])])
-                self._count_one(counted, optimizer, norm, nonfinite=counted.sample.nonfinite(mine))
-
-    def _count_one(self, counted: CountedSample, optimizer: int, norm: FloatArray, *, nonfinite: bool) -> None:
-        outcome, row = counted.outcome(optimizer), self._row(optimizer)
-        values = self._values[row : row + 1]
-        values["norm"], values["seen"], values["sized"] = norm, True, counted.sample.sized
-        if optimizer in counted.ended.steps:
-            values["sample_step"] = counted.ended.steps[optimizer]
-        clip = None if optimizer in counted.left_out else counted.clippings.get(optimizer)
-        values["clip_known"] = clip is not None and clip.coefficient is not None
-        values["after_known"] = clip is not None and clip.after is not None
-        after = NOTHING
-        if clip is not None and clip.coefficient is not None:
-            values["coefficient"] = clip.coefficient
-        if clip is not None and clip.after is not None:
-            values["after_clip"] = clip.after
-            after = np.array([clip.after])
-        if outcome is not Outcome.UNKNOWN and clip is not None and clip.clipped and self._clipped.get(optimizer) != counted.number:
-            self._clipped[optimizer] = counted.number  # a sample may come again when more optimizers have stepped
-            values["clipped"] += 1
-        self._enter(row, norm, after, fresh=optimizer in counted.newly_sized)
-        if optimizer in counted.new:
-            values[f"nonfinite_{outcome.value}"] += nonfinite
+            mine = counted.owned(frozenset({optimizer})) & counted.sample.present
+            if not mine.any():
+                continue
+            norm, outcome, row = length(counted.sample.norms[mine]), counted.outcome(optimizer), self._row(optimizer)
+            values = self.rows.values[row : row + 1]
+            values["norm"], values["seen"], values["sized"] = norm, True, counted.sample.sized
+            if optimizer in counted.ended.steps:
+                values["sample_step"] = counted.ended.steps[optimizer]
+            clip = None if optimizer in counted.left_out else counted.clippings.get(optimizer)
+            coefficient, after = (None, None) if clip is None else (clip.coefficient, clip.after)
+            values["clip_known"], values["after_known"] = coefficient is not None, after is not None
+            if coefficient is not None:
+                values["coefficient"] = coefficient
+            if after is not None:
+                values["after_clip"] = after
+            values["clipped"] += clip is not None and clip.clipped and optimizer in counted.newly_ended
+            self._enter(row, norm, math.nan if after is None else after, fresh=optimizer in counted.newly_sized)
+            if optimizer in counted.new:
+                values[f"nonfinite_{outcome.value}"] += counted.sample.nonfinite(mine)
 
     def observe(self, norm: float, step: int | None = None) -> None:
         """Take an observed norm of a step; it becomes the source of norms, as far as it is known whose it is."""
-        norms = np.array([norm if norm >= 0 else np.nan])  # DeepSpeed says -1 where the norm is NaN or Inf
-        self._open = not np.isfinite(norms[0])
+        norm = norm if norm >= 0 else math.nan  # DeepSpeed says -1 where the norm is NaN or Inf
+        self._open = not math.isfinite(norm)
         row = self._row(OBSERVED)
-        self._values["norm"][row], self._values["sized"][row] = norms[0], True
+        self.rows.values["norm"][row], self.rows.values["sized"][row] = norm, True
         # With several optimizers it is unknown whose norm it is; what is not finite counts with the outcome.
         single = step if len(self._row_of) < 3 and not self._open else None
-        self._enter(row, norms, NOTHING, fresh=True, step=single)
+        self._enter(row, norm, math.nan, fresh=True, step=single)
 
     def resolve(self, outcome: Outcome) -> None:
         """Take what became of the step whose norm was observed last."""
         if self._open:
-            self._values[f"nonfinite_{outcome.value}"][self._row(OBSERVED)] += 1
+            self.rows.values[f"nonfinite_{outcome.value}"][self._row(OBSERVED)] += 1
             self._open = False
 
-    def _enter(self, row: int, norm: FloatArray, after: FloatArray, *, fresh: bool, step: int | None = None) -> None:
+    def _enter(self, row: int, norm: float, after: float, *, fresh: bool, step: int | None = None) -> None:
         """Enter a norm. `fresh`: that of this round was not known before; `step`: for consumers of single values."""
-        rows = np.array([row])
-        for cursor in self._cursors:
-            if cursor.singles is None or not cursor.singles.enter("norm", step, float(norm[0])):
-                cursor.optimizers.enter(rows, norm if fresh else NOTHING, after)
+        rows, norms = np.array([row]), np.array([norm])
+        for cursor in self.rows.cursors:
+            if cursor.singles is None or not cursor.singles.enter("norm", step, norm):
+                self.rows.note(cursor, rows, norms if fresh else np.array([np.nan]), np.array([after]))
         if fresh:
-            entered, norms = enter_norms(self._values, rows, norm, BOUNDS)
-            self._exponential.observe(entered.tolist(), norms)
-            self._values["spikes"][row] += math.isfinite(norm[0]) and self._baselines[row].is_spike(float(norm[0]))
+            self.rows.enter(rows, norms)
+            self.rows.values["spikes"][row] += math.isfinite(norm) and self._baselines[row].is_spike(norm)
 
     def _row(self, optimizer: int) -> int:
         """Return the row of an optimizer; the first one takes over that of samples from before any was known."""
@@ -114,11 +97,9 @@ class OptimizerTable:
             if UNOWNED in self._row_of and optimizer != OBSERVED:
                 self._row_of[optimizer] = self._row_of.pop(UNOWNED)
             else:
-                index = np.append(np.arange(len(self._values)), -1)
-                values = moved(self._values, index, np.zeros(1, dtype=OPTIMIZER))
-                for cursor in self._cursors:
-                    cursor.optimizers = cursor.optimizers.moved(index)
-                self._values, self._row_of[optimizer] = values, len(index) - 1
+                rows = len(self.rows.values)
+                self.rows.arrange(np.append(np.arange(rows), -1))
+                self._row_of[optimizer] = rows
                 self._baselines.append(Baseline())
         return self._row_of[optimizer]
 
@@ -131,28 +112,24 @@ class OptimizerTable:
         counted, since a second optimizer may come at any time.
         """
         rows = {optimizer: row for optimizer, row in self._row_of.items() if optimizer != OBSERVED}
-        values = self._values[list(rows.values())]
+        values = self.rows.values[list(rows.values())]
         if OBSERVED not in self._row_of or len(rows) > 1:
-            return tuple(rows), values, False, self._exponential.of(rows.values())
+            return tuple(rows), values, False, self.rows.exponential(rows.values())
         if not rows:
             values = np.zeros(1, dtype=OPTIMIZER)
         row = self._row_of[OBSERVED]
         for name in OF_NORMS:
-            values[name] = self._values[name][row]
+            values[name] = self.rows.values[name][row]
         for outcome in Outcome:
-            values[f"nonfinite_{outcome.value}"] += self._values[f"nonfinite_{outcome.value}"][row]
-        return tuple(rows) or (UNOWNED,), values, True, self._exponential.of([row])
+            values[f"nonfinite_{outcome.value}"] += self.rows.values[f"nonfinite_{outcome.value}"][row]
+        return tuple(rows) or (UNOWNED,), values, True, self.rows.exponential([row])
 
-    def follow(self, cursor: Cursor) -> None:
-        """Begin with a consumer of peaks."""
-        cursor.optimizers = Peaks(len(self._values))
-
-    def take_peaks(self, cursor: Cursor, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
-        """Return the largest norms, and norms after clipping, that are new to a consumer, shape (2, optimizers)."""
-        by_row, peaks = cursor.optimizers.take(), np.full((2, len(optimizers)), np.nan)
+    def take_peaks(self, new: FloatArray, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
+        """Return the largest norms, and norms after clipping, of what is `new` by row; shape (2, optimizers)."""
+        peaks = np.full((2, len(optimizers)), np.nan)
         for place, optimizer in enumerate(optimizers):
             if optimizer in self._row_of:
-                peaks[:, place] = by_row[:, self._row_of[optimizer]]
+                peaks[:, place] = new[:2, self._row_of[optimizer]]
         if norm_observed:
-            peaks[0] = by_row[0, self._row_of[OBSERVED]]
+            peaks[0] = new[0, self._row_of[OBSERVED]]
         return peaks

@@ -84,8 +84,8 @@ class TableReader:
 
     def follow(self, cursor: Cursor) -> None:
         """Begin with a consumer: what comes from now on is new to it."""
-        self._layers.follow(cursor)
-        self._optimizers.follow(cursor)
+        self._layers.rows.follow(cursor)
+        self._optimizers.rows.follow(cursor)
         cursor.samples = self._pending.samples
         self._cursors.add(cursor)
 
@@ -105,17 +105,17 @@ class TableReader:
         """Return what is new of the gradients to a consumer, with a snapshot of the same moment."""
         gradients, new = snapshot.gradients, self._pending.samples - cursor.samples
         cursor.samples, layers = self._pending.samples, len(gradients.table.layers)
-        peaks = cursor.layers.take()[:, :layers]
-        norms = None if cursor.norms is None else cursor.norms.take()[:, :layers]
-        of_totals = self._optimizers.take_peaks(cursor, gradients.optimizers, norm_observed=gradients.norm_observed)
-        return Reading(snapshot, NewGradients(new, peaks, of_totals, norms))
+        of_layers, of_optimizers = self._layers.rows.take(cursor)[:, :layers], self._optimizers.rows.take(cursor)
+        of_totals = self._optimizers.take_peaks(of_optimizers, gradients.optimizers, norm_observed=gradients.norm_observed)
+        return Reading(snapshot, NewGradients(new, of_layers[:2], of_totals, of_layers[2:] if cursor.norms else None))
 
     def _gradients(self) -> GradientSnapshot:
         optimizers, totals, norm_observed, exponential_totals = self._optimizers.values()
         table = self._layers.table
+        layer_values = self._layers.rows.values[: len(table.layers)].copy()
         return GradientSnapshot(
             table=table,
-            layer_values=self._layers.values(),
+            layer_values=layer_values,
             recent_max=np.full(len(table.layers), np.nan),
             optimizers=optimizers,
             totals=totals,
@@ -124,7 +124,7 @@ class TableReader:
             unattributed=self._pending.unattributed,
             norm_observed=norm_observed,
             untracked=self._layers.untracked(),
-            exponential=self._layers.exponential(),
+            exponential=self._layers.rows.exponential(range(len(table.layers))),
             exponential_totals=exponential_totals,
-            declared=self._layers.declared(),
+            declared=self._layers.declared(layer_values),
         )

@@ -28,7 +28,7 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
-from torch_grad_exporter.store.cursors import Cursor, Losses, NormSums, Singles
+from torch_grad_exporter.store.cursors import Cursor, Losses, Singles
 from torch_grad_exporter.store.layer_table import LayerTable
 from torch_grad_exporter.store.mailbox import ROOM, Mailbox
 from torch_grad_exporter.store.optimizer_table import OptimizerTable
@@ -121,8 +121,8 @@ class Worker:
         self._drain_seconds, self._periodic = drain_seconds, periodic
         self._cursors: WeakSet[Cursor] = WeakSet()
         self._pending = PendingSamples(clipped=clipped)
-        self._layers = LayerTable(table, self._cursors, layout, exponential=exponential)
-        self._optimizers = OptimizerTable(self._cursors, exponential=exponential)
+        self._layers = LayerTable(table, layout, exponential=exponential)
+        self._optimizers = OptimizerTable(exponential=exponential)
         self._run = RunTable(self._cursors)
         self._reader = TableReader(self._layers, self._optimizers, self._run, self._pending, self._cursors)
         self._takers: dict[str, Taker] = {}
@@ -186,7 +186,7 @@ class Worker:
             norms: Whether it asks for sums of norms.
             singles: How many values of each quantity it gets by themselves.
         """
-        cursor = Cursor(norms=NormSums() if norms else None, singles=Singles(singles) if singles else None)
+        cursor = Cursor(norms=norms, singles=Singles(singles) if singles else None)
         with self._held(WAIT_SECONDS):
             self._drain()
             self._reader.follow(cursor)
