@@ -124,7 +124,7 @@ class OptimizerTable:
             values[f"nonfinite_{outcome.value}"] += self.rows.values[f"nonfinite_{outcome.value}"][row]
         return tuple(rows) or (UNOWNED,), values, True, self.rows.exponential([row])
 
-    def take_peaks(self, new: FloatArray, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
+    def peaks(self, new: FloatArray, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
         """Return the largest norms, and norms after clipping, of what is `new` by row; shape (2, optimizers)."""
         peaks = np.full((2, len(optimizers)), np.nan)
         for place, optimizer in enumerate(optimizers):

@@ -1,15 +1,14 @@
 """Worker: takes the records of the training thread in their order, and keeps the tables.
 
 One daemon thread drains the mailbox each second or more often, and every scrape drains it first, so that a value is
-never older than the loop itself. Records of rounds wait in their order until their vectors have arrived; everything
-else counts at once. A sample goes to `PendingSamples`, and from there, once its outcome is known, into the tables.
+never older than the loop itself. Steps count at once; other records wait in their order until their vectors have
+arrived. A sample goes to `PendingSamples`, and from there, once its outcome is known, into the tables.
 The training thread never takes the lock here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections import deque
@@ -30,33 +29,18 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.store.cursors import Cursor, Losses, Singles
 from torch_grad_exporter.store.layer_table import LayerTable
-from torch_grad_exporter.store.mailbox import ROOM, Mailbox
+from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.optimizer_table import OptimizerTable
 from torch_grad_exporter.store.pending_samples import CountedSample, PendingSamples
-from torch_grad_exporter.store.records import (
-    Inspected,
-    Observed,
-    Record,
-    RoundEnded,
-    SampleRead,
-    StepsTaken,
-    tickets_of,
-)
+from torch_grad_exporter.store.records import Inspected, Observed, Record, RoundEnded, SampleRead, StepsTaken, tickets_of
 from torch_grad_exporter.store.run_table import RunTable
 from torch_grad_exporter.store.sample import number_of, values_of
-from torch_grad_exporter.store.snapshots import Reading, Snapshot, TableReader
+from torch_grad_exporter.store.snapshots import GradientSnapshot, NewGradients, Reading, Snapshot
 
-CLOSE_SECONDS = WAIT_SECONDS = 5.0
-"""How long `close`, and a scrape, wait for a drain under way; the scrape then has the values from before."""
-
-MOST_WAITING = 1 << 13
-"""Records that wait for their vectors, at most; beyond, the first of them is given up."""
-
-DRAIN_SECONDS, POLL_SECONDS, LOST_SECONDS = 1.0, 0.005, 60.0
-"""Between two drains, and two looks at a vector that is under way; until one that never arrives is given up."""
-
-BACKLOG = ROOM // 16
-"""Records in the mailbox at which it is drained at once: a scrape that comes meanwhile waits for it."""
+CLOSE_SECONDS = WAIT_SECONDS = 5.0  # how long `close`, and a scrape, wait for a drain; the scrape has older values then
+MOST_WAITING = 1 << 13  # records that wait for their vectors, at most; beyond, the first of them is given up
+DRAIN_SECONDS, POLL_SECONDS = 1.0, 0.005  # between two drains, and two looks at a vector that is under way
+LOST_SECONDS = 60.0  # until a vector that never arrives is given up
 
 _Kept = TypeVar("_Kept")
 
@@ -119,33 +103,31 @@ class Worker:
         self._mailbox, self._errors = mailbox, errors
         self._guard = errors.boundary("worker", limit=None)
         self._drain_seconds, self._periodic = drain_seconds, periodic
+        self._takers: dict[str, Taker] = {}
+        self._listeners: list[Listener] = []
         self._cursors: WeakSet[Cursor] = WeakSet()
+        self._each: list[EachSample] = []
         self._pending = PendingSamples(clipped=clipped)
         self._layers = LayerTable(table, layout, exponential=exponential)
         self._optimizers = OptimizerTable(exponential=exponential)
         self._run = RunTable(self._cursors)
-        self._reader = TableReader(self._layers, self._optimizers, self._run, self._pending, self._cursors)
-        self._takers: dict[str, Taker] = {}
-        self._listeners: list[Listener] = []
-        self._each: list[EachSample] = []
-        # Records that wait for their vectors: those of rounds, whose order counts, and observed values.
-        self._of_rounds: deque[tuple[float, Record]] = deque()
-        self._of_run: deque[tuple[float, Record]] = deque()
+        self._known: tuple[int, GradientSnapshot] | None = None  # the last snapshot, and the changes up to it
+        self._undelivered = 0  # samples whose vectors never arrived
+        self._waiting: deque[tuple[float, Record]] = deque()  # records that wait for their vectors, since when
         self._left_out = self._popped = self._changed = self._read_by_each = 0
-        self._sampled_at = 0.0  # Unix time of the last sample that was counted
         # Reentrant, so that a signal handler that interrupts a drain and begins another is refused, and does not wait for itself.
         self._lock = threading.RLock()
         self._draining = False
-        self._due, self._drained = DRAIN_SECONDS, -math.inf
+        self._due = DRAIN_SECONDS
         self._thread = BackgroundLoop("worker", self._work, self._do_periodic, guard=self._guard, pause=self._pause)
-        mailbox.on_backlog(BACKLOG, self._thread.wake)
+        mailbox.wake = self._thread.wake
 
     def register(self, inspection: str, taker: Taker) -> None:
         """Give the records of an inspection to this taker. Before the training begins."""
         self._takers[inspection] = taker
 
     def listen(self, listener: Listener) -> None:
-        """Tell a listener of what is counted. Before the training begins."""
+        """Let a listener follow what is counted. Before the training begins."""
         self._listeners.append(listener)
 
     def start(self) -> None:
@@ -168,28 +150,28 @@ class Worker:
         self._lock, self._draining = threading.RLock(), False
         self._thread.stop()
 
-    # Reading, from any thread
+    # Reading, from any thread. All of it raises `TimeoutError` if another drain takes longer than `WAIT_SECONDS`.
 
     def snapshot(self) -> Snapshot:
-        """Return all values as of now; takes nothing from any consumer.
-
-        Raises:
-            TimeoutError: Another drain takes longer than `WAIT_SECONDS`.
-        """
-        with self._held(WAIT_SECONDS):
-            return self._snapshot()
+        """Return all present values; takes nothing from any consumer."""
+        with self._held():
+            self._drain()
+            return self._snapshot(recent=True)
 
     def cursor(self, *, norms: bool = False, singles: int = 0) -> Cursor:
-        """Return a new consumer's cursor: what comes from now on is new to it. Raises like `snapshot`.
+        """Return a new consumer's cursor: what comes from now on is new to it.
 
         Args:
             norms: Whether it asks for sums of norms.
             singles: How many values of each quantity it gets by themselves.
         """
         cursor = Cursor(norms=norms, singles=Singles(singles) if singles else None)
-        with self._held(WAIT_SECONDS):
+        with self._held():
             self._drain()
-            self._reader.follow(cursor)
+            self._layers.rows.follow(cursor)
+            self._optimizers.rows.follow(cursor)
+            cursor.samples = self._pending.samples
+            self._cursors.add(cursor)
         return cursor
 
     def each_sample(self, cursor: Cursor, take: Callable[[float, Reading], object], most: int) -> EachSample:
@@ -202,34 +184,62 @@ class Worker:
         return each
 
     def read(self, cursor: Cursor) -> Reading:
-        """Return all values as of now, and what is new since this cursor's last read.
-
-        Raises like `snapshot`; what was new is then still new.
-        """
+        """Return all present values, and what is new since this cursor's last read; if this raises, it is still new."""
         return self.read_as(cursor, lambda reading: reading)
 
     def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
         """Return what `of` makes of such a reading, before there is another one."""
-        with self._held(WAIT_SECONDS):
-            snapshot, singles = self._snapshot(recent=False), cursor.singles
-            reading = self._reader.sample(cursor, snapshot)
+        with self._held():
+            self._drain()
+            reading = self._read(cursor, self._snapshot(recent=False))
             losses, cursor.losses = cursor.losses, Losses()
-            return of(replace(reading, losses=losses, singles=() if singles is None else singles.take()))
+            return of(replace(reading, losses=losses, singles=() if cursor.singles is None else cursor.singles.take()))
 
     @property
     def changes(self) -> int | None:
         """A number that grows with whatever changes a value; None while something is yet to be taken. From any thread."""
-        waits = self._mailbox or self._of_rounds or self._of_run or self._mailbox.left_out != self._left_out
+        waits = self._mailbox or self._waiting or self._mailbox.left_out != self._left_out
         return None if waits else self._popped + self._changed
 
-    def _snapshot(self, *, recent: bool = True) -> Snapshot:
-        self._drain()
-        return self._reader.snapshot(self._changed, recent=recent)
+    def _snapshot(self, *, recent: bool) -> Snapshot:
+        """Copy the tables. `recent`: with what is of the last minute and of the last steps, which no consumer asks for."""
+        if self._known is None or self._known[0] != self._changed:
+            table, layers = self._layers.table, self._layers.rows
+            layer_values = layers.values[: len(table.layers)].copy()
+            optimizers, totals, norm_observed, exponential_totals = self._optimizers.values()
+            self._known = self._changed, GradientSnapshot(
+                table=table,
+                layer_values=layer_values,
+                recent_max=np.full(len(table.layers), np.nan),
+                optimizers=optimizers,
+                totals=totals,
+                samples=self._pending.samples,
+                undelivered=self._undelivered,
+                unattributed=self._pending.unattributed,
+                norm_observed=norm_observed,
+                untracked=self._layers.untracked(),
+                exponential=layers.exponential(range(len(table.layers))),
+                exponential_totals=exponential_totals,
+                declared=self._layers.declared(layer_values),
+            )  # fmt: skip
+        gradients = self._known[1]
+        if recent:
+            gradients = replace(gradients, recent_max=self._layers.recent_max(time.time()))
+        return Snapshot(gradients, self._run.snapshot(recent=recent))
+
+    def _read(self, cursor: Cursor, snapshot: Snapshot) -> Reading:
+        """Return what is new of the gradients to a consumer, with a snapshot of the same moment."""
+        gradients, samples = snapshot.gradients, self._pending.samples - cursor.samples
+        cursor.samples = self._pending.samples
+        new, of_optimizers = self._layers.rows.take(cursor), self._optimizers.rows.take(cursor)
+        new = new[:, : len(gradients.table.layers)]
+        peaks = self._optimizers.peaks(of_optimizers, gradients.optimizers, norm_observed=gradients.norm_observed)
+        return Reading(snapshot, NewGradients(samples, new[:2], peaks, new[2:] if cursor.norms else None))
 
     # The thread
 
     @contextlib.contextmanager
-    def _held(self, seconds: float = -1) -> Iterator[None]:
+    def _held(self, seconds: float = WAIT_SECONDS) -> Iterator[None]:
         """Keep others out. Raises `TimeoutError` where one is in for longer, or where a signal handler has interrupted it."""
         if not self._lock.acquire(timeout=seconds):
             raise TimeoutError(f"another drain did not finish within {seconds:g} s")
@@ -245,11 +255,8 @@ class Worker:
             self._lock.release()
 
     def _work(self) -> None:
-        """Drain unless there is clearly nothing to take, or a reader has drained within the last second."""
-        waits = self._of_rounds or self._of_run or self._mailbox.pressing or len(self._mailbox) >= BACKLOG
-        due = waits or time.monotonic() - self._drained >= self._drain_seconds
-        if due and (self.changes is None or self._pending.waiting):
-            with self._held():
+        if self.changes is None or self._pending.waiting:
+            with self._held(-1):
                 self._drain()
 
     def _do_periodic(self) -> None:
@@ -257,37 +264,30 @@ class Worker:
         self._due = self._periodic()
 
     def _pause(self) -> float:
-        return POLL_SECONDS if self._of_rounds or self._of_run else min(self._due, self._drain_seconds)
+        return POLL_SECONDS if self._waiting else min(self._due, self._drain_seconds)
 
     # Records
 
     def _drain(self) -> None:
         """Take in everything that has arrived."""
-        now, self._drained = time.time(), time.monotonic()
+        now = time.time()
         with np.errstate(all="ignore"):  # NaN and overflow are detected in the tables
-            if self._mailbox.left_out > self._left_out:
-                self._guard(self._note_left_out)
+            before, self._left_out = self._left_out, self._mailbox.left_out
+            if lost := self._left_out - before:
+                self._guard(self._errors.count, "worker", OverflowError(f"the mailbox had no room for {lost} records"), lost)
             while self._mailbox:
                 record = self._mailbox.popleft()
                 self._popped += 1
                 if isinstance(record, StepsTaken):
                     self._guard(self._take_steps, record)
-                elif isinstance(record, Observed) and record.name != "grad_norm":
-                    self._of_run.append((now, record))
                 else:
-                    self._of_rounds.append((now, record))
+                    self._waiting.append((now, record))
             self._guard(self._take_steps)
-            for line in (self._of_rounds, self._of_run):
-                while line and self._guard.result(self._take_first, line, now) is not False:
-                    pass  # a record that fails is gone: those behind it are taken
-            if not self._of_rounds and not self._of_run:
+            while self._waiting and self._guard.result(self._take_first, now) is not False:
+                pass  # a record that fails is gone: those behind it are taken
+            if not self._waiting:
                 self._mailbox.pressing = False  # else it is looked at again in a moment, and need not be asked for
-            if not self._of_rounds:
                 self._guard(lambda: self._count(self._pending.expired(now)))
-
-    def _note_left_out(self) -> None:
-        count, self._left_out = self._mailbox.left_out - self._left_out, self._mailbox.left_out
-        self._errors.count("worker", OverflowError(f"{count} records did not fit into the mailbox"), count)
 
     def _take_steps(self, record: StepsTaken | None = None) -> None:
         """Count what has come to the last record of steps, and then the next one."""
@@ -296,27 +296,19 @@ class Worker:
             for listener in self._listeners:
                 listener.rounds_over(rounds)
 
-    def _take_first(self, line: deque[tuple[float, Record]], now: float) -> bool:
-        """Apply the first record of a line if its vectors are here, or have to be given up; return whether it did."""
-        since, record = line.popleft()  # out first: a record that fails must not be met again
+    def _take_first(self, now: float) -> bool:  # noqa: C901 - one branch for each kind of record
+        """Take the first record that waits if its vectors are here, or have to be given up; return whether it did."""
+        since, record = self._waiting.popleft()  # out first: a record that fails must not be met again
         lost = any(ticket.ready() is None for ticket in tickets_of(record))
-        if lost and now - since <= LOST_SECONDS and len(line) < MOST_WAITING:
-            line.appendleft((since, record))
+        if lost and now - since <= LOST_SECONDS and len(self._waiting) < MOST_WAITING:
+            self._waiting.appendleft((since, record))
             return False
+        self._changed += isinstance(record, SampleRead | RoundEnded)
         if lost and isinstance(record, RoundEnded):  # the outcome is known all the same
             record = replace(record, views=(), divisor=None)
         elif lost:
-            self._reader.undelivered += isinstance(record, SampleRead)
-            self._changed += 1
+            self._undelivered += isinstance(record, SampleRead)
             return True
-        self._apply(record)
-        if self._pending.samples != self._read_by_each:
-            self._read_by_each = self._pending.samples
-            self._read_for_each()
-        return True
-
-    def _apply(self, record: Record) -> None:
-        """Take a record whose vectors have arrived, and give it to the owner of what it changes."""
         match record:
             case SampleRead():
                 self._count(self._pending.read(record))
@@ -326,35 +318,31 @@ class Worker:
                 self._count(self._pending.round_ended(record))
             case Inspected():
                 self._takers[record.inspection].take(record, tuple(values_of(ticket) for ticket in record.tickets))
-                return
             case Observed():
                 value = number_of(record.value)
                 if record.name == "grad_norm":
+                    self._changed += 1
                     self._optimizers.observe(value, record.step)
                     self._pending.norm_given(value)
                 else:
                     self._run.observed(record, value)
                 for listener in self._listeners:
                     listener.observed(record.name, value)
-                if record.name != "grad_norm":
-                    return
-        self._changed += 1
+        return True
 
     def _count(self, counted: CountedSample | None) -> None:
-        """Enter a sample into the tables."""
+        """Enter a sample into the tables, and let those read who want each."""
         if counted is None:
             return
         self._changed += 1
-        self._sampled_at = counted.sample.read.at
         self._layers.count(counted)
         self._optimizers.count(counted)
         for listener in self._listeners:
             listener.counted(counted)
-
-    def _read_for_each(self) -> None:
-        """There is a new sample: read for those who want each."""
+        if self._pending.samples == self._read_by_each:
+            return
+        self._read_by_each = self._pending.samples
         self._each = [each for each in self._each if each.left > 0]
         for each in self._each:
-            snapshot = self._reader.snapshot(self._changed, recent=True)
-            each.take(self._sampled_at, self._reader.sample(each.cursor, snapshot))
+            each.take(counted.sample.read.at, self._read(each.cursor, self._snapshot(recent=True)))
             each.left -= 1
