@@ -20,16 +20,14 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.statistics.device import Wide, wide
+from torch_grad_exporter.statistics.device import wide
 
+# Quiet NaNs with a payload; the hardware's own NaNs have the payload 0.
 SENTINEL, SENTINEL_OF_FLOAT32 = np.uint64(0x7FF8_7047_5244_4558), np.uint32(0x7FC7_4758)
-"""Quiet NaNs with a payload; the hardware's own NaNs have the payload 0."""
 
-RING, FEW = 64, 8
-"""Buffers per device unless said otherwise: vectors that may be under way at once; and those it has at any length."""
-
-HELD_BYTES = 1 << 26
-"""Of vectors that were on the CPU, at most, until they are taken, and one vector at least; of a ring beyond `FEW`."""
+RING = 64  # buffers per device unless said otherwise: vectors that may be under way at once
+FEW = 8  # buffers that a device has at any length
+HELD_BYTES = 1 << 26  # of vectors that were on the CPU, until they are taken, and one at least; of a ring beyond `FEW`
 
 
 class Ticket(Protocol):
@@ -63,39 +61,33 @@ class Tail:
 
 
 class _Buffer:
-    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader of the ticket."""
+    """One buffer of the ring. The training thread lends it to a ticket, whose reader clears it."""
 
-    def __init__(self, device: torch.device, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, size: int) -> None:
+        dtype = wide(device)
         self.memory = torch.empty(max(size, 64), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         self.sentinel: np.unsignedinteger[Any] = SENTINEL_OF_FLOAT32 if dtype is torch.float32 else SENTINEL
         self.bits = self.memory.numpy().view(self.sentinel.dtype)  # where a value is missing it is the sentinel
-        self.bits[:] = self.sentinel
-        self.taken, self.size = False, 0
+        self.size = 0  # of the vector that is in it, or on the way
+        self.clear(self.bits.size)
         self.done: torch.cuda.Event | None = None
         self.ticket: weakref.ref[_UnderWay] | None = None
 
-    def arrived(self, size: int) -> bool:
-        """Return whether the copy of a vector of this size is done."""
-        return not (self.bits[:size] == self.sentinel).any()
+    def arrived(self) -> bool:
+        """Return whether the copy of the vector is done."""
+        return not (self.bits[: self.size] == self.sentinel).any()
 
     def free(self) -> bool:
         """Return whether no reader will use it any more, and no copy writes to it."""
-        dropped = self.ticket is not None and self.ticket() is None
-        if self.taken and not (dropped and self.arrived(self.size)):
+        ticket = None if self.ticket is None else self.ticket()
+        if (ticket is not None and ticket.buffer is not None) or not self.arrived():
             return False
         return self.done is None or self.done.query()  # type: ignore[no-untyped-call]
 
-    def lend(self, size: int) -> _UnderWay:
-        """Return a ticket for a vector whose copy was launched into it."""
-        ticket = _UnderWay(self, size)
-        self.taken, self.ticket, self.size = True, weakref.ref(ticket), size
-        return ticket
-
-    def clear(self) -> None:
-        """Make it ready for another vector, if the one before was not read."""
-        if self.taken:
-            self.bits[: self.size] = self.sentinel
-            self.taken = False
+    def clear(self, size: int) -> None:
+        """Make it ready for another vector, after one of this size."""
+        self.bits[:size] = self.sentinel
+        self.size = 0
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -103,17 +95,16 @@ class _UnderWay:
     """A vector whose copy was launched into `buffer`. See `Ticket`."""
 
     buffer: _Buffer | None
-    size: int
     _values: FloatArray | None = None
 
     def ready(self) -> FloatArray | None:
         """Return the vector once the copy is done; the buffer is free from then on."""
         buffer = self.buffer
-        if buffer is not None and buffer.arrived(self.size):
-            self._values = buffer.memory[: self.size].numpy().astype(np.float64)
-            buffer.bits[: self.size] = buffer.sentinel
+        if buffer is not None and buffer.arrived():
+            self._values = buffer.memory[: buffer.size].numpy().astype(np.float64)
+            buffer.clear(buffer.size)
             # The ring alone keeps the buffer: freeing pinned memory may be a CUDA call, and this is another thread.
-            buffer.taken, self.buffer = False, None
+            self.buffer = None
         return self._values
 
 
@@ -122,12 +113,11 @@ class HostTransfer:
 
     Args:
         ring: Buffers per device, at most.
-        wide: The widest type that a device has: vectors travel in it.
         pressed: Called by `send` while half of a ring is taken or more, so that the reader need not be waited for.
     """
 
-    def __init__(self, ring: int = RING, wide: Wide = wide, pressed: Callable[[], object] = lambda: None) -> None:
-        self._ring, self._wide, self._pressed = ring, wide, pressed
+    def __init__(self, ring: int = RING, pressed: Callable[[], object] = lambda: None) -> None:
+        self._ring, self._pressed = ring, pressed
         self._rings: dict[torch.device, list[_Buffer]] = {}
         self._held: weakref.WeakSet[Arrived] = weakref.WeakSet()  # vectors on the CPU that are still referenced
         self._largest = 0  # bytes of the largest of them ever
@@ -137,23 +127,24 @@ class HostTransfer:
 
         Returns None when too much is under way, a graph is being captured, or there is no data to copy.
         """
-        vector = vector.detach()
-        if vector.device.type == "meta":
+        vector, device, size = vector.detach(), vector.device, vector.numel()
+        if device.type == "meta":
             return None
-        if vector.device.type == "cpu":
+        if device.type == "cpu":
             return self._hand_over(vector)
-        on_cuda = vector.device.type == "cuda"
+        on_cuda = device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        buffer = self._free(vector.device, vector.numel())
+        buffer = self._free(device, size)
         if buffer is None:
             return None
-        widest = vector.float() if buffer.memory.dtype is torch.float32 else vector.double()
-        buffer.memory[: vector.numel()].copy_(widest, non_blocking=True)
+        buffer.memory[:size].copy_(vector.to(buffer.memory.dtype), non_blocking=True)
         if on_cuda:
             buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            buffer.done.record(torch.cuda.current_stream(vector.device))
-        return buffer.lend(vector.numel())
+            buffer.done.record(torch.cuda.current_stream(device))
+        ticket = _UnderWay(buffer)
+        buffer.ticket, buffer.size = weakref.ref(ticket), size
+        return ticket
 
     def post(self, vector: torch.Tensor) -> Callable[[], FloatArray | None] | None:
         """Send a vector; return what gives it once it has arrived, for code that does not know tickets."""
@@ -178,12 +169,11 @@ class HostTransfer:
         position = next((place for place, buffer in enumerate(ring) if buffer.free()), len(ring))
         if position >= self._ring // 2:
             self._pressed()
-        if position < len(ring):
-            ring[position].clear()
-            if ring[position].bits.size >= size:
-                return ring[position]
+        if position < len(ring) and ring[position].bits.size >= size:
+            ring[position].clear(ring[position].size)  # of a vector that nobody has read
+            return ring[position]
         held = sum(buffer.bits.nbytes for buffer in ring)
         if position == self._ring or (position >= FEW and held + 8 * size > HELD_BYTES):
             return None
-        ring[position : position + 1] = [_Buffer(device, size, self._wide(device))]
+        ring[position : position + 1] = [_Buffer(device, size)]
         return ring[position]
