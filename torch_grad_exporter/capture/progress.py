@@ -5,6 +5,7 @@ The clock receives events and changes only itself. Durations of steps go to the 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -285,11 +286,13 @@ class StepClock:
         counted = self._uncommitted
         if counted is None:
             return (), 0.0
-        durations, own = tuple(counted.steps.durations()), 0.0
+        moments, since, own = (*counted.steps.moments,), self._round_at, 0.0
+        pairs = itertools.pairwise(moments if since is None else (since, *moments))
+        durations = tuple(after - before for before, after in pairs)
         if durations:
             own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
             self._placed += len(durations)
-            self._round_at = counted.steps.moments[-1]
+            self._round_at = moments[-1]
         counted.steps.own_seconds = own
         self._last_step, self._last_activity = self.last_step, self.last_activity
         counts = counted.counts()

@@ -7,7 +7,6 @@ which is ready once its vector is on the host.
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,14 +15,10 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import Packing
 from torch_grad_exporter.store.host_transfer import Ticket
 
-UNOWNED = -1
-"""The owner of a parameter that no known optimizer has."""
+UNOWNED = -1  # the owner of a parameter that no known optimizer has
+PLACED = 600  # rounds, observed losses and norms of which the step is reported: it costs as much as the rest of such a record
 
-PLACED = 600
-"""Rounds, observed losses and observed norms of which the step is reported: it costs as much as the rest of such a record."""
-
-TraceIds = tuple[bytes, bytes]
-"""A trace and a span in it: 16 and 8 bytes, as in W3C's trace context."""
+TraceIds = tuple[bytes, bytes]  # a trace and a span in it: 16 and 8 bytes, as in W3C's trace context
 
 
 class Outcome(enum.Enum):
@@ -108,12 +103,6 @@ class StepsTaken:
     trace: TraceIds | None = None
     step: int | None = None  # number of the step before them, of the optimizer that took the most
 
-    def durations(self, start: int = 0) -> list[float]:
-        """Return the seconds from step to step, from the step with this index on."""
-        moments = self.moments[start:]  # a copy, as it may be growing
-        since = self.moments[start - 1] if start else self.since
-        return [after - before for before, after in itertools.pairwise(moments if since is None else (since, *moments))]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
@@ -145,12 +134,11 @@ def tickets_of(record: Record | OptimizerView) -> list[Ticket]:
         case SampleRead():
             tickets = [*(part.ticket for part in record.parts), record.scale]
         case OptimizerView():
-            tickets = [part.ticket for part in record.parts]
-            tickets += [record.loss_scale, record.own_scale, record.found_inf]
+            tickets = [*(part.ticket for part in record.parts), record.loss_scale, record.own_scale, record.found_inf]
         case RoundEnded():
             tickets = [record.divisor, *(ticket for view in record.views for ticket in tickets_of(view))]
         case Inspected():
-            tickets = [*record.tickets]
+            return [*record.tickets]
         case Observed():
             tickets = [record.value]
     return [ticket for ticket in tickets if ticket is not None and not isinstance(ticket, float)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -15,8 +17,7 @@ from torch_grad_exporter.store.baselines import Baseline
 from torch_grad_exporter.store.cursors import Cursor
 from torch_grad_exporter.store.records import Observed, StepsTaken
 
-RATIO_STEPS, SLOWEST_STEPS = 1000, 128
-"""Steps over which the overhead ratio and the slowest step are taken."""
+RATIO_STEPS, SLOWEST_STEPS = 1000, 128  # over which the overhead ratio and the slowest step are taken
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +44,8 @@ class RunTable:
         self._cursors = cursors
         self._totals = TotalsSnapshot()
         self._loss_baseline = Baseline(loss=True)
-        # Plain lists: into an array a single step takes several times as long.
-        self._buckets = [0] * (len(STEP_SECONDS) + 1)
-        self._own, self._seconds = [0.0] * RATIO_STEPS, [0.0] * RATIO_STEPS  # of the last steps, as rings
-        self._count = 0
+        self._buckets = [0] * (len(STEP_SECONDS) + 1)  # into an array a single step takes several times as long
+        self._last: deque[list[float]] = deque(maxlen=RATIO_STEPS)  # seconds of steps, and the exporter's own in them
         self._steps: StepsTaken | None = None  # the last record, until its rounds are over
         self._taken = 0  # rounds of it that were counted
 
@@ -62,27 +61,28 @@ class RunTable:
         if record is None:
             return 0
         own = record.own_seconds  # read first: once it is set, no more rounds come
-        durations = record.durations(self._taken)
-        first = self._taken + (record.since is None and not self._taken)
-        bucket = 0
-        for index, seconds in enumerate(durations, first):
-            self._own[self._count % RATIO_STEPS], self._seconds[self._count % RATIO_STEPS] = 0.0, seconds
-            self._count += 1
-            bucket = bisect.bisect_left(STEP_SECONDS, seconds)
-            self._buckets[bucket] += 1
-            totals.duration_sum += seconds
-            if record.step is not None:
-                self._enter_single("step_seconds", record.step + index + 1, seconds, record.moments[index] + record.offset)
-        if record.trace is not None and durations:
-            totals.exemplars[bucket] = Exemplar(durations[-1], record.moments[-1] + record.offset, *record.trace)
-        new, self._taken = first + len(durations) - self._taken, first + len(durations)
+        new = record.moments[self._taken :]
+        before = record.moments[self._taken - 1] if self._taken else record.since
+        for moment in new:
+            self._taken += 1
+            if before is not None:
+                seconds = moment - before
+                self._last.append([seconds, 0.0])
+                bucket = bisect.bisect_left(STEP_SECONDS, seconds)
+                self._buckets[bucket] += 1
+                totals.duration_sum += seconds
+                if record.step is not None:
+                    self._enter_single("step_seconds", record.step + self._taken, seconds, moment + record.offset)
+                if record.trace is not None:
+                    totals.exemplars[bucket] = Exemplar(seconds, moment + record.offset, *record.trace)
+            before = moment
         if own is not None:
             self._steps = None
             totals.overhead_seconds += own
-            timed = self._taken - (record.since is None)
-            for place in range(self._count - timed, self._count):
-                self._own[place % RATIO_STEPS] = own / timed
-        return new
+            timed = 0 if record.since is None else self._taken
+            for step in islice(reversed(self._last), timed):
+                step[1] = own / timed
+        return len(new)
 
     def observed(self, record: Observed, value: float) -> None:
         """Take an observed value; `samples` and `tokens` add up, the others replace the value before."""
@@ -91,24 +91,23 @@ class RunTable:
             totals.learning_rates[record.labels] = value
             if record.labels == next(iter(totals.learning_rates)):
                 self._enter_single("learning_rate", record.step, value)
-        elif record.name in ("samples", "tokens"):
+            return
+        if record.name in ("samples", "tokens"):
             total = totals.sums.get(record.name, 0.0) + value
             if value >= 0 and math.isfinite(total):
                 totals.sums[record.name] = total
-        else:
-            totals.last[record.name] = value
-            if record.name == "loss":
-                self._judge_loss(value, record.step)
-
-    def _judge_loss(self, loss: float, step: int | None) -> None:
-        single = self._enter_single("loss", step, loss)
-        if not math.isfinite(loss):
-            self._totals.loss_nonfinite += 1
+            return
+        totals.last[record.name] = value
+        if record.name != "loss":
+            return
+        single = self._enter_single("loss", record.step, value)
+        if not math.isfinite(value):
+            totals.loss_nonfinite += 1
             return
         for cursor in self._cursors:
             if cursor not in single:
-                cursor.losses = cursor.losses.with_one(loss)
-        self._totals.loss_spikes += self._loss_baseline.is_spike(loss)
+                cursor.losses = cursor.losses.with_one(value)
+        totals.loss_spikes += self._loss_baseline.is_spike(value)
 
     def _enter_single(self, name: str, step: int | None, value: float, at: float | None = None) -> list[Cursor]:
         """Enter a value of a step for consumers of single values; return those that took it."""
@@ -116,22 +115,18 @@ class RunTable:
             return []
         return [c for c in self._cursors if c.singles is not None and c.singles.enter(name, step, value, at)]
 
-    def snapshot(self, *, recent: bool = True) -> TotalsSnapshot:
+    def snapshot(self, *, recent: bool) -> TotalsSnapshot:
         """Return a copy of all values. `recent`: with those over the last steps."""
         totals = self._totals
-        training = sum(self._seconds) if recent else 0.0
+        last = list(self._last) if recent else []
+        training = sum(seconds for seconds, _ in last)
         return replace(
             totals,
             duration_buckets=np.array(self._buckets, dtype=np.float64),
             exemplars=dict(totals.exemplars),
-            slowest=self._slowest() if recent else None,
-            overhead_ratio=sum(self._own) / training if training else None,
+            slowest=max((seconds for seconds, _ in last[-SLOWEST_STEPS:]), default=None),
+            overhead_ratio=sum(own for _, own in last) / training if training else None,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),
         )
-
-    def _slowest(self) -> float | None:
-        """Return the longest of the last `SLOWEST_STEPS`."""
-        last = range(max(0, self._count - SLOWEST_STEPS), self._count)
-        return max((self._seconds[place % RATIO_STEPS] for place in last), default=None)
