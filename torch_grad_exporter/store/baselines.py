@@ -48,35 +48,30 @@ class Baselines:
             The z-score of each, NaN where there is none, and whether it is a spike. A zero has no logarithm: it gets
             no verdict and enters no baseline.
         """
+        in_a_row, zscore, spike = self._rows["spikes_in_a_row"], np.full(len(rows), np.nan), np.zeros(len(rows), dtype=np.bool_)
         with np.errstate(over="ignore", invalid="ignore"):  # differences of values near the limit of float64
             usable = np.isfinite(samples) & (samples > 0)
             values = np.log(np.where(usable, samples, 1.0))
-            zscore, spike = np.full(len(rows), np.nan), np.zeros(len(rows), dtype=np.bool_)
             judged = np.flatnonzero(usable & (self._rows["count"][rows] >= ENOUGH))
             if judged.size:
-                zscore[judged], spike[judged] = self._compare(rows[judged], values[judged])
-            self._take_in(rows[usable], values[usable], spike[usable])
-            return zscore, spike
-
-    def _compare(self, rows: IntArray, values: FloatArray) -> tuple[FloatArray, BoolArray]:
-        past, count = self._rows["past"][rows], np.minimum(self._rows["count"][rows], WINDOW)
-        median = _medians(past, count)
-        deviation = ESTIMATES_SIGMA * _medians(np.abs(past - median[:, None]), count)
-        zscore = (values - median) / np.maximum(deviation, LOG_FLOOR)
-        spike = (zscore > SIGMAS) & (values - median > np.log(FACTOR))
-        return np.where(np.isfinite(zscore), zscore, np.nan), spike
-
-    def _take_in(self, rows: IntArray, values: FloatArray, spike: BoolArray) -> None:
-        in_a_row = self._rows["spikes_in_a_row"]
+                past, count = self._rows["past"][rows[judged]], np.minimum(self._rows["count"][rows[judged]], WINDOW)
+                median = _medians(past, count)
+                deviation = ESTIMATES_SIGMA * _medians(np.abs(past - median[:, None]), count)
+                above = values[judged] - median
+                sigmas = above / np.maximum(deviation, LOG_FLOOR)
+                spike[judged] = (sigmas > SIGMAS) & (above > np.log(FACTOR))
+                zscore[judged] = np.where(np.isfinite(sigmas), sigmas, np.nan)
         if spike.any():
-            in_a_row[rows] = np.where(spike, in_a_row[rows] + 1, 0)
+            in_a_row[rows[spike]] += 1
             renewed = rows[in_a_row[rows] >= NEW_LEVEL]
             self._rows[renewed] = Baselines(len(renewed))._rows
-            rows, values = rows[~spike], values[~spike]
+        accepted = usable & ~spike
+        rows, values = rows[accepted], values[accepted]
         in_a_row[rows] = 0
         count = self._rows["count"][rows]
         self._rows["past"][rows, count % WINDOW] = values
         self._rows["count"][rows] = count + 1
+        return zscore, spike
 
 
 class Baseline:
