@@ -114,8 +114,8 @@ class StepClock:
 
         `moment`: the clock's time if it was read just now.
         """
-        if self.phases.current != OPTIMIZER:
-            self._enter(phase, moment)
+        if self.phases.current != OPTIMIZER and self._uncommitted is None:
+            self.phases.enter(phase, moment)
 
     @property
     def stepping(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray
 from torch_grad_exporter.statistics.combine import length
 
 AGREE = 4e-3  # largest relative difference of factors taken for equal: rounding to bfloat16 moves a norm less
@@ -98,3 +98,27 @@ class ClipDetection:
         differ = sum(not math.isclose(f, factor, rel_tol=2 * AGREE if coarse else REPEATS) for _, f in near)
         spread = float(np.std(np.log([norm, *(n for n, _ in near)]))) if coarse else 0.0
         return len(near) >= (COARSE_MATCHES if coarse else MATCHES) and differ >= MATCHES and spread <= COARSE_SPREAD
+
+
+def with_ours(
+    norms: FloatArray, seen: FloatArray, own: Mapping[int, BoolArray], by_us: set[int], clippings: dict[int, Clipping]
+) -> FloatArray:
+    """Add the clipping of `clip=` to the judgements; return the norms before and after, shape (2, parameters).
+
+    It comes after all that the loop did, so that both norms are known. `seen`: the norms after the loop, and after `clip=`.
+    """
+    (after, clipped), edited = seen, np.full((2, len(norms)), np.nan)
+    for optimizer, mine in own.items():
+        loop = clippings.get(optimizer)
+        before = norms if loop is None else after
+        if optimizer in by_us:
+            edited[:, mine] = before[mine], clipped[mine]
+            ours, loop = Edit(before[mine], clipped[mine]), loop or Clipping(1.0)
+            coefficient, was_clipped = loop.coefficient, loop.clipped
+            if 0 < ours.whole < math.inf and math.isfinite(ours.seen):
+                coefficient = ours.ratio if coefficient is None else coefficient * ours.ratio
+                was_clipped |= ours.least < 1 - UNTOUCHED
+            clippings[optimizer] = Clipping(coefficient, ours.seen, was_clipped)
+        elif loop is not None and loop.coefficient is not None:  # within a closure the two cannot be told apart
+            edited[:, mine] = norms[mine], after[mine]
+    return edited

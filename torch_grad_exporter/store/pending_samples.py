@@ -14,15 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.store.clip_detection import UNTOUCHED, ClipDetection, Clipping, Edit
-from torch_grad_exporter.store.records import UNOWNED, OptimizerView, Outcome, RoundEnded, SampleRead
+from torch_grad_exporter.store.clip_detection import ClipDetection, Clipping, Edit, with_ours
+from torch_grad_exporter.store.records import UNOWNED, Outcome, RoundEnded, SampleRead
 from torch_grad_exporter.store.sample import Sample, number_of, rows_of
 
-GRACE_SECONDS, GRACE_SECONDS_AMID = 1.0, 10.0
-"""After which a NaN counts without an outcome; the longer one while more backwards of the round may follow."""
-
-UNREPORTED = 8
-"""Samples after the last one with a divisor, up to which one without it was probably forgotten by the loop."""
+GRACE_SECONDS = 1.0  # after which a NaN counts without an outcome
+GRACE_SECONDS_AMID = 10.0  # the same while more backwards of the round may follow
+UNREPORTED = 8  # samples after the last one with a divisor, up to which one without it was probably forgotten by the loop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,9 +136,16 @@ class PendingSamples:
                 sample.unscale(number_of(view.loss_scale))
         divided, divisor_is_known = self._divide(sample, ended)
 
-        seen = np.zeros((2, len(owners)))
+        seen = np.zeros((2, len(owners)))  # norms after the loop, and after the clipping of `clip=`
         for view in ended.views:
-            _enter_norms(view, sample, owners, seen[int(view.ours)])
+            norms = seen[int(view.ours)]
+            if view.unchanged:
+                mine = sample.present & (owners == view.optimizer)
+                norms[mine] = sample.norms[mine]
+                continue
+            own_scale = 1.0 if view.own_scale is None else number_of(view.own_scale)
+            for part_seen in view.parts:
+                norms[part_seen.positions] = rows_of(part_seen)[:, 0] / own_scale
         by_loop = {view.optimizer for view in ended.views if not view.ours} & ended.stepped
         by_us = {view.optimizer for view in ended.views if view.ours} & ended.stepped
         own = {optimizer: sample.present & (owners == optimizer) for optimizer in by_loop | by_us}
@@ -149,10 +154,13 @@ class PendingSamples:
         norm = self._norm if len({*owners.tolist()} - {UNOWNED}) < 2 else None
         part = bool(sample.read.table.sharded.any())
         clippings = self._clips.judge(self.samples, edits, norm=norm, divided=divided, part=part)
-        edited = _with_ours(sample.norms, seen, own, by_us, clippings) if self._clipped else None
+        edited = with_ours(sample.norms, seen, own, by_us, clippings) if self._clipped else None
 
         left_out = self._left_out(sample, ended, owners)
-        if not (complete and divisor_is_known and _scale_is_known(sample, ended, over=over)):
+        # A scaler that is not known yet skips no step with finite gradients.
+        stepped = ended.outcome is Outcome.STEPPED or bool(ended.views) or (over and not sample.nonfinite())
+        scale_is_known = sample.unscaled or sample.read.scale_known or stepped
+        if not (complete and divisor_is_known and scale_is_known):
             sample = sample.without_sizes()
             clippings = {o: Clipping(None, clipped=clip.clipped) for o, clip in clippings.items()}
         shown = ended.stepped | left_out
@@ -202,51 +210,3 @@ def _guess(sample: Sample, outcome: Outcome) -> RoundEnded:
     owners = sample.read.owners
     mine = frozenset(np.unique(owners[sample.present]).tolist())
     return RoundEnded(sample.read.round, outcome, owners, sample.read.usual & mine or mine, {})
-
-
-def _scale_is_known(sample: Sample, ended: RoundEnded, *, over: bool) -> bool:
-    """Return whether no loss scale is left. A scaler that is not known yet skips no step with finite gradients."""
-    stepped = ended.outcome is Outcome.STEPPED or bool(ended.views)
-    return sample.unscaled or sample.read.scale_known or stepped or (over and not sample.nonfinite())
-
-
-def _enter_norms(view: OptimizerView, sample: Sample, owners: IntArray, norms: FloatArray) -> None:
-    """Enter the norms that an optimizer saw, by parameter."""
-    if view.unchanged:
-        mine = sample.present & (owners == view.optimizer)
-        norms[mine] = sample.norms[mine]
-        return
-    own_scale = 1.0 if view.own_scale is None else number_of(view.own_scale)
-    for part in view.parts:
-        norms[part.positions] = rows_of(part)[:, 0] / own_scale
-
-
-def _with_ours(
-    norms: FloatArray,
-    seen: FloatArray,
-    own: Mapping[int, BoolArray],
-    by_us: set[int],
-    clippings: dict[int, Clipping],
-) -> FloatArray:
-    """Add the clipping of `clip=` to the judgements; return the norms before and after, shape (2, parameters).
-
-    It comes after all that the loop did, so that both norms are known. `seen`: the norms after the loop, and after `clip=`.
-    """
-    (after, clipped), edited = seen, np.full((2, len(norms)), np.nan)
-    for optimizer, mine in own.items():
-        loop = clippings.get(optimizer)
-        before = norms if loop is None else after
-        if optimizer in by_us:
-            edited[:, mine] = before[mine], clipped[mine]
-            clippings[optimizer] = _then_clipped(loop or Clipping(1.0), Edit(before[mine], clipped[mine]))
-        elif loop is not None and loop.coefficient is not None:  # within a closure the two cannot be told apart
-            edited[:, mine] = norms[mine], after[mine]
-    return edited
-
-
-def _then_clipped(loop: Clipping, ours: Edit) -> Clipping:
-    """Return the judgement of what the loop did and of a clipping after it."""
-    if not 0 < ours.whole < math.inf or not math.isfinite(ours.seen):
-        return Clipping(loop.coefficient, ours.seen, loop.clipped)
-    coefficient = ours.ratio if loop.coefficient is None else loop.coefficient * ours.ratio
-    return Clipping(coefficient, ours.seen, loop.clipped or ours.least < 1 - UNTOUCHED)
