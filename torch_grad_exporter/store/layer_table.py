@@ -140,7 +140,7 @@ class LayerTable:
         if sample.read.table is not self.table:
             self._arrange(sample.read.table)
         owned, layers = counted.owned(counted.shown), self.rows.values
-        shown = self._by_layer(sample, owned & sample.present)
+        shown = LayerValues(sample, self._selection(owned & sample.present))
         before = {name: layers[name][shown.layers] for name in COUNTED}
         # A layer that this sample gave no gradient has no last values.
         cleared = self._selection(owned).layers
@@ -156,7 +156,9 @@ class LayerTable:
         self._show(shown, sample, before)
 
         def of(optimizers: frozenset[int]) -> LayerValues:
-            return shown if optimizers == counted.shown else self._by_layer(sample, counted.owned(optimizers) & sample.present)
+            if optimizers == counted.shown:
+                return shown
+            return LayerValues(sample, self._selection(counted.owned(optimizers) & sample.present))
 
         new = of(counted.new)
         layers["captures"][new.layers] += 1
@@ -166,15 +168,12 @@ class LayerTable:
         if counted.clipped is not None:
             self._show_clipping(counted, *counted.clipped)
 
-    def _by_layer(self, sample: Sample, wanted: BoolArray) -> LayerValues:
-        return LayerValues(sample, self._selection(wanted))
-
     def _selection(self, wanted: BoolArray) -> Selection:
         key = wanted.tobytes()
         if key not in self._selections:
             if len(self._selections) >= SELECTIONS:
                 self._selections = {}
-            self._selections[key] = Selection.of(self.table, wanted)
+            self._selections[key] = Selection(self.table, wanted)
         return self._selections[key]
 
     def _show(self, values: LayerValues, sample: Sample, before: Mapping[str, FloatArray]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 
@@ -60,8 +61,8 @@ class Sample:
 
     def nonfinite_layers(self) -> tuple[str, ...]:
         """Return the names of the layers whose gradients have a NaN or Inf."""
-        wrong = np.flatnonzero(self.columns[:, [Column.NANS, Column.INFS]].any(axis=1)).tolist()
-        return tuple(dict.fromkeys(self.read.table.tracked[position].layer for position in wrong))
+        wrong: BoolArray = self.columns[:, [Column.NANS, Column.INFS]].any(axis=1)
+        return tuple(dict.fromkeys(tracked.layer for tracked in compress(self.read.table.tracked, wrong.tolist())))
 
     def divide(self, divisor: float) -> None:
         """Divide by the divisor of the loop, in place of one that was known before."""
@@ -105,25 +106,17 @@ def number_of(value: Ticket | float) -> float:
     return value if isinstance(value, float) else float(values_of(value)[0])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """Some parameters of a table by layer."""
+    """Some parameters of a table by layer: the wanted ones, shape (parameters,)."""
 
-    layers: IntArray  # shape (groups,), ascending
-    positions: IntArray  # of the parameters, those of one layer next to each other
-    group: IntArray  # the place in `layers` of each position
-    starts: IntArray  # shape (groups,): where the positions of each layer begin
-    counts: BoolArray | None  # which positions count in sums over ranks; None: all
-
-    @classmethod
-    def of(cls, table: ParameterTable, wanted: BoolArray) -> Selection:
-        """Select the wanted parameters, shape (parameters,)."""
+    def __init__(self, table: ParameterTable, wanted: BoolArray) -> None:
         chosen = np.flatnonzero(wanted)
-        order = np.argsort(table.layer_of[chosen], kind="stable")
-        positions = chosen[order]
-        layers, starts, group = np.unique(table.layer_of[positions], return_index=True, return_inverse=True)
-        counts = table.counts[positions]
-        return cls(layers, positions, group, starts, None if counts.all() else counts)
+        # The positions of the parameters, those of one layer next to each other.
+        self.positions: IntArray = chosen[np.argsort(table.layer_of[chosen], kind="stable")]
+        found = np.unique(table.layer_of[self.positions], return_index=True, return_inverse=True)
+        self.layers, self.starts, self.group = found  # ascending; where each begins; the place of each position's layer
+        self.counts = table.counts[self.positions]  # which count in sums over ranks
+        self.all_count = bool(self.counts.all())
 
 
 class LayerValues:
@@ -136,13 +129,13 @@ class LayerValues:
         self._combined = sample.layout.runs(self._columns, selection.group, selection.starts)
 
     def combined(self, place: int, *, counted: bool = False) -> FloatArray:
-        """Return what a column is in each layer, shape (groups,); `counted`: of what counts in sums over ranks."""
-        counts = self._selection.counts
-        if not counted or counts is None:
+        """Return what a column is in each layer, shape (layers,); `counted`: of what counts in sums over ranks."""
+        selection = self._selection
+        if not counted or selection.all_count:
             return self._combined[:, place]
-        values = np.where(counts, self._columns[:, place], 0.0)
-        return self.layout.columns[place].combine.groups(values, self._selection.group, len(self.layers))
+        values = np.where(selection.counts, self._columns[:, place], 0.0)
+        return self.layout.columns[place].combine.groups(values, selection.group, len(self.layers))
 
     def total(self, per_parameter: IntArray) -> FloatArray:
-        """Return the sum of a number per parameter in each layer, shape (groups,)."""
+        """Return the sum of a number per parameter in each layer, shape (layers,)."""
         return np.add.reduceat(per_parameter[self._selection.positions], self._selection.starts).astype(np.float64)
