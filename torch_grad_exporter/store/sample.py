@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import compress
 
 import numpy as np
 
@@ -61,8 +60,8 @@ class Sample:
 
     def nonfinite_layers(self) -> tuple[str, ...]:
         """Return the names of the layers whose gradients have a NaN or Inf."""
-        wrong: BoolArray = self.columns[:, [Column.NANS, Column.INFS]].any(axis=1)
-        return tuple(dict.fromkeys(tracked.layer for tracked in compress(self.read.table.tracked, wrong.tolist())))
+        wrong = np.flatnonzero(self.columns[:, [Column.NANS, Column.INFS]].any(axis=1)).tolist()
+        return tuple(dict.fromkeys(self.read.table.tracked[position].layer for position in wrong))
 
     def divide(self, divisor: float) -> None:
         """Divide by the divisor of the loop, in place of one that was known before."""
