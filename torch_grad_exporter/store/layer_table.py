@@ -23,6 +23,7 @@ from torch_grad_exporter.store.baselines import Baselines
 from torch_grad_exporter.store.clip_detection import UNTOUCHED
 from torch_grad_exporter.store.histograms import Counts, NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
+from torch_grad_exporter.store.records import Outcome
 from torch_grad_exporter.store.sample import LayerValues, Sample, Selection
 
 RECENT_SECONDS = 60  # over which a layer's recent maximum is taken
@@ -225,9 +226,10 @@ class LayerTable:
         coefficients = root_of_squares(after[chosen], group, len(rows)) / root_of_squares(before[chosen], group, len(rows))
         if counted.sample.sized:
             self.rows.values["coefficient"][rows] = coefficients
-        fresh = np.zeros(len(rows), dtype=np.bool_)
-        fresh[group[counted.owned(counted.newly_ended)[chosen]]] = True
-        self.rows.values["clipped"][rows] += fresh & (coefficients < 1 - UNTOUCHED)
+        if counted.ended.outcome is not Outcome.UNKNOWN:
+            new = np.zeros(len(rows), dtype=np.bool_)
+            new[group[counted.owned(counted.new)[chosen]]] = True
+            self.rows.values["clipped"][rows] += new & (coefficients < 1 - UNTOUCHED)
 
     # Reading
 

@@ -60,10 +60,10 @@ class OptimizerTable:
                 values["coefficient"] = coefficient
             if after is not None:
                 values["after_clip"] = after
-            values["clipped"] += clip is not None and clip.clipped and optimizer in counted.newly_ended
-            self._enter(row, norm, math.nan if after is None else after, fresh=optimizer in counted.newly_sized)
             if optimizer in counted.new:
+                values["clipped"] += clip is not None and clip.clipped and outcome is not Outcome.UNKNOWN
                 values[f"nonfinite_{outcome.value}"] += counted.sample.nonfinite(mine)
+            self._enter(row, norm, math.nan if after is None else after, fresh=optimizer in counted.newly_sized)
 
     def observe(self, norm: float, step: int | None = None) -> None:
         """Take an observed norm of a step; it becomes the source of norms, as far as it is known whose it is."""

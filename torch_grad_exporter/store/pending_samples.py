@@ -27,7 +27,6 @@ UNREPORTED = 8  # samples after the last one with a divisor, up to which one wit
 class CountedSample:
     """A sample with its outcome, as the tables count it. It may come again when more optimizers have stepped."""
 
-    number: int  # of the sample, from 1
     sample: Sample
     ended: RoundEnded
     owners: IntArray  # as in `SampleRead`, with what is known of them at the end of the round
@@ -35,7 +34,6 @@ class CountedSample:
     left_out: frozenset[int]  # those whose step a gradient scaler left out
     new: frozenset[int]  # those whose part of the round was not counted before
     newly_sized: frozenset[int]  # those whose norms were not counted before
-    newly_ended: frozenset[int]  # those whose outcome was not counted before, and is known
     clippings: Mapping[int, Clipping]  # by optimizer
     clipped: FloatArray | None  # with `clip=`: norms before and after, shape (2, parameters), NaN if unknown
 
@@ -62,11 +60,10 @@ class PendingSamples:
         self._sample: Sample | None = None
         self._ended: RoundEnded | None = None  # what its round has come to so far
         self._norm: float | None = None  # the global norm before clipping that the loop has given
-        # The last round of which something was counted, and the optimizers whose part, norms and outcome were.
+        # The last round of which something was counted, and the optimizers whose part, and whose norms, were.
         self._round: int | None = None
         self._counted: frozenset[int] = frozenset()
         self._sized: frozenset[int] = frozenset()
-        self._resolved: frozenset[int] = frozenset()
         self._divided: dict[int, int] = {}  # by optimizer, the last sample with a divisor
         # By the owners of what a round wrote, and optimizer: it stepped whenever its gradients were finite.
         self._steps_if_finite: dict[tuple[frozenset[int], int], bool] = {}
@@ -128,7 +125,7 @@ class PendingSamples:
     def _count(self, sample: Sample, ended: RoundEnded, *, over: bool = True, complete: bool = True) -> CountedSample:
         """Decide what is known of a sample. `over`: its round is; `complete`: no more gradients come to it."""
         if self._round != sample.read.round:
-            self._round, self._counted, self._sized, self._resolved = sample.read.round, *(frozenset[int](),) * 3
+            self._round, self._counted, self._sized = sample.read.round, frozenset(), frozenset()
             self.samples += 1
         owners = sample.read.owners if ended.owners is None else ended.owners
         for view in ended.views:
@@ -164,12 +161,10 @@ class PendingSamples:
             sample = sample.without_sizes()
             clippings = {o: Clipping(None, clipped=clip.clipped) for o, clip in clippings.items()}
         shown = ended.stepped | left_out
-        known = frozenset[int]() if ended.outcome is Outcome.UNKNOWN else shown
-        new, newly_sized, newly_ended = shown - self._counted, shown - self._sized, known - self._resolved
+        new, newly_sized = shown - self._counted, shown - self._sized
         self._counted |= shown
         self._sized |= shown if sample.sized else frozenset()
-        self._resolved |= known
-        return CountedSample(self.samples, sample, ended, owners, shown, left_out, new, newly_sized, newly_ended, clippings, edited)
+        return CountedSample(sample, ended, owners, shown, left_out, new, newly_sized, clippings, edited)
 
     def _divide(self, sample: Sample, ended: RoundEnded) -> tuple[bool, bool]:
         """Divide by what the loop has reported; return whether it has, and whether no divisor is left.
