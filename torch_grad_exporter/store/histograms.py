@@ -82,15 +82,17 @@ class NormRows:
     ) -> None:
         """Note a norm of each row, and another value; what is not finite is none. `nonfinite`: the gradient itself is not."""
         new, values = self._new[cursor], np.stack((norms, others))
-        peaks, known = new[:2, rows], np.isfinite(norms)
+        peaks = new[:2, rows]
         new[:2, rows] = np.where(np.isfinite(values) & ~(np.abs(values) <= np.abs(peaks)), values, peaks)
-        new[2:, rows] += np.stack((np.where(known, norms, 0.0), known, ~known if nonfinite is None else nonfinite))
+        if cursor.norms:
+            known = np.isfinite(norms)
+            new[2:, rows] += np.stack((np.where(known, norms, 0.0), known, ~known if nonfinite is None else nonfinite))
 
     def take(self, cursor: Cursor) -> FloatArray:
         """Return what is new to a consumer, shape (5, rows), which is nothing new from now on.
 
-        The norm and the other value that were farthest from zero, NaN if there was none; then the sum of the norms, how
-        many, and how many gradients were not finite.
+        The norm and the other value that were farthest from zero, NaN if there was none; then, if it asks for them, the
+        sum of the norms, how many, and how many gradients were not finite.
         """
         new = self._new[cursor]
         self.follow(cursor)

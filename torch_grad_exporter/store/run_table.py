@@ -45,7 +45,8 @@ class RunTable:
         self._totals = TotalsSnapshot()
         self._loss_baseline = Baseline(loss=True)
         self._buckets = [0] * (len(STEP_SECONDS) + 1)  # into an array a single step takes several times as long
-        self._last: deque[list[float]] = deque(maxlen=RATIO_STEPS)  # seconds of steps, and the exporter's own in them
+        # Of the last steps: their seconds, and the exporter's own in them.
+        self._seconds, self._own = deque[float](maxlen=RATIO_STEPS), deque[float](maxlen=RATIO_STEPS)
         self._steps: StepsTaken | None = None  # the last record, until its rounds are over
         self._taken = 0  # rounds of it that were counted
 
@@ -67,7 +68,8 @@ class RunTable:
             self._taken += 1
             if before is not None:
                 seconds = moment - before
-                self._last.append([seconds, 0.0])
+                self._seconds.append(seconds)
+                self._own.append(0.0)
                 bucket = bisect.bisect_left(STEP_SECONDS, seconds)
                 self._buckets[bucket] += 1
                 totals.duration_sum += seconds
@@ -80,8 +82,8 @@ class RunTable:
             self._steps = None
             totals.overhead_seconds += own
             timed = 0 if record.since is None else self._taken
-            for step in islice(reversed(self._last), timed):
-                step[1] = own / timed
+            for place in range(1, min(timed, RATIO_STEPS) + 1):
+                self._own[-place] = own / timed
         return len(new)
 
     def observed(self, record: Observed, value: float) -> None:
@@ -118,14 +120,13 @@ class RunTable:
     def snapshot(self, *, recent: bool) -> TotalsSnapshot:
         """Return a copy of all values. `recent`: with those over the last steps."""
         totals = self._totals
-        last = list(self._last) if recent else []
-        training = sum(seconds for seconds, _ in last)
+        training = sum(self._seconds) if recent else 0.0
         return replace(
             totals,
             duration_buckets=np.array(self._buckets, dtype=np.float64),
             exemplars=dict(totals.exemplars),
-            slowest=max((seconds for seconds, _ in last[-SLOWEST_STEPS:]), default=None),
-            overhead_ratio=sum(own for _, own in last) / training if training else None,
+            slowest=max(islice(reversed(self._seconds), SLOWEST_STEPS), default=None) if recent else None,
+            overhead_ratio=sum(self._own) / training if training else None,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),
