@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -45,13 +45,12 @@ class Singles:
         self._count: Counter[str] = Counter()
         self._values: list[Single] = []
 
-    def enter(self, name: str, step: int | None, value: float, at: float | None = None) -> bool:
-        """Enter a value if its step is known and there have not been too many of its name; return whether it was."""
-        if step is None or self._count[name] >= self._most:
+    def enter(self, single: Single) -> bool:
+        """Enter a value if there have not been too many of its name; return whether it was."""
+        if self._count[single.name] >= self._most:
             return False
-        self._count[name] += 1
-        moment = time.time() if at is None else at
-        self._values.append(Single(name, step, moment, value if math.isfinite(value) else math.inf))
+        self._count[single.name] += 1
+        self._values.append(single)
         return True
 
     def take(self) -> Sequence[Single]:
@@ -68,3 +67,11 @@ class Cursor:
     losses: Losses = field(default_factory=Losses)
     norms: bool = False  # whether it asks for sums of norms
     singles: Singles | None = None  # if it asks for them; what is in them is in no mean and no peak
+
+
+def entered(cursors: Collection[Cursor], name: str, step: int | None, value: float, at: float | None = None) -> list[Cursor]:
+    """Enter a value for consumers of single values, if its step is known; return those that took it."""
+    if step is None:
+        return []
+    single = Single(name, step, time.time() if at is None else at, value if math.isfinite(value) else math.inf)
+    return [cursor for cursor in cursors if cursor.singles is not None and cursor.singles.enter(single)]

@@ -68,25 +68,23 @@ class NormRows:
 
     # What is new to consumers
 
-    @property
-    def cursors(self) -> list[Cursor]:
-        """The consumers."""
-        return list(self._new)
-
     def follow(self, cursor: Cursor) -> None:
         """Begin with a consumer: what comes from now on is new to it."""
         self._new[cursor] = np.repeat(NEW, len(self.values), axis=1)
 
-    def note(
-        self, cursor: Cursor, rows: IntArray, norms: FloatArray, others: FloatArray, nonfinite: BoolArray | None = None
-    ) -> None:
-        """Note a norm of each row, and another value; what is not finite is none. `nonfinite`: the gradient itself is not."""
-        new, values = self._new[cursor], np.stack((norms, others))
-        peaks = new[:2, rows]
-        new[:2, rows] = np.where(np.isfinite(values) & ~(np.abs(values) <= np.abs(peaks)), values, peaks)
-        if cursor.norms:
-            known = np.isfinite(norms)
-            new[2:, rows] += np.stack((np.where(known, norms, 0.0), known, ~known if nonfinite is None else nonfinite))
+    def note(self, rows: IntArray, norms: FloatArray, others: FloatArray, known: BoolArray, but: Collection[Cursor] = ()) -> None:
+        """Note a norm of each row, and another value, for consumers `but` some; what is not finite is none.
+
+        `known`: the gradient itself is finite.
+        """
+        values, finite = np.stack((norms, others)), np.isfinite(norms)
+        for cursor, new in self._new.items():
+            if cursor in but:
+                continue
+            peaks = new[:2, rows]
+            new[:2, rows] = np.where(np.isfinite(values) & ~(np.abs(values) <= np.abs(peaks)), values, peaks)
+            if cursor.norms:
+                new[2:, rows] += np.stack((np.where(finite, norms, 0.0), finite, ~known))
 
     def take(self, cursor: Cursor) -> FloatArray:
         """Return what is new to a consumer, shape (5, rows), which is nothing new from now on.

@@ -210,8 +210,7 @@ class LayerTable:
         layers["spikes"][rows] += spike
         bad = values.combined(Column.NANS) + values.combined(Column.INFS) > 0
         known = np.isfinite(norms) if sample.sized else ~bad
-        for cursor in self.rows.cursors:
-            self.rows.note(cursor, rows, norms, zscore, ~known)
+        self.rows.note(rows, norms, zscore, known)
         second, recent = int(sample.read.at), layers["recent"]
         place = second % RECENT_SECONDS
         if self._recent_second[place] != second:

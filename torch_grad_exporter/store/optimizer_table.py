@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from torch_grad_exporter.metrics.buckets import HALF_DECADES
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.baselines import Baseline
+from torch_grad_exporter.store.cursors import Cursor, entered
 from torch_grad_exporter.store.histograms import Counts, NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import UNOWNED, Outcome
@@ -31,9 +32,10 @@ OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")  # what an obser
 
 
 class OptimizerTable:
-    """One row per optimizer, and one for observed norms."""
+    """One row per optimizer, and one for observed norms. `cursors`: consumers of single values."""
 
-    def __init__(self, *, exponential: bool) -> None:
+    def __init__(self, cursors: Collection[Cursor], *, exponential: bool) -> None:
+        self._cursors = cursors
         self.rows = NormRows(np.zeros(1, dtype=OPTIMIZER), HALF_DECADES, exponential=exponential)
         self._row_of: dict[int, int] = {}
         self._baselines: list[Baseline] = []
@@ -84,9 +86,8 @@ class OptimizerTable:
     def _enter(self, row: int, norm: float, after: float, *, fresh: bool, step: int | None = None) -> None:
         """Enter a norm. `fresh`: that of this round was not known before; `step`: for consumers of single values."""
         rows, norms = np.array([row]), np.array([norm])
-        for cursor in self.rows.cursors:
-            if cursor.singles is None or not cursor.singles.enter("norm", step, norm):
-                self.rows.note(cursor, rows, norms if fresh else np.array([np.nan]), np.array([after]))
+        single = entered(self._cursors, "norm", step, norm)
+        self.rows.note(rows, norms if fresh else np.array([np.nan]), np.array([after]), np.isfinite(norms), single)
         if fresh:
             self.rows.enter(rows, norms)
             self.rows.values["spikes"][row] += math.isfinite(norm) and self._baselines[row].is_spike(norm)

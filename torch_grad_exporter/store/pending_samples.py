@@ -57,7 +57,7 @@ class PendingSamples:
         self.unattributed = 0  # samples whose optimizer is unknown, not counted
         self._clipped = clipped
         self._clips = ClipDetection()
-        self._sample: Sample | None = None
+        self.sample: Sample | None = None  # the one that waits
         self._ended: RoundEnded | None = None  # what its round has come to so far
         self._norm: float | None = None  # the global norm before clipping that the loop has given
         # The last round of which something was counted, and the optimizers whose part, and whose norms, were.
@@ -68,37 +68,32 @@ class PendingSamples:
         # By the owners of what a round wrote, and optimizer: it stepped whenever its gradients were finite.
         self._steps_if_finite: dict[tuple[frozenset[int], int], bool] = {}
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is a sample."""
-        return self._sample is not None
-
     def read(self, record: SampleRead) -> CountedSample | None:
         """Take a sample; return the one before, of another round, whose outcome stays unknown."""
-        before, counted = self._sample, None
+        before, counted = self.sample, None
         if before is not None and before.read.round != record.round:
             counted = self._count(before, self._ended or _guess(before, Outcome.UNKNOWN))
         elif before is not None and record.again and before.nonfinite():
             # No loop goes on with gradients that are not finite and were thrown away: that was a skipped step.
             counted = self._count(before, _guess(before, Outcome.SKIPPED))
             self._round = None
-        self._sample, self._ended, self._norm = Sample.of(record), None, None
+        self.sample, self._ended, self._norm = Sample.of(record), None, None
         return counted
 
     def norm_given(self, norm: float) -> None:
         """Take the global norm before clipping of the round that is not over."""
-        if self._sample is not None and self._ended is None and 0 < norm < math.inf:
+        if self.sample is not None and self._ended is None and 0 < norm < math.inf:
             self._norm = norm
 
     def round_ended(self, record: RoundEnded) -> CountedSample | None:
         """Take the outcome; return the sample of that round unless other optimizers may still step on it."""
-        sample = self._sample
+        sample = self.sample
         if sample is None or sample.read.round != record.round:
             return None
         if not (record.final or record.withdrawn):
             self._ended = record
             return None
-        self._sample = None
+        self.sample = None
         if record.withdrawn:
             return None
         if record.guessed and not sample.nonfinite() and self._round != record.round:
@@ -108,7 +103,7 @@ class PendingSamples:
 
     def expired(self, now: float) -> CountedSample | None:
         """Return the sample if it has waited for too long; it stays. `now` is Unix time."""
-        sample, ended = self._sample, self._ended
+        sample, ended = self.sample, self._ended
         if sample is None:
             return None
         if self._round == sample.read.round and (ended is None or ended.stepped <= self._counted):

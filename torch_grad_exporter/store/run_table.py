@@ -14,7 +14,7 @@ import numpy as np
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
 from torch_grad_exporter.store.baselines import Baseline
-from torch_grad_exporter.store.cursors import Cursor
+from torch_grad_exporter.store.cursors import Cursor, entered
 from torch_grad_exporter.store.records import Observed, StepsTaken
 
 RATIO_STEPS, SLOWEST_STEPS = 1000, 128  # over which the overhead ratio and the slowest step are taken
@@ -50,14 +50,12 @@ class RunTable:
         self._steps: StepsTaken | None = None  # the last record, until its rounds are over
         self._taken = 0  # rounds of it that were counted
 
-    def steps_taken(self, record: StepsTaken) -> int:
-        """Begin with the next record of rounds, after the rest of the one before; return how many rounds are new."""
-        before = self.take_steps()
-        self._steps, self._taken = record, 0
-        return before + self.take_steps()
-
-    def take_steps(self) -> int:
-        """Count the rounds that have come to the last record since; return how many."""
+    def take_steps(self, following: StepsTaken | None = None) -> int:
+        """Count the rounds that have come to the last record, and then those of the following one; return how many."""
+        if following is not None:
+            rounds = self.take_steps()
+            self._steps, self._taken = following, 0
+            return rounds + self.take_steps()
         record, totals = self._steps, self._totals
         if record is None:
             return 0
@@ -74,7 +72,7 @@ class RunTable:
                 self._buckets[bucket] += 1
                 totals.duration_sum += seconds
                 if record.step is not None:
-                    self._enter_single("step_seconds", record.step + self._taken, seconds, moment + record.offset)
+                    entered(self._cursors, "step_seconds", record.step + self._taken, seconds, moment + record.offset)
                 if record.trace is not None:
                     totals.exemplars[bucket] = Exemplar(seconds, moment + record.offset, *record.trace)
             before = moment
@@ -92,7 +90,7 @@ class RunTable:
         if record.labels:
             totals.learning_rates[record.labels] = value
             if record.labels == next(iter(totals.learning_rates)):
-                self._enter_single("learning_rate", record.step, value)
+                entered(self._cursors, "learning_rate", record.step, value)
             return
         if record.name in ("samples", "tokens"):
             total = totals.sums.get(record.name, 0.0) + value
@@ -102,7 +100,7 @@ class RunTable:
         totals.last[record.name] = value
         if record.name != "loss":
             return
-        single = self._enter_single("loss", record.step, value)
+        single = entered(self._cursors, "loss", record.step, value)
         if not math.isfinite(value):
             totals.loss_nonfinite += 1
             return
@@ -110,12 +108,6 @@ class RunTable:
             if cursor not in single:
                 cursor.losses = cursor.losses.with_one(value)
         totals.loss_spikes += self._loss_baseline.is_spike(value)
-
-    def _enter_single(self, name: str, step: int | None, value: float, at: float | None = None) -> list[Cursor]:
-        """Enter a value of a step for consumers of single values; return those that took it."""
-        if step is None:
-            return []
-        return [c for c in self._cursors if c.singles is not None and c.singles.enter(name, step, value, at)]
 
     def snapshot(self, *, recent: bool) -> TotalsSnapshot:
         """Return a copy of all values. `recent`: with those over the last steps."""

@@ -109,7 +109,7 @@ class Worker:
         self._each: list[EachSample] = []
         self._pending = PendingSamples(clipped=clipped)
         self._layers = LayerTable(table, layout, exponential=exponential)
-        self._optimizers = OptimizerTable(exponential=exponential)
+        self._optimizers = OptimizerTable(self._cursors, exponential=exponential)
         self._run = RunTable(self._cursors)
         self._known: tuple[int, GradientSnapshot] | None = None  # the last snapshot, and the changes up to it
         self._undelivered = 0  # samples whose vectors never arrived
@@ -255,7 +255,7 @@ class Worker:
             self._lock.release()
 
     def _work(self) -> None:
-        if self.changes is None or self._pending.waiting:
+        if self.changes is None or self._pending.sample is not None:
             with self._held(-1):
                 self._drain()
 
@@ -291,7 +291,7 @@ class Worker:
 
     def _take_steps(self, record: StepsTaken | None = None) -> None:
         """Count what has come to the last record of steps, and then the next one."""
-        rounds = self._run.take_steps() if record is None else self._run.steps_taken(record)
+        rounds = self._run.take_steps(record)
         if rounds:
             for listener in self._listeners:
                 listener.rounds_over(rounds)
