@@ -144,8 +144,9 @@ class Stages:
         def refresh_memory() -> None:
             devices_guard(memory.refresh)
 
+        requests = Requests()
         parts = Parts(
-            index=checked.index, optimizers=optimizers, cost=cost, reader=reader, schedule=schedule,
+            requests=requests, index=checked.index, optimizers=optimizers, cost=cost, reader=reader, schedule=schedule,
             clock=clock, mailbox=mailbox, hooks=hooks, errors=errors,
             options=CaptureOptions(local_norm=settings.local_norm, weights=settings.weights),
             periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
@@ -153,10 +154,10 @@ class Stages:
         self.capture = capture = Capture(parts)
 
         # Inspections, told of armed rounds by the capture.
-        places, requests = OriginPlaces(), Requests()
+        places = OriginPlaces()
         if settings.nan_origin:
             nan_origin = NanOrigin(
-                hooks, cost, clock, mailbox, models=models, requests=requests, steps=self.steps,
+                hooks, cost, clock, mailbox, models=models, steps=self.steps,
                 scaled=lambda: reader.knows_scaler, always=settings.nan_origin == "always",
             )  # fmt: skip
             capture.inspect(nan_origin, errors.boundary("nan_origin"))

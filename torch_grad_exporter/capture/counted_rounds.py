@@ -66,7 +66,8 @@ class CountedRounds:
         if self._clock.skipped != self._skipped:
             self._skipped, self._not_before = self._clock.skipped, number + AFTER_TROUBLE
         rounds = self._parts.schedule.only_counted(number + 1)
-        stepper = regular() if rounds >= AT_LEAST and number >= self._not_before else None
+        follow = number < self._not_before or self._parts.requests.pending
+        stepper = None if rounds < AT_LEAST or follow else regular()
         found = self._parts.optimizers.numbered() if stepper is not None else []
         if len(found) != 1 or found[0][0] != stepper:
             self._dismiss()
@@ -74,6 +75,10 @@ class CountedRounds:
             self._resume = resume
             self._begin(found[0], rounds, over)
         return self._witness is not None
+
+    def follow(self, rounds: int) -> None:
+        """Follow at least this many of the next rounds instead of counting them."""
+        self._not_before = max(self._not_before, self._rounds.current.number + rounds)
 
     def _backwards_of_round(self) -> int:
         """How many backwards the round had that is over; takes in their size."""
@@ -121,6 +126,7 @@ class CountedRounds:
             clock=clock.clock,
             otherwise=over,
             concerned=self._parts.optimizers.concerns,
+            requested=self._parts.requests.pending,
         )
         # In this order: whatever interrupts this, `settle` puts back what there is.
         self._counting = counting

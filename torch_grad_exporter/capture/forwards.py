@@ -43,6 +43,10 @@ class ForwardWatch:
         if clock.stepping and not called_from_step(sys._getframe(1)):
             clock.leave_step()
             self._steps.abandoned()
+        if self._parts.requests.pending:
+            requested = self._parts.requests.take()
+            self._counted.follow(max(requested.values()) + 1)
+            self._parts.inspections.requested(requested)
         if torch.is_grad_enabled():
             self._preparation.forward_began(module, args, kwargs)
         if module.training and torch.is_grad_enabled():

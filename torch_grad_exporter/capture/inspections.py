@@ -6,7 +6,7 @@ neither the others nor the sample. Without any, a round costs nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,9 @@ class Inspection(Protocol):
         `sampled`: whether its round is due to be sampled; a round has a forward for each micro-batch. Whether this one is of the
         current round or of the next one, after a step that was skipped, shows only at its backward.
         """
+
+    def requested(self, rounds: Mapping[str, int]) -> None:
+        """The worker asked for this many of the next rounds, by the name of the inspection. Comes before a forward."""
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:
         """A backward of the round of this number has written gradients, and is over. Is not called where no backward is seen.
@@ -63,6 +66,10 @@ class Inspections:
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
         """As of `Inspection`."""
         self._tell(lambda one: one.forward_began(root, args, kwargs, sampled=sampled))
+
+    def requested(self, rounds: Mapping[str, int]) -> None:
+        """As of `Inspection`."""
+        self._tell(lambda one: one.requested(rounds))
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:
         """As of `Inspection`."""

@@ -27,6 +27,7 @@ from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Outcome, RoundEnded
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN
@@ -77,6 +78,7 @@ class Parts:
     hooks: Hooks
     errors: ErrorLog
     options: CaptureOptions
+    requests: Requests
     periodic: Callable[[], None] | None = None
     thread: TrainingThread = field(init=False, default_factory=TrainingThread)
     fused: FusedSteps = field(init=False)

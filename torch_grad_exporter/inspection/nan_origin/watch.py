@@ -15,7 +15,6 @@ from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
 from torch_grad_exporter.inspection.nan_origin.backward import Graph
 from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
 from torch_grad_exporter.inspection.nan_origin.origins import SentTape
-from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox
@@ -43,14 +42,12 @@ class NanOrigin:
         mailbox: Mailbox,
         *,
         models: Mapping[str, torch.nn.Module],
-        requests: Requests,
         steps: Callable[[], int],
         scaled: Callable[[], bool],
         always: bool,
     ) -> None:
         self._cost, self._clock, self._mailbox = cost, clock, mailbox
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
-        self._requests = requests
         self._steps, self._scaled, self._always = steps, scaled, always
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._inner = InnerHooks(hooks, SOURCE, self._entered, self._left)
@@ -63,9 +60,6 @@ class NanOrigin:
 
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
         """Begins to record, where the round is armed."""
-        requested = self._requests.take()
-        if SOURCE in requested:
-            self._rounds, self._forwards = requested[SOURCE], FORWARDS
         if not (self._rounds or (self._always and sampled)):
             return
         if capturing_graph() or within_transform() or compiles_its_call(root):
@@ -85,6 +79,11 @@ class NanOrigin:
             self._recording.begin(inside)
         self._inner.arm(inside.modules)
         self._recording.got(args, kwargs)
+
+    def requested(self, rounds: Mapping[str, int]) -> None:
+        """Record the next rounds."""
+        if SOURCE in rounds:
+            self._rounds, self._forwards = rounds[SOURCE], FORWARDS
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
         """Hands over what was recorded up to now."""
