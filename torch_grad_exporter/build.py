@@ -27,7 +27,7 @@ from torch_grad_exporter.actions.notify.notify import totals as notify_totals
 from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
-from torch_grad_exporter.capture.parts import CaptureOptions, Parts
+from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -49,12 +49,16 @@ from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.inspection.activations import Activations
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.local_gradients import LocalGradients
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
 from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces, Origins
 from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
+from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
+from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.watch import Watch
 from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.inspection.weight_totals import WeightTotals
+from torch_grad_exporter.inspection.weights import WeightProbe
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.watched import WatchedModels
@@ -148,12 +152,27 @@ class Stages:
         parts = Parts(
             requests=requests, index=checked.index, optimizers=optimizers, cost=cost, reader=reader, schedule=schedule,
             clock=clock, mailbox=mailbox, hooks=hooks, errors=errors,
-            options=CaptureOptions(local_norm=settings.local_norm, weights=settings.weights),
             periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
         )  # fmt: skip
         self.capture = capture = Capture(parts)
 
-        # Inspections, told of armed rounds by the capture.
+        # Inspections, which the capture calls in the rounds that it follows.
+        waits = ReductionWaits(hooks, clock, parts.reductions, reader)
+        capture.inspect(waits, errors.boundary("reduction", "waits for other ranks"))
+        if settings.local_norm:
+            local = LocalGradients(
+                hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=parts.reductions,
+                probes=parts.probes, mode=parts.mode,
+            )  # fmt: skip
+            capture.inspect(local, errors.boundary("reduction", "gradients of this rank"))
+        if settings.weights:
+            weights = WeightProbe(reader, optimizers, cost, mailbox)
+            capture.inspect(weights, errors.boundary("weights"))
+        losses = RoundLoss(
+            rounds=parts.rounds, mode=parts.mode, clock=clock, index=checked.index, probes=parts.probes,
+            observations=capture.observations, errors=errors,
+        )  # fmt: skip
+        capture.inspect(losses, errors.boundary("forward_hook", "losses in outputs"))
         places = OriginPlaces()
         if settings.nan_origin:
             nan_origin = NanOrigin(
@@ -220,7 +239,7 @@ class Stages:
             snapshots=snapshots, clock=clock, optimizers=optimizers.names, capture=capture,
             schedule=schedule, memory=memory, errors=errors, identity=identity, rank=checked.rank,
             store=checked.store, expected_devices=device_kinds(checked.index, models.values()),
-            ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
+            waits=waits, ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
             weights=self._weights if settings.weights else None, local_norms=local_norms,
             notified=notified, acted=acted,
             clip=None if self.clip is None else self.clip.reports, frozen=frozen,

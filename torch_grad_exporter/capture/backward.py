@@ -19,6 +19,7 @@ import numpy as np
 from torch_grad_exporter.capture.accumulate_grad import Gradients
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
+from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.parts import Parts
@@ -70,6 +71,7 @@ class BackwardWatch:
         self._output_hook = hooks.guarded("backward_hook", self._reached)
         parts.nodes.on_first = hooks.guarded("backward_hook", self._node_reached)
         self.preparation = RoundPreparation(parts)
+        self._reduction = parts.errors.boundary("reduction", "beginning of a backward")
 
     # Before it
 
@@ -93,7 +95,7 @@ class BackwardWatch:
         if self.running:
             self._task, self._writes = -1, False
             self._parts.nodes.end()
-            self._parts.reductions.disarm()
+            self._parts.inspections.tell(Inspection.backward_dropped)
 
     @property
     def running(self) -> bool:
@@ -130,8 +132,7 @@ class BackwardWatch:
         if self._task == -1:
             self._announced(graph_task(), start)
         if not self._writes:
-            self._begin()
-            self._parts.reductions.arrives(tracked, gradients)
+            self._begin((tracked, gradients))
         self._parts.cost.spent(start, sampled=self._rounds.current.sampled)
 
     def stepped_within(self) -> None:
@@ -142,14 +143,13 @@ class BackwardWatch:
                 self._announced(graph_task(), start)
             self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self, first: First | None = None) -> None:
         """A backward that writes gradients has begun."""
         self._counted.settle()
         parts, rounds = self._parts, self._rounds
         # First: what fails below must not begin it again at each node.
         self._writes, self._before = True, None
         parts.nodes.begin()
-        parts.waits.saw(self._task)
         parts.reader.backward_began()
         rounds.backward_began(self.preparation.evidence, within_step=self._clock.stepping)
         if rounds.current.sampled:
@@ -157,14 +157,14 @@ class BackwardWatch:
             if why is not None:
                 rounds.withdraw(why)
         if rounds.current.sampled:
-            on_host = parts.reader.devices <= {"cpu"}
-            parts.reductions.begin(parts.reader.table, rounds.current.backwards, on_host=on_host, local=parts.mode.sees_backwards)
+            self._reduction(parts.reductions.backward_began)
             if parts.index.fully_sharded:
                 self._before = self.preparation.early
             elif parts.reductions.wrapped:
                 self._before = parts.reader.versions()
         elif parts.index.fully_sharded and graph_is_kept():  # it may be a `torch.autograd.grad`
             self._before = GradientVersions.of(parts.probes.all())
+        parts.inspections.tell(Inspection.backward_began, rounds.current, parts.reader.table, first, self._task)
 
     # How it ends
 
@@ -182,12 +182,12 @@ class BackwardWatch:
             self._clock.spent(self._clock.clock() - start)
             return
         sampled = current.sampled
-        parts.waits.end(current.number, start)
         now = PresentGradients.of(table.tracked) if sampled else None
         fired = reduced(table, self._fired(before, now)) if sampled else set()
         written = self._written(before, fired, sampled=sampled)
-        parts.reductions.end(current, table, fired, written=written)
-        if written:
+        if not written:
+            parts.inspections.tell(Inspection.backward_dropped)
+        else:
             models = {tracked.model for tracked in parts.nodes.fired} or {table.tracked[i].model for i in fired}
             current.models.update(models or range(parts.index.models))
             parts.mode.seen()
@@ -195,7 +195,9 @@ class BackwardWatch:
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
             may_read = not sampled or parts.manual_reduction.may_read(table)
-            if rounds.backward_ended(fired, stepped_within=bool(parts.reader.found_early)) and may_read:
+            complete = rounds.backward_ended(fired, stepped_within=bool(parts.reader.found_early))
+            parts.inspections.tell(Inspection.backward_ended, current, start)
+            if complete and may_read:
                 self.read(now=now)
                 self._left = None
             elif rounds.behind:
@@ -203,7 +205,6 @@ class BackwardWatch:
             if parts.nodes.table is not None and not sampled:  # it is not known which parameters report backwards
                 parts.mode.follow(parts.nodes.table, parts.nodes.positions(parts.nodes.table))
             parts.probes.backward_over(current.models)
-            parts.inspections.backward_ended(current.number, sampled=sampled)
         parts.cost.spent(start, sampled=sampled)
 
     def _written(self, before: GradientVersions | None, fired: set[int], *, sampled: bool) -> bool:
@@ -239,5 +240,5 @@ class BackwardWatch:
         taken = parts.reader.read(rounds, step, now)
         rounds.sample_read(taken=taken)
         if taken:
-            parts.reductions.captured(rounds.current.number)
+            parts.inspections.tell(Inspection.gradients_read, rounds.current)
             parts.mode.follow(parts.reader.table, rounds.current.fired)

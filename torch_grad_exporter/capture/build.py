@@ -27,9 +27,9 @@ class Capture:
         self._counted = CountedRounds(parts)
         self._backward = backward = BackwardWatch(parts, self._counted)
         steps = StepWatch(parts, backward)
-        self._observations = Observations(parts, self._counted)
-        self._forwards = ForwardWatch(parts, backward, steps, self._counted, self._observations)
-        self._loop = TrainingLoop(parts, steps, self._forwards, self._counted, self._observations)
+        self.observations = Observations(parts, self._counted)
+        self._forwards = ForwardWatch(parts, backward, steps, self._counted)
+        self._loop = TrainingLoop(parts, steps, self._forwards, self._counted, self.observations)
 
     def watch(self, models: Iterable[torch.nn.Module]) -> None:
         """Hooks the forwards of the roots, in the order of their numbers, and the steps of all optimizers."""
@@ -75,7 +75,7 @@ class Capture:
 
     def observe(self, values: Iterator[tuple[str, Number]]) -> None:
         """Takes observed values by name, see `Observations.observe`. From any thread, but for what belongs to a round."""
-        self._observations.observe(values)
+        self.observations.observe(values)
 
     def backward_comes(self, loss: torch.Tensor) -> None:
         """A backward of this loss is about to begin, which no forward of a root may have shown."""
@@ -116,13 +116,12 @@ class Capture:
         self._parts.fused.settle(-1)
         self._parts.rounds.training_over(failed=failed)
         self.release()
-        self._observations.training_over()
+        self._parts.inspections.tell(Inspection.training_over)
 
     def release(self) -> None:
         """Releases everything that keeps a parameter alive; idempotent, from any thread."""
         self._parts.nodes.release()
-        self._parts.reductions.disarm()
-        self._parts.inspections.release()
+        self._parts.inspections.tell(Inspection.release)
 
     def release_witness(self) -> None:
         """Releases the parameter that reports backwards in counted rounds; idempotent, from any thread."""

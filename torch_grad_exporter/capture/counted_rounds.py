@@ -16,6 +16,7 @@ from statistics import fmean
 import torch
 
 from torch_grad_exporter.capture.counting_hook import CountingHook, Witness
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.round_costs import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
@@ -190,8 +191,7 @@ class CountedRounds:
         if backwards:
             self._rounds.backwards_counted(backwards)
             self._parts.probes.backward_over(self._rounds.current.models)
-        self._parts.waits.missed()
-        self._parts.reductions.counted(unfinished=backwards > 0)
+        self._parts.inspections.tell(Inspection.counted, unfinished=backwards > 0)
 
     def _dismiss(self) -> None:
         witness, self._witness = self._witness, None

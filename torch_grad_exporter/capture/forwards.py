@@ -10,7 +10,7 @@ import torch
 from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.examples import batch_size
-from torch_grad_exporter.capture.observations import Observations
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE
 from torch_grad_exporter.capture.steps import StepWatch
@@ -21,16 +21,13 @@ from torch_grad_exporter.torch_compat.optimizers import called_from_step
 class ForwardWatch:
     """Belongs to the training thread."""
 
-    def __init__(
-        self, parts: Parts, backward: BackwardWatch, steps: StepWatch, counted: CountedRounds, observations: Observations
-    ) -> None:
+    def __init__(self, parts: Parts, backward: BackwardWatch, steps: StepWatch, counted: CountedRounds) -> None:
         self._parts = parts
         self._counted = counted
         self._clock = parts.clock
         self._backward = backward
         self._preparation = backward.preparation
         self._steps = steps
-        self._observations = observations
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
@@ -46,7 +43,7 @@ class ForwardWatch:
         if self._parts.requests.pending:
             requested = self._parts.requests.take()
             self._counted.follow(max(requested.values()) + 1)
-            self._parts.inspections.requested(requested)
+            self._parts.inspections.tell(Inspection.requested, requested)
         if torch.is_grad_enabled():
             self._preparation.forward_began(module, args, kwargs)
         if module.training and torch.is_grad_enabled():
@@ -75,7 +72,7 @@ class ForwardWatch:
         if torch.is_grad_enabled():
             self._backward.forward_ended(output)
             if module.training and not isinstance(output, torch.Tensor):
-                self._observations.forward_over(model, output, kwargs)
+                self._parts.inspections.tell(Inspection.forward_ended, model, output, kwargs)
         if self._parts.periodic is not None and not module.training:
             self._parts.periodic()
         clock.spent(clock.clock() - start)

@@ -15,6 +15,7 @@ import torch
 
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.forwards import ForwardWatch
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView, Scaler
@@ -22,7 +23,6 @@ from torch_grad_exporter.capture.round_costs import HOOKS_SECONDS
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.capture.tracing import active_trace
-from torch_grad_exporter.capture.weights import WeightProbe
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
 
@@ -49,7 +49,6 @@ class TrainingLoop:
         self._forwards = forwards
         self._counted = counted
         self._observations = observations
-        self._weights = WeightProbe(parts) if parts.options.weights else None
         self._end_hook = self._hooks.guarded("optimizer_hook", self._backward_ended)
         self._look_hook = self._hooks.guarded("optimizer_hook", self._look)
         self._over_hook = self._hooks.guarded("optimizer_hook", self._counting_over)
@@ -122,8 +121,8 @@ class TrainingLoop:
         found_inf = _tensor(getattr(optimizer, "found_inf", None))
         grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
         self._steps.began(OptimizerView(number, grad_scale, found_inf), closure=closure)
-        if sampled and self._weights is not None:
-            self._weights.before(number)
+        if sampled:
+            self._parts.inspections.tell_and_charge(Inspection.step_began, self._rounds.current, number)
 
     def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
         """Right before an optimizer's step its gradients have been clipped; `skip`: whether it is told to leave the step out."""
@@ -190,11 +189,11 @@ class TrainingLoop:
         first = self._steps.ended(number)
         if first is None:
             return
-        if sampled and self._weights is not None:
-            self._weights.after(number, left_out)
+        if sampled:
+            parts.inspections.tell_and_charge(Inspection.step_ended, self._rounds.current, number, left_out)
         self._observations.settings(start, sampled=sampled)
         if first:
-            self._observations.round_over()
+            parts.inspections.tell(Inspection.round_stepped)
         if parts.periodic is not None:
             parts.periodic()
         clock.step_over(start, first_of_round=first)

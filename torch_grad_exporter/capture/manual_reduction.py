@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
-from torch_grad_exporter.capture.reduction_watch import ReductionWatch
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.reduction import Reductions
 
 WHY = "gradients were written after the backward, as by an all-reduce; norms are those at the step, after clipping"
 
@@ -23,7 +23,7 @@ WHY = "gradients were written after the backward, as by an all-reduce; norms are
 class ManualReductionDetector:
     """Belongs to the training thread and that of the backward."""
 
-    def __init__(self, index: LayerIndex, reductions: ReductionWatch) -> None:
+    def __init__(self, index: LayerIndex, reductions: Reductions) -> None:
         self._index = index
         self._reductions = reductions
         self._left: GradientVersions | None = None

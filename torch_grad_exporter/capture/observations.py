@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ import torch
 
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.round_loss import READ_SECONDS, RoundLoss, Value
 from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
 from torch_grad_exporter.store.records import PLACED, Observed
+
+READ_SECONDS = 0.5
+"""Losses that models return, and learning rates, are read in sampled rounds and otherwise this often at most."""
 
 GROUPS = 64
 """Parameter groups of an optimizer whose learning rates are shown."""
@@ -42,7 +44,8 @@ class Observations:
         self._clock = parts.clock
         self._counted = counted
         self._ring = _Ring(parts.mailbox.press)
-        self._losses = RoundLoss(parts)
+        self.loss_given = False
+        """Whether the user has given a loss; cleared by `RoundLoss`."""
         self._settings_read = float("-inf")
         self._placed = {"loss": 0, "grad_norm": 0}
         """Of how many values of each name the step was told."""
@@ -69,8 +72,8 @@ class Observations:
                     if name == "samples":
                         self._clock.examples_unknown()
                     if name == "loss":
-                        self._losses.given()
-                    self._post(name, value, step=self._step_told("loss") if name == "loss" else None)
+                        self.loss_given = True
+                    self.post(name, value, step=self._step_told("loss") if name == "loss" else None)
         finally:
             if here:
                 self._clock.spent(self._clock.clock() - start)
@@ -97,7 +100,8 @@ class Observations:
             captured = rounds.current.captured and not coming
             self._parts.reader.divided(rounds.current.number + coming, divisor, captured=captured)
 
-    def _post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
+    def post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
+        """Hand over a value; one on a device is copied in the background."""
         ticket = self._sent(value)
         if ticket is not None:
             self._parts.mailbox.append(Observed(name, ticket, labels, step))
@@ -121,22 +125,6 @@ class Observations:
             under_way = surplus > 0 or self._early
         return clock.number + under_way
 
-    def forward_over(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
-        """A training forward of the root of this number, with these keyword arguments, is over: takes the loss in its output."""
-        self._post_losses(self._losses.forward(model, output, kwargs))
-
-    def round_over(self) -> None:
-        """A round's first step is done: takes the loss of the round."""
-        self._post_losses(self._losses.step_over())
-
-    def training_over(self) -> None:
-        """The exporter is being closed: takes the loss of a round that had no step."""
-        self._post_losses(self._losses.training_over())
-
-    def _post_losses(self, losses: Sequence[Value]) -> None:
-        for loss in losses:
-            self._post("loss", loss, step=self._clock.number)
-
     def settings(self, moment: float, *, sampled: bool) -> None:
         """Takes learning rates and the loss scale at a step at this moment of the clock, if they are due."""
         if not sampled and moment - self._settings_read <= READ_SECONDS:
@@ -146,9 +134,9 @@ class Observations:
         for number, optimizer in dict(reversed(self._parts.optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
                 if settings.get("lr") is not None:
-                    self._post("learning_rate", settings["lr"], (self._parts.optimizers.names[number], str(group)), step)
+                    self.post("learning_rate", settings["lr"], (self._parts.optimizers.names[number], str(group)), step)
         if self._parts.reader.scale is not None:
-            self._post("loss_scale", self._parts.reader.scale)
+            self.post("loss_scale", self._parts.reader.scale)
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):

@@ -13,32 +13,22 @@ from torch_grad_exporter.capture.capture_mode import CaptureMode
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
-from torch_grad_exporter.capture.inspections import Inspections
-from torch_grad_exporter.capture.local import LocalGradients
+from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.manual_reduction import ManualReductionDetector
 from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.reduction_watch import ReductionWatch
 from torch_grad_exporter.capture.rounds import Round, RoundEffects, RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.reduction import Reductions
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Outcome, RoundEnded
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureOptions:
-    """What the user may ask for in addition: this rank's own gradients under DDP, and what there is of weights."""
-
-    local_norm: bool = False
-    weights: bool = False
 
 
 class TrainingThread:
@@ -77,7 +67,6 @@ class Parts:
     mailbox: Mailbox
     hooks: Hooks
     errors: ErrorLog
-    options: CaptureOptions
     requests: Requests
     periodic: Callable[[], None] | None = None
     thread: TrainingThread = field(init=False, default_factory=TrainingThread)
@@ -85,14 +74,13 @@ class Parts:
     rounds: RoundTracker = field(init=False)
     mode: CaptureMode = field(init=False)
     nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
-    waits: GradientWaits = field(init=False)
-    reductions: ReductionWatch = field(init=False)
+    reductions: Reductions = field(init=False, default_factory=Reductions)
     manual_reduction: ManualReductionDetector = field(init=False)
     inspections: Inspections = field(init=False)
     probes: GradientProbes = field(init=False, default_factory=GradientProbes)
 
     def __post_init__(self) -> None:
-        clock, mailbox, errors = self.clock, self.mailbox, self.errors
+        clock = self.clock
         self.inspections = Inspections(self.cost)
         self.fused = FusedSteps(clock)
         effects = RoundEffects(
@@ -107,9 +95,6 @@ class Parts:
         self.rounds = RoundTracker(self.schedule.due, effects)
         start = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
         self.mode = CaptureMode(self.probes, self.optimizers, start)
-        self.waits = GradientWaits(clock, self.hooks)
-        local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
-        self.reductions = ReductionWatch(self.index, self.probes, self.waits, local, errors)
         self.manual_reduction = ManualReductionDetector(self.index, self.reductions)
 
     def norm_resolved(self, outcome: Outcome) -> None:
@@ -122,9 +107,9 @@ class Parts:
             self.optimizers.round_over()
 
     def _close_sample(self, closed: Round, outcome: Outcome, usual: frozenset[int]) -> None:
-        self.inspections.round_over(closed.number, kept=True)  # first: its cost is part of the sample's
+        self.inspections.tell_and_charge(Inspection.round_over, closed.number, kept=True)  # first: its cost is part of the sample's
         self.reader.close(closed, outcome, usual)
 
     def _withdraw(self, withdrawn: Round) -> None:
-        self.inspections.round_over(withdrawn.number, kept=False)
+        self.inspections.tell_and_charge(Inspection.round_over, withdrawn.number, kept=False)
         self.reader.withdraw(withdrawn)

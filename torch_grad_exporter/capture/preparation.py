@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import main_device
@@ -40,6 +41,7 @@ class RoundPreparation:
         """The parameters whose device is known, and that of the first one."""
         self._replaced = False
         """Whether parameters were out of their places when the last forward began, replaced or only for the time of it, or lazy."""
+        self._ranks = parts.errors.boundary("reduction", "which ranks have the same gradients")
         self.early: GradientVersions | None = None
         self.divisor = 1.0
 
@@ -48,7 +50,7 @@ class RoundPreparation:
     def step_over(self) -> None:
         """A step is over: hooks the nodes that the next round needs, before any backward of it can begin."""
         parts, sampled = self._parts, self._parts.rounds.next_is_sampled
-        parts.inspections.step_over(sampled=sampled)
+        parts.inspections.tell_and_charge(Inspection.step_over, sampled=sampled)
         if parts.index.fully_sharded:
             parts.hooks.come_first()
             if sampled:  # here its sharded parameters are in their places
@@ -89,13 +91,24 @@ class RoundPreparation:
         if self._rounds.next_is_sampled:
             self.follow_device()
             self._parts.cost.of(self._prepare_for_thawed)
-            self._parts.reductions.look(root)
+            self.look_for_ranks(root)
             self.look_for_pipeline(sys._getframe(1))
         elif self._parts.nodes.keeps_any and self._drop_changed():
             self._parts.nodes.arm_some(self._parts.mode.detectors)
         if self._parts.index.fully_sharded:
             self._look_early()
-        self._parts.inspections.forward_began(root, args, kwargs, sampled=self._rounds.next_is_sampled)
+        self._parts.inspections.tell_and_charge(Inspection.forward_began, root, args, kwargs, sampled=self._rounds.next_is_sampled)
+
+    def look_for_ranks(self, root: torch.nn.Module | None = None) -> None:
+        """Find out which ranks have the same gradients, and what reduces them: within a forward of a root, or without one."""
+        self._ranks(self._look_for_ranks, root)
+
+    def _look_for_ranks(self, root: torch.nn.Module | None) -> None:
+        index = self._parts.index
+        if index.replicas.undecided(index.models):
+            index.find_replicas(root)
+        if root is not None:
+            self._parts.reductions.forward_began(root)
 
     def backward_comes(self) -> None:
         """A backward is about to begin that no forward of a root has shown."""
@@ -166,7 +179,7 @@ class RoundPreparation:
         if pipeline.divisor is None or pipeline.piecewise or self._parts.index.fully_sharded:
             self._parts.mode.read_at_steps(PIECEWISE)
             self._parts.nodes.release()
-            self._parts.reductions.disarm()
+            self._parts.inspections.tell(Inspection.backward_dropped)
 
     # When a backward begins
 
@@ -198,7 +211,7 @@ class RoundPreparation:
         """Takes the parameters that are trained now; whether all are among them that got a gradient in this round."""
         parts, current = self._parts, self._rounds.current
         if not parts.mode.around_roots:
-            parts.reductions.look()
+            self.look_for_ranks()
         if not parts.mode.sees_backwards and current.backwards:
             return True
         if self._may_arm and not parts.nodes.armed:

@@ -59,24 +59,6 @@ class _CountedRounds:
         return tuple(after - before for before, after in itertools.pairwise((self.round_at, *self.moments)))
 
 
-@dataclass(slots=True)
-class GradientWaitTimes:
-    """Waits for other ranks' gradients. `rounds`: sampled ones in which they were timed, `None` where there are no other ranks."""
-
-    rounds: int | None = None
-    seconds: float = 0.0
-
-    def expected(self) -> None:
-        """There are other ranks."""
-        if self.rounds is None:
-            self.rounds = 0
-
-    def waited(self, seconds: float, *, new_round: bool) -> None:
-        """A backward waited so long. `new_round`: it is the first timed one of its round."""
-        self.seconds += seconds
-        self.rounds = (self.rounds or 0) + new_round
-
-
 class StepClock:
     """Counts and times. `clock`: seconds from any origin, for durations; `now`: Unix time. Belongs to the training thread.
 
@@ -94,7 +76,6 @@ class StepClock:
         self.now = now
         self.started = now()
         self.phases = PhaseTimes(clock, events)
-        self.gradient_waits = GradientWaitTimes()
         self.skipped = 0
         self.evaluating = False
         self.examples_known = True

@@ -10,6 +10,7 @@ import functools
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.manual_reduction import WHY
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView
@@ -151,7 +152,7 @@ class StepWatch:
             return False  # a step that the user reports is over: its gradients may be cleared
         parts.mode.read_at_steps(WHY)
         parts.nodes.release()
-        parts.reductions.disarm()
+        parts.inspections.tell(Inspection.backward_dropped)
         parts.cost.of(self._read, seen)
         return True
 
@@ -161,7 +162,7 @@ class StepWatch:
         current = self._rounds.current
         if not current.sampled or capturing_graph():
             return
-        self._parts.reductions.look()
+        self._preparation.look_for_ranks()
         if not current.captured:
             self._parts.reader.renew_table(within_step=False)
         if self._rounds.gradients_found(self._parts.reader.read_of(seen.optimizer)):
@@ -193,4 +194,4 @@ class StepWatch:
         mode.unsure = True
         if not parts.mode.sees_backwards:
             parts.nodes.release()
-            parts.reductions.disarm()  # no end of a backward will do it
+            parts.inspections.tell(Inspection.backward_dropped)  # no end of a backward will do it

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
@@ -49,7 +51,7 @@ class _Forward:
     old: bool = False
 
 
-class Activations:
+class Activations(Inspection):
     """An `Inspection`. Belongs to the training thread, and to that of the backward."""
 
     def __init__(
@@ -98,13 +100,13 @@ class Activations:
         self._chosen = self._hooks.arm(root, compiled=called_from_compiled(sys._getframe(1)))
         self._tell()
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:
+    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
         """Confirms the forwards that the backward has passed through, and those of which that cannot show."""
-        if not sampled:
+        if not current.sampled:
             self._tallies.forget_backwards()
             self._pending = {}
             return
-        backward = self._tallies.backward_ended(number)
+        backward = self._tallies.backward_ended(current.number)
         confirmed = [one for one, forward in self._pending.items() if one in backward.forwards or not forward.hooked]
         for one in confirmed:
             self._tallies.confirm(self._pending.pop(one).tallies)

@@ -20,8 +20,10 @@ import torch
 
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.timeline import HostWatch, Stretch, Timeline
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
@@ -133,7 +135,7 @@ class _Lines:
         return (line for line in self._by_device.values() if line is not None)
 
 
-class LayerTimer:
+class LayerTimer(Inspection):
     """An `Inspection`. Belongs to the training thread, and to those of the backward."""
 
     def __init__(
@@ -189,12 +191,12 @@ class LayerTimer:
             self._told = True
             say(logger, logging.WARNING, COMPILED, chosen.compiled)
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:
+    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
         """What was timed so far is of this round."""
-        if not sampled:
+        if not current.sampled:
             self._restart()
             return
-        self._take(number)
+        self._take(current.number)
         self._read()
 
     def round_over(self, number: int, *, kept: bool) -> None:

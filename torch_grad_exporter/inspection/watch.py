@@ -14,7 +14,9 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies
@@ -35,7 +37,7 @@ class PartOfGradientError(RuntimeError):
     """This rank has only a part of a gradient, so that it cannot know by what to clip it."""
 
 
-class Watch:
+class Watch(Inspection):
     """An `Inspection`, and what `exporter.watch` calls. Belongs to the training thread, and to that of the backward.
 
     `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays as
@@ -88,10 +90,10 @@ class Watch:
         """What is watched from here on is of this round."""
         self._sampled = sampled
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:
+    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
         """Confirms what the backward has shown."""
-        if sampled:
-            self._tallies.backward_ended(number)
+        if current.sampled:
+            self._tallies.backward_ended(current.number)
         else:
             self._tallies.forget_backwards()
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
 from torch_grad_exporter.inspection.nan_origin.backward import Graph
 from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
@@ -31,7 +33,7 @@ TOGETHER = 8
 SOURCE = "nan_origin"
 
 
-class NanOrigin:
+class NanOrigin(Inspection):
     """Told of rounds by the capture. `always`: arms each sampled round, too. `scaled`: whether a gradient scaler is in use."""
 
     def __init__(
@@ -85,16 +87,13 @@ class NanOrigin:
         if SOURCE in rounds:
             self._rounds, self._forwards = rounds[SOURCE], FORWARDS
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
+    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
         """Hands over what was recorded up to now."""
-        self._number = number
+        self._number = current.number
         if self._recording is not None:
             self._hand_over(backward=True)
 
-    def round_over(self, number: int, *, kept: bool) -> None:
-        """Nothing: what was seen is handed over after each backward."""
-
-    def step_over(self, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
+    def step_over(self, *, sampled: bool) -> None:  # noqa: ARG002
         """A step is over: what no backward was seen of is handed over as it is."""
         self._rounds = max(0, self._rounds - 1)
         if self._recording is not None:
