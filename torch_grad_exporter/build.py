@@ -138,7 +138,7 @@ class Stages:
         if settings.statistics is Implementation.TRITON:
             kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
         self._reader = reader = GradientReader(
-            index=checked.index, optimizers=optimizers,
+            optimizers=optimizers,
             statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels), clock=clock,
             cost=cost, mailbox=mailbox, errors=errors, scaler=arguments.grad_scaler,
         )  # fmt: skip
@@ -166,7 +166,7 @@ class Stages:
             )  # fmt: skip
             capture.inspect(local, errors.boundary("reduction", "gradients of this rank"))
         if settings.weights:
-            weights = WeightProbe(reader, optimizers, cost, mailbox)
+            weights = WeightProbe(optimizers, cost, mailbox)
             capture.inspect(weights, errors.boundary("weights"))
         losses = RoundLoss(
             rounds=parts.rounds, mode=parts.mode, clock=clock, index=checked.index, probes=parts.probes,

@@ -25,7 +25,7 @@ from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
 from torch_grad_exporter.capture.preparation import RoundPreparation
-from torch_grad_exporter.capture.reader import OptimizerView
+from torch_grad_exporter.capture.reader import StepView
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced
 from torch_grad_exporter.torch_compat.autograd import (  # fmt: skip
@@ -64,13 +64,12 @@ class BackwardWatch:
         """The versions of all gradients before it, where nodes do not show all that is written."""
         self._at_start: GradientVersions | None = None
         """The gradients when the exporter was started, until the first backward that was seen is over."""
-        self._left: GradientVersions | None = None
-        """The gradients of a sampled round at the end of its last backward, where they were not read."""
         hooks = parts.hooks
         self._end_hook = hooks.guarded("backward_hook", self._ended)
         self._output_hook = hooks.guarded("backward_hook", self._reached)
         parts.nodes.on_first = hooks.guarded("backward_hook", self._node_reached)
         self.preparation = RoundPreparation(parts)
+        self._versions = parts.errors.boundary("capture", "gradients before a backward")
         self._reduction = parts.errors.boundary("reduction", "beginning of a backward")
 
     # Before it
@@ -150,7 +149,6 @@ class BackwardWatch:
         # First: what fails below must not begin it again at each node.
         self._writes, self._before = True, None
         parts.nodes.begin()
-        parts.reader.backward_began()
         rounds.backward_began(self.preparation.evidence, within_step=self._clock.stepping)
         if rounds.current.sampled:
             why = self.preparation.backward_began()
@@ -161,10 +159,10 @@ class BackwardWatch:
             if parts.index.fully_sharded:
                 self._before = self.preparation.early
             elif parts.reductions.wrapped:
-                self._before = parts.reader.versions()
+                self._before = self._versions.result(GradientVersions.of, rounds.current.table.tracked)
         elif parts.index.fully_sharded and graph_is_kept():  # it may be a `torch.autograd.grad`
             self._before = GradientVersions.of(parts.probes.all())
-        parts.inspections.tell(Inspection.backward_began, rounds.current, parts.reader.table, first, self._task)
+        parts.inspections.tell(Inspection.backward_began, rounds.current, rounds.current.table, first, self._task)
 
     # How it ends
 
@@ -177,7 +175,8 @@ class BackwardWatch:
         parts, rounds = self._parts, self._rounds
         self._clock.switch(OUTSIDE, start)
         parts.nodes.end()
-        current, table = rounds.current, parts.reader.table
+        current = rounds.current
+        table = current.table
         if not writes:  # a `torch.autograd.grad`
             self._clock.spent(self._clock.clock() - start)
             return
@@ -194,14 +193,14 @@ class BackwardWatch:
             self._clock.backwards_passed(1)
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
-            may_read = not sampled or parts.manual_reduction.may_read(table)
-            complete = rounds.backward_ended(fired, stepped_within=bool(parts.reader.found_early))
+            complete = rounds.backward_ended(fired)
             parts.inspections.tell(Inspection.backward_ended, current, start)
+            # Gradients that the loop reduces after the backward are read at the step; see `StepWatch._reduced_since`.
+            may_read = not sampled or parts.mode.trusts_backwards or not self.reduces_by_itself
             if complete and may_read:
                 self.read(now=now)
-                self._left = None
-            elif rounds.behind:
-                self._left = parts.manual_reduction.left or GradientVersions.of(table.tracked)
+            if current.behind or (sampled and self.reduces_by_itself):
+                current.left = GradientVersions.of(table.tracked)
             if parts.nodes.table is not None and not sampled:  # it is not known which parameters report backwards
                 parts.mode.follow(parts.nodes.table, parts.nodes.positions(parts.nodes.table))
             parts.probes.backward_over(current.models)
@@ -216,7 +215,8 @@ class BackwardWatch:
 
     def _fired(self, before: GradientVersions | None, now: PresentGradients | None) -> set[int]:
         """The parameters whose gradient the backward wrote, on a sampled round. `now`: what there is of the table's."""
-        table = self._parts.reader.table
+        current = self._rounds.current
+        table = current.table
         # A gradient that changed although its node was not reached was written by other code: DDP writes those of other ranks.
         moved = set() if before is None else before.moved(now)
         at_start, self._at_start = self._at_start, None
@@ -224,21 +224,28 @@ class BackwardWatch:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
         # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
         empty = {i for i in np.flatnonzero(table.elements == 0).tolist() if table.tracked[i].gradient() is not None}
-        return self._parts.nodes.positions(table) | moved | empty | self._parts.reader.found_early
+        return self._parts.nodes.positions(table) | moved | empty | current.early_fired
+
+    @property
+    def reduces_by_itself(self) -> bool:
+        """Whether the loop makes the gradients of ranks equal, as `ranks="first"` says, and no wrapper does."""
+        parts = self._parts
+        return parts.index.replicas.by_hand and not parts.reductions.wrapped and not parts.index.fully_sharded
 
     def catch_up(self) -> None:
         """At the step of a round with fewer backwards than any lately: reads its gradients, if they are untouched since."""
-        if self._left is not None and self._left.unchanged():
+        left = self._rounds.current.left
+        if left is not None and left.unchanged():
             self.read()
         else:
             self._rounds.sample_read(taken=False, why=Lost.EDITED)
 
-    def read(self, step: OptimizerView | None = None, *, now: PresentGradients | None = None) -> None:
+    def read(self, step: StepView | None = None, *, now: PresentGradients | None = None) -> None:
         """Reads the round's gradients, and chooses the probes until the next sample. `step`, `now`: as of `GradientReader.read`."""
         parts, rounds = self._parts, self._rounds
-        parts.reader.divisor = self.preparation.divisor if parts.mode.sees_backwards else 1.0
-        taken = parts.reader.read(rounds, step, now)
+        divisor = self.preparation.divisor if parts.mode.sees_backwards else 1.0
+        taken = parts.reader.read(rounds.current, rounds.pattern, divisor=divisor, step=step, now=now)
         rounds.sample_read(taken=taken)
         if taken:
             parts.inspections.tell(Inspection.gradients_read, rounds.current)
-            parts.mode.follow(parts.reader.table, rounds.current.fired)
+            parts.mode.follow(rounds.current.table, rounds.current.fired)

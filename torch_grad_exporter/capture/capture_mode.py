@@ -32,6 +32,8 @@ class CaptureMode:
         self._detectors: dict[tuple[int, int, int], TrackedParameter] = {}
         """By model, optimizer and place."""
         self.current = mode
+        self.trusts_backwards = False
+        """Whether a loop that reduces gradients by itself has done so by the end of a backward."""
         self.unsure = False
         """Whether a step came without a backward that was seen, so that all parameters are to report the next ones."""
         self.around_roots = False

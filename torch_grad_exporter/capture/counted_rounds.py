@@ -217,7 +217,7 @@ class CountedRounds:
         elif counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
         else:
-            self._parts.norm_resolved(Outcome.STEPPED)
+            self._rounds.norm_resolved(Outcome.STEPPED)
 
     def _tell(self, counting: CountingHook, skipped: int) -> bool:
         """Reports the outcome of the round whose norm was observed last; returns whether it is not known yet."""
@@ -232,7 +232,7 @@ class CountedRounds:
         else:
             return True
         self._norm_at = None
-        self._parts.norm_resolved(outcome)
+        self._rounds.norm_resolved(outcome)
         return False
 
     # From other threads

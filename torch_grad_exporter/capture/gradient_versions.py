@@ -142,22 +142,17 @@ class GradientsAsRead:
     as written to.
     """
 
-    def __init__(self) -> None:
-        self._columns: tuple[list[int], list[int], list[int]] | None = None
+    def __init__(self, gradients: Sequence[torch.Tensor | None], sample: int) -> None:
+        """Remember the gradients of the whole table. `sample`: its number, by which other elements are chosen in each."""
+        self._columns = _columns(gradients)
         """Identity, memory and version of each gradient; all three, since an `id` may be used again."""
         self._elements: dict[int, tuple[int, float]] = {}
         """By position in the table the index of an element and its value."""
-        self._sample = 0
-
-    def read(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Remembers the gradients of the whole table, which were just read."""
-        self._columns, self._elements = _columns(gradients), {}
-        self._sample += 1
         for number in range(min(ELEMENTS, len(gradients)) if self._columns is not None else 0):
-            position = (self._sample * ELEMENTS + number) % len(gradients)
+            position = (sample * ELEMENTS + number) % len(gradients)
             gradient = gradients[position]
-            if gradient is not None and _is_readable(gradient):
-                index = self._sample * _STRIDE % gradient.numel()
+            if gradient is not None and gradient.is_contiguous() and gradient.numel() > 0:
+                index = sample * _STRIDE % gradient.numel()
                 self._elements[position] = index, _element(gradient, index)
 
     def unchanged(self, positions: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -192,11 +187,6 @@ COMPARED = {(torch.strided, dtype) for dtype in (torch.float16, torch.float32, t
 
 _kind_of: Callable[[torch.Tensor], tuple[torch.layout, torch.dtype]] = operator.attrgetter("layout", "dtype")
 _is_on_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
-
-
-def _is_readable(gradient: torch.Tensor) -> bool:
-    """Whether an element can be read at once."""
-    return gradient.is_contiguous() and gradient.numel() > 0
 
 
 def _element(gradient: torch.Tensor, index: int) -> float:

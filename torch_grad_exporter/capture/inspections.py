@@ -13,8 +13,8 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from torch_grad_exporter.capture.accumulate_grad import Gradients
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 
@@ -50,7 +50,7 @@ class Inspection:
     def forward_ended(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
         """A training forward of the root with this number has returned something other than a tensor."""
 
-    def backward_began(self, current: Round, table: ParameterTable, first: First | None, task: int) -> None:
+    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:
         """A backward that writes gradients begins.
 
         Args:
@@ -60,19 +60,19 @@ class Inspection:
             task: Autograd's number of it.
         """
 
-    def backward_ended(self, current: Round, at: float) -> None:
+    def backward_ended(self, current: ArmedRound, at: float) -> None:
         """It is over, at this moment of the clock; its gradients are read next, if the round has no more backwards."""
 
     def backward_dropped(self) -> None:
         """It raised, or wrote nothing, or gradients are read at the step from now on. From any thread."""
 
-    def gradients_read(self, current: Round) -> None:
+    def gradients_read(self, current: ArmedRound) -> None:
         """The gradients of a sampled round were read; another reading of the same round replaces it."""
 
-    def step_began(self, current: Round, optimizer: int) -> None:
+    def step_began(self, current: ArmedRound, optimizer: int) -> None:
         """An optimizer is about to step in a sampled round."""
 
-    def step_ended(self, current: Round, optimizer: int, left_out: torch.Tensor | None) -> None:
+    def step_ended(self, current: ArmedRound, optimizer: int, left_out: torch.Tensor | None) -> None:
         """It has. `left_out`: on a device, not zero if the optimizer was told to skip its step."""
 
     def round_stepped(self) -> None:

@@ -18,7 +18,7 @@ from torch_grad_exporter.capture.forwards import ForwardWatch
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.reader import OptimizerView, Scaler
+from torch_grad_exporter.capture.reader import Scaler, StepView
 from torch_grad_exporter.capture.round_costs import HOOKS_SECONDS
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle
@@ -93,7 +93,7 @@ class TrainingLoop:
         clock.step_began(start)
         sampled = self._rounds.current.sampled
         if sampled:
-            parts.reader.scaler_looked_for(_calling_scaler(sys._getframe(1)))
+            parts.reader.scaler_searched(_calling_scaler(sys._getframe(1)))
         if sampled and not over and self._hooks.others_follow(optimizer):
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
@@ -108,7 +108,7 @@ class TrainingLoop:
         if inside:
             self._steps.tool_steps(inside)
         else:
-            self._rounds.foreign_step()
+            self._rounds.current.foreign = True
 
     def _look(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Right before an optimizer's step, when no other hook will change the gradients any more."""
@@ -120,7 +120,7 @@ class TrainingLoop:
         # A scaler sets both for the time of a fused optimizer's step.
         found_inf = _tensor(getattr(optimizer, "found_inf", None))
         grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
-        self._steps.began(OptimizerView(number, grad_scale, found_inf), closure=closure)
+        self._steps.began(StepView(number, grad_scale, found_inf), closure=closure)
         if sampled:
             self._parts.inspections.tell_and_charge(Inspection.step_began, self._rounds.current, number)
 
@@ -130,7 +130,7 @@ class TrainingLoop:
         if number is None or not (self._rounds.current.sampled or skip is not None):
             return
         start = clock.clock()
-        self._steps.clipped(OptimizerView(number, _tensor(getattr(optimizer, "grad_scale", None)), skip))
+        self._steps.clipped(StepView(number, _tensor(getattr(optimizer, "grad_scale", None)), skip))
         clock.spent(clock.clock() - start)
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
@@ -173,11 +173,11 @@ class TrainingLoop:
         if not (self._hooked and self._rounds.current.stepped):
             optimizer = self._parts.optimizers.manual()
             self._clock.step_began()
-            self._steps.began(OptimizerView(optimizer), closure=False)
+            self._steps.began(StepView(optimizer), closure=False)
             self._ended(optimizer)
         self._hooked = False
         if number is not None:
-            self._rounds.numbered(number)
+            self._rounds.current.number = number
 
     def _ended(self, number: int) -> None:
         """The optimizer of this number has stepped, however that became known."""

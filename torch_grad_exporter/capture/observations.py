@@ -96,9 +96,7 @@ class Observations:
         if isinstance(divisor, float) and not 0 < divisor < math.inf:
             raise ValueError(f"expected a number above 0 as grad_divisor, got {divisor}")
         if wanted and divisor is not None:
-            coming = bool(rounds.current.stepped)
-            captured = rounds.current.captured and not coming
-            self._parts.reader.divided(rounds.current.number + coming, divisor, captured=captured)
+            self._parts.reader.divide(rounds.current, divisor)
 
     def post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
         """Hand over a value; one on a device is copied in the background."""

@@ -13,12 +13,11 @@ from torch_grad_exporter.capture.capture_mode import CaptureMode
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
-from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.manual_reduction import ManualReductionDetector
+from torch_grad_exporter.capture.inspections import Inspections
 from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.rounds import Round, RoundEffects, RoundTracker
+from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
@@ -27,7 +26,6 @@ from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.reduction import Reductions
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import Outcome, RoundEnded
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN
 
 
@@ -75,41 +73,21 @@ class Parts:
     mode: CaptureMode = field(init=False)
     nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
     reductions: Reductions = field(init=False, default_factory=Reductions)
-    manual_reduction: ManualReductionDetector = field(init=False)
     inspections: Inspections = field(init=False)
     probes: GradientProbes = field(init=False, default_factory=GradientProbes)
 
     def __post_init__(self) -> None:
-        clock = self.clock
         self.inspections = Inspections(self.cost)
-        self.fused = FusedSteps(clock)
-        effects = RoundEffects(
-            steps_skipped=clock.steps_skipped,
-            norm_resolved=self.norm_resolved,
-            close_sample=self._close_sample,
-            step_of_sample=self.reader.stepped,
-            withdraw=self._withdraw,
-            step_before_skipped=self.fused.settle,
-            round_began=self._round_began,
+        self.fused = FusedSteps(self.clock)
+        self.rounds = RoundTracker(
+            index=self.index,
+            optimizers=self.optimizers,
+            schedule=self.schedule,
+            clock=self.clock,
+            mailbox=self.mailbox,
+            reader=self.reader,
+            inspections=self.inspections,
+            fused=self.fused,
         )
-        self.rounds = RoundTracker(self.schedule.due, effects)
         start = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
         self.mode = CaptureMode(self.probes, self.optimizers, start)
-        self.manual_reduction = ManualReductionDetector(self.index, self.reductions)
-
-    def norm_resolved(self, outcome: Outcome) -> None:
-        """What became of the round of the norm that was observed is known."""
-        self.mailbox.append(RoundEnded(self.rounds.current.number, outcome, None, frozenset(), {}))
-
-    def _round_began(self, after_step: bool) -> None:
-        self.reader.begin_round()
-        if after_step:
-            self.optimizers.round_over()
-
-    def _close_sample(self, closed: Round, outcome: Outcome, usual: frozenset[int]) -> None:
-        self.inspections.tell_and_charge(Inspection.round_over, closed.number, kept=True)  # first: its cost is part of the sample's
-        self.reader.close(closed, outcome, usual)
-
-    def _withdraw(self, withdrawn: Round) -> None:
-        self.inspections.tell_and_charge(Inspection.round_over, withdrawn.number, kept=False)
-        self.reader.withdraw(withdrawn)

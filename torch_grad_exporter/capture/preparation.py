@@ -198,7 +198,7 @@ class RoundPreparation:
             return Lost.GATHERED if self.early is None else None
         if not parts.mode.around_roots:
             self.look_for_pipeline(parts.thread.frame())
-        table, before = parts.reader.table, parts.nodes.table
+        table, before = self._rounds.current.table, parts.nodes.table
         complete = parts.nodes.hooks_all_of(table)
         if not complete:
             parts.nodes.arm(table, late=True)
@@ -216,15 +216,21 @@ class RoundPreparation:
             return True
         if self._may_arm and not parts.nodes.armed:
             parts.index.look_at_shapes()
-        before, table = parts.reader.table, parts.reader.renew_table(versions=parts.reductions.wrapped)
+        before, table = current.table, self.table_now(within_step=True)
+        current.table = table
         if table is before or not current.fired:
             return True
         fired = {before.tracked[position] for position in current.fired}
         if not fired <= {*table.tracked}:  # some were frozen since, whose gradients the step will use all the same
-            parts.reader.table = before
+            current.table = before
             return {*table.tracked} <= {*before.tracked}
-        self._rounds.renumbered({position for position, tracked in enumerate(table.tracked) if tracked in fired})
+        current.fired = {position for position, tracked in enumerate(table.tracked) if tracked in fired}
         return True
+
+    def table_now(self, *, within_step: bool) -> ParameterTable:
+        """Return the parameters that are trained now. `within_step`: FSDP2 may have gathered them."""
+        index = self._parts.index
+        return index.table if index.present() is not None else index.refresh(within_step=within_step)
 
     def evidence(self) -> ClearingEvidence:
         """What the gradients of the last backward look like now; with FSDP, what they looked like before the forward."""

@@ -10,12 +10,14 @@ import functools
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
+from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.manual_reduction import WHY
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.reader import OptimizerView
+from torch_grad_exporter.capture.reader import StepView
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.compiler import compiled_backwards
+
+REDUCED = "gradients were written after the backward, as by an all-reduce; norms are those at the step, after clipping"
 
 
 class StepWatch:
@@ -31,7 +33,7 @@ class StepWatch:
         self._nested: set[int] = set()
         """The optimizers whose step calls that of their base class, which PyTorch reports as two."""
 
-    def began(self, seen: OptimizerView, *, closure: bool) -> None:
+    def began(self, seen: StepView, *, closure: bool) -> None:
         """An optimizer is about to step, with these gradients. `closure`: the backward is yet to come, within the step."""
         self._backward.abandoned()
         self._rounds.step_began(seen.optimizer, closure=closure)
@@ -44,14 +46,14 @@ class StepWatch:
         else:
             self._parts.cost.of(self._read, seen)
 
-    def clipped(self, seen: OptimizerView) -> None:
+    def clipped(self, seen: StepView) -> None:
         """Gradients that were looked at just before have been clipped since, as `clip=` asks for."""
         if seen.found_inf is not None:
             self._found_inf[seen.optimizer] = seen.found_inf
         current = self._rounds.current
         looked = seen.optimizer in current.read if self._parts.mode.sees_backwards else current.sampled and current.captured
-        if looked and self._rounds.sample_is_open and seen.optimizer not in self._rounds.closures:
-            self._parts.cost.of(functools.partial(self._parts.reader.read_again, self._rounds, seen, ours=True))
+        if looked and current.sample_is_open and seen.optimizer not in self._rounds.closures:
+            self._parts.cost.of(functools.partial(self._parts.reader.read_again, current, seen, ours=True))
 
     def inner_began(self, optimizer: int) -> None:
         """A step that has begun calls that of its base class: it may have reduced gradients before, as Horovod's does."""
@@ -61,8 +63,8 @@ class StepWatch:
             return
         if self._parts.mode.sees_backwards:
             self._reduced_since(self._view(optimizer))
-        elif self._parts.manual_reduction.untouched(functools.partial(self._parts.reader.positions_of, optimizer)) is False:
-            self._parts.reader.backward_began()  # what was read before is no longer what is used
+        elif self._untouched(optimizer) is False:
+            current.early, current.early_fired = [], set()  # what was read before is no longer what is used
             self._parts.cost.of(self._read, self._view(optimizer))
 
     def tool_steps(self, optimizers: frozenset[int]) -> None:
@@ -74,9 +76,12 @@ class StepWatch:
     def within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step while the backward runs. `ended` is due when the backward is over."""
         self._backward.stepped_within()
-        self._rounds.step_within_backward(number)
-        if self._rounds.current.sampled:
-            self._parts.reader.read_within_backward(optimizer)
+        current = self._rounds.current
+        self._rounds.stepping.add(number)
+        current.read.add(number)
+        if current.sampled:
+            positions = self._parts.reader.positions_in(current.table, optimizer)
+            self._parts.cost.of(self._parts.reader.read_early, current, positions)
 
     def ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -95,7 +100,7 @@ class StepWatch:
         if late and self._parts.mode.sees_backwards:
             self._look(self._view(optimizer))
         first = not rounds.current.stepped
-        rounds.step_ended(optimizer, self._waited(optimizer) if rounds.sample_is_open else frozenset())
+        rounds.step_ended(optimizer, self._waited(optimizer) if rounds.current.sample_is_open else frozenset())
         self.prepare_next()
         return first
 
@@ -125,38 +130,47 @@ class StepWatch:
         found = self._rounds.regular_optimizer()
         return None if found in parts.optimizers.copying | parts.fused.answering | self._nested else found
 
-    def _view(self, optimizer: int) -> OptimizerView:
-        return OptimizerView(optimizer, found_inf=self._found_inf.get(optimizer))
+    def _view(self, optimizer: int) -> StepView:
+        return StepView(optimizer, found_inf=self._found_inf.get(optimizer))
 
-    def _look(self, seen: OptimizerView) -> None:
+    def _look(self, seen: StepView) -> None:
         """What is left to read of a round that an optimizer is using now, or has just used."""
-        rounds = self._rounds
-        if rounds.current.sampled and rounds.current.fired and self._reduced_since(seen):
+        current = self._rounds.current
+        if current.sampled and current.fired and self._reduced_since(seen):
             return
-        if rounds.behind:
+        if current.behind:
             self._parts.cost.of(self._backward.catch_up)
         # Where the model's gradients were copied to those of another optimizer, it is not known what that one saw.
         optimizers = self._parts.optimizers
-        copied = seen.optimizer in optimizers.copying or (rounds.current.foreign and not optimizers.reporting)
-        if rounds.sample_is_open and seen.optimizer not in rounds.current.read and not copied:
-            rounds.read_by(seen.optimizer)
-            self._parts.cost.of(self._parts.reader.read_again, rounds, seen)
+        copied = seen.optimizer in optimizers.copying or (current.foreign and not optimizers.reporting)
+        if current.sample_is_open and seen.optimizer not in current.read and not copied:
+            current.read.add(seen.optimizer)
+            self._parts.cost.of(self._parts.reader.read_again, current, seen)
 
-    def _reduced_since(self, seen: OptimizerView) -> bool:
+    def _untouched(self, optimizer: int) -> bool | None:
+        """Return whether an optimizer's gradients are as the backward left them; None where the loop reduces none by itself."""
+        current = self._rounds.current
+        if current.left is None or not self._backward.reduces_by_itself:
+            return None
+        untouched = current.left.moved().isdisjoint(self._parts.reader.positions_of(current.table, optimizer))
+        self._parts.mode.trusts_backwards |= untouched
+        return untouched
+
+    def _reduced_since(self, seen: StepView) -> bool:
         """Whether the backward has left this rank's own gradients; then what the optimizer is about to use is read instead."""
-        parts, rounds = self._parts, self._rounds
-        untouched = parts.manual_reduction.untouched(functools.partial(parts.reader.positions_of, seen.optimizer))
-        if untouched and rounds.behind:
+        parts = self._parts
+        untouched = self._untouched(seen.optimizer)
+        if untouched and self._rounds.current.behind:
             parts.cost.of(self._backward.read)
         if untouched is not False or seen.optimizer == parts.optimizers.manual_number:
             return False  # a step that the user reports is over: its gradients may be cleared
-        parts.mode.read_at_steps(WHY)
+        parts.mode.read_at_steps(REDUCED)
         parts.nodes.release()
         parts.inspections.tell(Inspection.backward_dropped)
         parts.cost.of(self._read, seen)
         return True
 
-    def _read(self, seen: OptimizerView) -> None:
+    def _read(self, seen: StepView) -> None:
         """The rung `optimizer`: reads what the optimizer is about to use."""
         self._rounds.step_to_be_read(seen.optimizer)
         current = self._rounds.current
@@ -164,15 +178,18 @@ class StepWatch:
             return
         self._preparation.look_for_ranks()
         if not current.captured:
-            self._parts.reader.renew_table(within_step=False)
-        if self._rounds.gradients_found(self._parts.reader.read_of(seen.optimizer)):
-            self._parts.manual_reduction.may_read(self._parts.reader.table)
+            current.table = self._preparation.table_now(within_step=False)
+        self._parts.reader.read_early(current, self._parts.reader.positions_of(current.table, seen.optimizer))
+        current.fired |= current.early_fired
+        if current.fired:
+            if self._backward.reduces_by_itself:
+                current.left = GradientVersions.of(current.table.tracked)
             self._backward.read(seen)
 
     def _waited(self, optimizer: int) -> frozenset[int]:
         """The optimizers whose steps on the captured gradients are still to come, or have been."""
         current = self._rounds.current
-        owners = self._parts.reader.owners_of(current.fired, {*current.stepped, optimizer})
+        owners = self._parts.reader.owners_of(current, optimizer)
         if self._parts.mode.sees_backwards:
             return owners
         return owners.union(number for number, _ in self._parts.optimizers.numbered())  # each is read when it steps

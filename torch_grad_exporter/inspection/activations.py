@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
@@ -100,7 +100,7 @@ class Activations(Inspection):
         self._chosen = self._hooks.arm(root, compiled=called_from_compiled(sys._getframe(1)))
         self._tell()
 
-    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Confirms the forwards that the backward has passed through, and those of which that cannot show."""
         if not current.sampled:
             self._tallies.forget_backwards()

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.timeline import HostWatch, Stretch, Timeline
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
@@ -191,7 +191,7 @@ class LayerTimer(Inspection):
             self._told = True
             say(logger, logging.WARNING, COMPILED, chosen.compiled)
 
-    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """What was timed so far is of this round."""
         if not current.sampled:
             self._restart()

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.capture_mode import CaptureMode
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
@@ -105,7 +105,7 @@ class LocalGradients(Inspection):
         """Backwards were not seen, so the examples of a round that is not over are unknown."""
         self._samples_before = None if unfinished else self._samples()
 
-    def backward_began(self, current: Round, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
+    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
         """Hook the parameters that this backward reduces, in a sampled round; hooks that came since the first one miss it."""
         self.release()
         if not (current.sampled and self._mode.sees_backwards):
@@ -147,7 +147,7 @@ class LocalGradients(Inspection):
             self._norms[position] = [] if present is None else [*single.norms(present)]
         self._cost.spent(start, sampled=True)
 
-    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Decide whether what was measured is of this rank alone."""
         self.release()
         reduction, self._reduction, total = self._reduction, None, self._sum
@@ -168,7 +168,7 @@ class LocalGradients(Inspection):
         self.release()
         self._reduction = None
 
-    def gradients_read(self, current: Round) -> None:
+    def gradients_read(self, current: ArmedRound) -> None:
         """Hand over what was measured of the backward before, which may be nothing."""
         ready, self._ready = self._ready, None
         sent = None if ready is None else self._sent()

@@ -10,10 +10,10 @@ backwards: where two in a row have consecutive numbers, none ran within the firs
 
 from __future__ import annotations
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.reduction import Reductions
@@ -37,7 +37,7 @@ class ReductionWaits(Inspection):
         self._since: float | None = None
         self._timed_round: int | None = None
 
-    def backward_began(self, current: Round, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
+    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
         """Queue the callback, if this backward reduces and none seems to run within it."""
         alone = self._last_task is not None and task == self._last_task + 1
         self._last_task, self._since = task, None
@@ -50,7 +50,7 @@ class ReductionWaits(Inspection):
     def _gradients_are_there(self) -> None:
         self._since = self._clock.clock()
 
-    def backward_ended(self, current: Round, at: float) -> None:
+    def backward_ended(self, current: ArmedRound, at: float) -> None:
         """Add the wait up to this moment."""
         since, self._since = self._since, None
         if since is not None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.compiler import is_compiling
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies
@@ -90,7 +90,7 @@ class Watch(Inspection):
         """What is watched from here on is of this round."""
         self._sampled = sampled
 
-    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Confirms what the backward has shown."""
         if current.sampled:
             self._tallies.backward_ended(current.number)

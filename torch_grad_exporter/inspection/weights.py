@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
@@ -52,8 +51,8 @@ class WeightMeasurement:
 class WeightProbe(Inspection):
     """Measures the next few layers around a sampled step. Belongs to the training thread."""
 
-    def __init__(self, reader: GradientReader, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
-        self._reader, self._optimizers, self._timer, self._mailbox = reader, optimizers, cost.timer, mailbox
+    def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
+        self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._magnitudes = Magnitudes()
         self._next: dict[int, int] = {}
@@ -61,9 +60,9 @@ class WeightProbe(Inspection):
         """By optimizer: the positions of some parameters, and their copies from before its step."""
 
     @torch.no_grad()
-    def step_began(self, current: Round, optimizer: int) -> None:  # noqa: ARG002
+    def step_began(self, current: ArmedRound, optimizer: int) -> None:
         """Copy the parameters of the next layers that the optimizer owns."""
-        table, timer = self._reader.table, self._timer
+        table, timer = current.table, self._timer
         owners = self._optimizers.owners(table, {optimizer})
         chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
         copied = [(i, p, local(p)) for i, p in chosen if p is not None]
@@ -72,7 +71,7 @@ class WeightProbe(Inspection):
         timer.end(begun)
 
     @torch.no_grad()
-    def step_ended(self, current: Round, optimizer: int, left_out: torch.Tensor | None) -> None:
+    def step_ended(self, current: ArmedRound, optimizer: int, left_out: torch.Tensor | None) -> None:
         """Measure the copied parameters against what the step made of them, and hand over."""
         if optimizer not in self._copies:
             return

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
 from torch_grad_exporter.inspection.nan_origin.backward import Graph
 from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
@@ -87,7 +87,7 @@ class NanOrigin(Inspection):
         if SOURCE in rounds:
             self._rounds, self._forwards = rounds[SOURCE], FORWARDS
 
-    def backward_ended(self, current: Round, at: float) -> None:  # noqa: ARG002
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Hands over what was recorded up to now."""
         self._number = current.number
         if self._recording is not None:
