@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,43 +140,49 @@ class GradientsAsRead:
     An edit shows by the tensor or its version. One that bypasses versions, as by `.data` or NumPy, shows in a few elements, other
     ones in each sample. Only plain tensors on the host are compared, where no device is to be waited for: all others always count
     as written to.
+
+    Args:
+        gradients: What was read, by position in the table.
+        sample: The number of the sample, by which other elements are chosen in each.
     """
 
-    def __init__(self, gradients: Sequence[torch.Tensor | None], sample: int) -> None:
-        """Remember the gradients of the whole table. `sample`: its number, by which other elements are chosen in each."""
-        self._columns = _columns(gradients)
-        """Identity, memory and version of each gradient; all three, since an `id` may be used again."""
-        self._elements: dict[int, tuple[int, float]] = {}
-        """By position in the table the index of an element and its value."""
-        for number in range(min(ELEMENTS, len(gradients)) if self._columns is not None else 0):
-            position = (sample * ELEMENTS + number) % len(gradients)
-            gradient = gradients[position]
-            if gradient is not None and gradient.is_contiguous() and gradient.numel() > 0:
-                index = sample * _STRIDE % gradient.numel()
-                self._elements[position] = index, _element(gradient, index)
+    def __init__(self, gradients: Mapping[int, torch.Tensor], sample: int) -> None:
+        self._positions = [*gradients]
+        values = [*gradients.values()]
+        self._columns = _columns(values)  # identity, memory and version of each; all three, since an `id` may be used again
+        self._elements: list[tuple[int, int, float]] = []  # place among them, index of an element, and its value
+        for number in range(min(ELEMENTS, len(values)) if self._columns is not None else 0):
+            place = (sample * ELEMENTS + number) % len(values)
+            if values[place].is_contiguous() and values[place].numel():
+                index = sample * _STRIDE % values[place].numel()
+                self._elements.append((place, index, _element(values[place], index)))
 
     def unchanged(self, positions: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether these gradients, those of the parameters at `positions`, are as they were read."""
-        before, now = self._columns, _columns(gradients)
-        if before is None or now is None:
+        if self._columns is None:
             return False
-        if len(positions) != len(before[0]):
-            before = tuple([column[i] for i in positions] for column in before)  # type: ignore[assignment]
-        if before != now:
+        columns, elements = self._columns, self._elements
+        if positions != self._positions:
+            wanted = dict(zip(positions, range(len(positions)), strict=True))
+            kept = [(place, wanted[position]) for place, position in enumerate(self._positions) if position in wanted]
+            if len(kept) < len(positions):
+                return False
+            columns = tuple([column[place] for place, _ in kept] for column in columns)  # type: ignore[assignment]
+            moved = dict(kept)
+            elements = [(moved[place], index, value) for place, index, value in elements if place in moved]
+        identities, places, versions = columns
+        if [*map(id, gradients)] != identities:
             return False
-        places = {position: place for place, position in enumerate(positions)}
-        return all(
-            _element(gradients[places[position]], index) == value  # type: ignore[arg-type]  # those are plain tensors
-            for position, (index, value) in self._elements.items()
-            if position in places and not math.isnan(value)
-        )
+        same: Sequence[torch.Tensor] = gradients  # type: ignore[assignment]  # by their identities, those of the sample
+        if [*map(torch.Tensor.data_ptr, same)] != places or [*map(version_of, same)] != versions:
+            return False
+        return all(_element(same[place], index) == value for place, index, value in elements if not math.isnan(value))
 
 
-def _columns(gradients: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int], list[int]] | None:
+def _columns(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]] | None:
     """Identities, memory and versions, without a line of Python for each; `None` where not all are plain tensors on the host."""
-    if {*map(type, gradients)} - {torch.Tensor, torch.nn.Parameter}:
+    if {*map(type, tensors)} - {torch.Tensor, torch.nn.Parameter}:
         return None
-    tensors: Sequence[torch.Tensor] = gradients  # type: ignore[assignment]  # by their types
     if {*map(_kind_of, tensors)} - COMPARED or not all(map(_is_on_host, tensors)):
         return None
     return [*map(id, tensors)], [*map(torch.Tensor.data_ptr, tensors)], [*map(version_of, tensors)]

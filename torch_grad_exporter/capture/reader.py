@@ -173,7 +173,8 @@ class GradientReader:
         if not now.in_place:
             return False
         begun = self._cost.timer.begin(self._places)
-        gradients = table.tracked.own(now.at(current.fired - current.early_fired))
+        present = now.at(current.fired - current.early_fired)
+        gradients = table.tracked.own(present)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.
         loss_scale = self.scale if step is None else step.grad_scale
@@ -182,7 +183,7 @@ class GradientReader:
         if not parts:
             return False
         self._samples += 1
-        current.as_read, current.parts = GradientsAsRead(now.gradients, self._samples), parts
+        current.as_read, current.parts = GradientsAsRead(present, self._samples), parts
         # A gradient that a hook of the user removed at once counts as none.
         there = current.early_fired | gradients.keys()
         every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
@@ -196,7 +197,7 @@ class GradientReader:
                 table=table,
                 parts=parts,
                 missing=np.array(missing, dtype=np.int64),
-                owners=self._optimizers.owners(table),
+                owners=self._optimizers.owners(table, new_sample=True),
                 at=at,
                 likely_last=pattern.backwards is not None,
                 usual=pattern.steppers(current.models),
