@@ -24,10 +24,9 @@ from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.actions.notify.job import Job
 from torch_grad_exporter.actions.notify.notify import Notify, Origin
 from torch_grad_exporter.actions.notify.notify import totals as notify_totals
-from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
-from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -149,27 +148,26 @@ class Stages:
             devices_guard(memory.refresh)
 
         requests = Requests()
-        parts = Parts(
-            requests=requests, index=checked.index, optimizers=optimizers, cost=cost, reader=reader, schedule=schedule,
-            clock=clock, mailbox=mailbox, hooks=hooks, errors=errors,
+        self.capture = capture = Capture(
+            index=checked.index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule,
+            reader=reader, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,
             periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
         )  # fmt: skip
-        self.capture = capture = Capture(parts)
 
         # Inspections, which the capture calls in the rounds that it follows.
-        waits = ReductionWaits(hooks, clock, parts.reductions, reader)
+        waits = ReductionWaits(hooks, clock, capture.reductions, reader)
         capture.inspect(waits, errors.boundary("reduction", "waits for other ranks"))
         if settings.local_norm:
             local = LocalGradients(
-                hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=parts.reductions,
-                probes=parts.probes, mode=parts.mode,
+                hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=capture.reductions,
+                detection=capture.detection,
             )  # fmt: skip
             capture.inspect(local, errors.boundary("reduction", "gradients of this rank"))
         if settings.weights:
             weights = WeightProbe(optimizers, cost, mailbox)
             capture.inspect(weights, errors.boundary("weights"))
         losses = RoundLoss(
-            rounds=parts.rounds, mode=parts.mode, clock=clock, index=checked.index, probes=parts.probes,
+            rounds=capture.rounds, detection=capture.detection, clock=clock, index=checked.index,
             observations=capture.observations, errors=errors,
         )  # fmt: skip
         capture.inspect(losses, errors.boundary("forward_hook", "losses in outputs"))

@@ -16,8 +16,14 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
-from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.thread import TrainingThread
+from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
+from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import PLACED, Observed
 
 READ_SECONDS = 0.5
@@ -39,11 +45,21 @@ class _Ring(threading.local):
 class Observations:
     """Posts `Observed`."""
 
-    def __init__(self, parts: Parts, counted: CountedRounds) -> None:
-        self._parts = parts
-        self._clock = parts.clock
-        self._counted = counted
-        self._ring = _Ring(parts.mailbox.press)
+    def __init__(
+        self,
+        *,
+        optimizers: Optimizers,
+        clock: StepClock,
+        mailbox: Mailbox,
+        reader: GradientReader,
+        rounds: RoundTracker,
+        detection: BackwardDetection,
+        counted: CountedRounds,
+        thread: TrainingThread,
+    ) -> None:
+        self._optimizers, self._clock, self._mailbox, self._reader = optimizers, clock, mailbox, reader
+        self._rounds, self._detection, self._counted, self._thread = rounds, detection, counted, thread
+        self._ring = _Ring(mailbox.press)
         self.loss_given = False
         """Whether the user has given a loss; cleared by `RoundLoss`."""
         self._settings_read = float("-inf")
@@ -59,7 +75,7 @@ class Observations:
         be known.
         Behind a value that cannot be taken the others are still to come from `values`.
         """
-        start, here = self._clock.clock(), self._parts.thread.may_be_here()
+        start, here = self._clock.clock(), self._thread.may_be_here()
         try:
             for name, value in values:
                 if name in ("grad_norm", "grad_divisor") and not here:
@@ -82,13 +98,13 @@ class Observations:
         ticket = self._sent(value)
         if ticket is not None:
             self._counted.norm_comes()
-            self._parts.mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
+            self._mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
             self._counted.norm_observed()
 
     def _divisor(self, value: Number) -> None:
         """Takes by what the loop divides the gradients of the current round, or, after its step, of the coming one."""
-        rounds = self._parts.rounds
-        wanted = rounds.next_is_sampled and self._parts.mode.sees_backwards  # else gradients are read when they are divided
+        rounds = self._rounds
+        wanted = rounds.next_is_sampled and self._detection.sees_backwards  # else gradients are read when they are divided
         if not wanted and isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
             return
         ticket = self._sent(value)
@@ -96,13 +112,13 @@ class Observations:
         if isinstance(divisor, float) and not 0 < divisor < math.inf:
             raise ValueError(f"expected a number above 0 as grad_divisor, got {divisor}")
         if wanted and divisor is not None:
-            self._parts.reader.divide(rounds.current, divisor)
+            self._reader.divide(rounds.current, divisor)
 
     def post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
         """Hand over a value; one on a device is copied in the background."""
         ticket = self._sent(value)
         if ticket is not None:
-            self._parts.mailbox.append(Observed(name, ticket, labels, step))
+            self._mailbox.append(Observed(name, ticket, labels, step))
 
     def _step_told(self, name: str) -> int | None:
         """The number of the step that a value is of that is told now: the next one, if a forward or backward came since the last.
@@ -115,7 +131,7 @@ class Observations:
         self._placed[name] += 1
         clock, surplus = self._clock, self._counted.surplus
         if surplus is None:
-            current = self._parts.rounds.current
+            current = self._rounds.current
             passed = bool(current.backwards) and not current.stepped
             self._early = clock.forward_came and not passed
             under_way = clock.forward_came or passed
@@ -129,12 +145,12 @@ class Observations:
             return
         self._settings_read, step = self._clock.clock(), self._clock.number
         # Those that share a number step within the backward, one per parameter; the first stands for them.
-        for number, optimizer in dict(reversed(self._parts.optimizers.numbered())).items():
+        for number, optimizer in dict(reversed(self._optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
                 if settings.get("lr") is not None:
-                    self.post("learning_rate", settings["lr"], (self._parts.optimizers.names[number], str(group)), step)
-        if self._parts.reader.scale is not None:
-            self.post("loss_scale", self._parts.reader.scale)
+                    self.post("learning_rate", settings["lr"], (self._optimizers.names[number], str(group)), step)
+        if self._reader.scale is not None:
+            self.post("loss_scale", self._reader.scale)
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):

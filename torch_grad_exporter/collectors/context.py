@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.progress import Counts, StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.collectors.clip_reports import ClipReports

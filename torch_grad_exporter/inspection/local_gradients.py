@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.capture_mode import CaptureMode
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.gradient_versions import GradientProbes
+from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
@@ -79,12 +78,11 @@ class LocalGradients(Inspection):
         cost: SampleCost,
         clock: StepClock,
         reductions: Reductions,
-        probes: GradientProbes,
-        mode: CaptureMode,
+        detection: BackwardDetection,
     ) -> None:
         self._cost = cost
         self._clock = clock
-        self._reductions, self._probes, self._mode = reductions, probes, mode
+        self._reductions, self._detection = reductions, detection
         self._hook = hooks.guarded("backward_hook", self._arrives)
         self._mailbox = mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
@@ -108,10 +106,10 @@ class LocalGradients(Inspection):
     def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
         """Hook the parameters that this backward reduces, in a sampled round; hooks that came since the first one miss it."""
         self.release()
-        if not (current.sampled and self._mode.sees_backwards):
+        if not (current.sampled and self._detection.sees_backwards):
             return
         reduction, self._table = self._reductions.coming, table
-        carries_on = current.backwards > 0 and self._probes.untouched()
+        carries_on = current.backwards > 0 and self._detection.probes.untouched()
         if not carries_on:
             self._sum = _Sum()
         self._begins, self._reduction, self._ready = not carries_on, reduction, None

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.capture.capture_mode import CaptureMode
-from torch_grad_exporter.capture.gradient_versions import GradientProbes
+from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.observations import READ_SECONDS, Observations
 from torch_grad_exporter.capture.progress import StepClock
@@ -106,15 +105,14 @@ class RoundLoss(Inspection):
         self,
         *,
         rounds: RoundTracker,
-        mode: CaptureMode,
+        detection: BackwardDetection,
         clock: StepClock,
         index: LayerIndex,
-        probes: GradientProbes,
         observations: Observations,
         errors: ErrorLog,
     ) -> None:
-        self._rounds, self._mode, self._clock = rounds, mode, clock
-        self._index, self._probes, self._observations = index, probes, observations
+        self._rounds, self._detection, self._clock = rounds, detection, clock
+        self._index, self._observations = index, observations
         self._reading = False
         self._read_at = float("-inf")
         self._waiting: list[_Loss] = []
@@ -129,7 +127,7 @@ class RoundLoss(Inspection):
     def forward_ended(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
         """Keep the loss in the output, if it is due."""
         # Where no backward is seen, which round this is shows at its step only.
-        if self._mode.sees_backwards:
+        if self._detection.sees_backwards:
             self._post(self._sorted())
         first_forward, self._trained = not self._trained, True
         due = self._reading or self._rounds.next_is_sampled or self._clock.clock() - self._read_at > READ_SECONDS
@@ -163,7 +161,7 @@ class RoundLoss(Inspection):
             self._observations.post("loss", loss, step=self._clock.number)
 
     def _seen(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> _Loss:
-        current, seen = self._rounds.current, self._mode.sees_backwards
+        current, seen = self._rounds.current, self._detection.sees_backwards
         first = bool(current.stepped) or not current.backwards if seen else first_forward
         found = _Loss(_copy(loss), model, whole, current.number, first, self._asks if self._clock.stepping else None)
         if seen and loss.grad_fn is not None:
@@ -174,7 +172,7 @@ class RoundLoss(Inspection):
 
     def _cleared(self) -> bool:
         """Whether the gradients of the last backward were thrown away; not known of those that FSDP2 keeps elsewhere."""
-        return not self._index.fully_sharded and self._probes.cleared()
+        return not self._index.fully_sharded and self._detection.probes.cleared()
 
     def _forget(self) -> None:
         """There were too many forwards that no backward has passed through."""
@@ -192,7 +190,7 @@ class RoundLoss(Inspection):
         waiting, self._waiting = self._waiting, []
         for loss in waiting:
             if loss.passes is not None:
-                loss.used = not self._mode.sees_backwards or self._clock.backward_passes > loss.passes
+                loss.used = not self._detection.sees_backwards or self._clock.backward_passes > loss.passes
             if loss.used:
                 self._take_in(loss, current.number)
             elif loss.passes is None:
