@@ -27,6 +27,7 @@ from torch_grad_exporter.actions.notify.notify import totals as notify_totals
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -136,10 +137,11 @@ class Stages:
         kernels = None
         if settings.statistics is Implementation.TRITON:
             kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
-        self._reader = reader = GradientReader(
+        self._loss_scale = loss_scale = LossScale(arguments.grad_scaler)
+        reader = GradientReader(
             optimizers=optimizers,
             statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels), clock=clock,
-            cost=cost, mailbox=mailbox, errors=errors, scaler=arguments.grad_scaler,
+            cost=cost, mailbox=mailbox, errors=errors, loss_scale=loss_scale,
         )  # fmt: skip
         self._memory = memory = DeviceMemory(used=lambda: reader.devices)
         devices_guard = errors.boundary("devices")
@@ -150,7 +152,7 @@ class Stages:
         requests = Requests()
         self.capture = capture = Capture(
             index=checked.index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule,
-            reader=reader, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,
+            reader=reader, loss_scale=loss_scale, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,
             periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
         )  # fmt: skip
 
@@ -175,7 +177,7 @@ class Stages:
         if settings.nan_origin:
             nan_origin = NanOrigin(
                 hooks, cost, clock, mailbox, models=models, steps=self.steps,
-                scaled=lambda: reader.knows_scaler, always=settings.nan_origin == "always",
+                scaled=lambda: loss_scale.has_scaler, always=settings.nan_origin == "always",
             )  # fmt: skip
             capture.inspect(nan_origin, errors.boundary("nan_origin"))
         self._layer_times = None
@@ -191,7 +193,7 @@ class Stages:
         if checked.modules is not None:
             self._activations = ActivationTotals(settings.max_layers)
             watch = Activations(
-                modules=checked.modules, hooks=hooks, reader=reader, cost=cost, mailbox=mailbox,
+                modules=checked.modules, hooks=hooks, loss_scale=loss_scale, cost=cost, mailbox=mailbox,
                 totals=self._activations,
             )  # fmt: skip
             capture.inspect(watch, errors.boundary("activations"))
@@ -434,7 +436,7 @@ class Stages:
         if self._watch is None:
             # Not before the first call: an inspection costs each round.
             self._watch = Watch(
-                hooks=self._hooks, reader=self._reader, cost=self._cost, mailbox=self._mailbox,
+                hooks=self._hooks, loss_scale=self._loss_scale, cost=self._cost, mailbox=self._mailbox,
                 totals=self._watched_totals, errors=self.errors, sampled=self.capture.is_sampled,
             )  # fmt: skip
             self.capture.inspect(self._watch, self.errors.boundary("watch"))

@@ -14,6 +14,7 @@ from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.observations import Number, Observations
 from torch_grad_exporter.capture.outcomes import Lost, Mode
 from torch_grad_exporter.capture.progress import StepClock
@@ -42,6 +43,7 @@ class Capture:
         cost: What samples cost.
         schedule: Which rounds to sample.
         reader: Measures gradients.
+        loss_scale: The gradient scaler.
         hooks: Where PyTorch calls.
         mailbox: The queue to the worker.
         requests: What the worker asks for.
@@ -58,6 +60,7 @@ class Capture:
         cost: SampleCost,
         schedule: SamplingSchedule,
         reader: GradientReader,
+        loss_scale: LossScale,
         hooks: Hooks,
         mailbox: Mailbox,
         requests: Requests,
@@ -78,8 +81,9 @@ class Capture:
             detection=detection, requests=requests,
         )  # fmt: skip
         self._forwards = forwards = ForwardHooks(
-            index=index, optimizers=optimizers, clock=clock, cost=cost, hooks=hooks, reader=reader, inspections=inspections,
-            rounds=rounds, detection=detection, reductions=self.reductions, counted=counted, thread=thread, requests=requests,
+            index=index, optimizers=optimizers, clock=clock, cost=cost, hooks=hooks, loss_scale=loss_scale,
+            inspections=inspections, rounds=rounds, detection=detection, reductions=self.reductions, counted=counted,
+            thread=thread, requests=requests,
             errors=errors,
         )  # fmt: skip
         self._backward = backward = BackwardHooks(
@@ -88,8 +92,8 @@ class Capture:
             periodic=periodic,
         )  # fmt: skip
         self.observations = Observations(
-            optimizers=optimizers, clock=clock, mailbox=mailbox, reader=reader, rounds=rounds, detection=detection,
-            counted=counted, thread=thread,
+            optimizers=optimizers, clock=clock, mailbox=mailbox, reader=reader, loss_scale=loss_scale, rounds=rounds,
+            detection=detection, counted=counted, thread=thread,
         )  # fmt: skip
         readings = StepReadings(
             optimizers=optimizers, cost=cost, reader=reader, rounds=rounds, detection=detection, forwards=forwards,
@@ -97,8 +101,9 @@ class Capture:
         )  # fmt: skip
         self._steps = StepHooks(
             index=index, optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks, reader=reader,
-            inspections=inspections, rounds=rounds, detection=detection, fused=fused, counted=counted, forwards=forwards,
-            backward=backward, readings=readings, observations=self.observations, thread=thread, periodic=periodic,
+            loss_scale=loss_scale, inspections=inspections, rounds=rounds, detection=detection, fused=fused,
+            counted=counted, forwards=forwards, backward=backward, readings=readings, observations=self.observations,
+            thread=thread, periodic=periodic,
         )  # fmt: skip
 
     def inspect(self, inspection: Inspection, guard: Guard) -> None:

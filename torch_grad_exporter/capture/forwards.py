@@ -18,10 +18,10 @@ from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.examples import batch_size
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.phases import FORWARD, main_device
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.thread import TrainingThread
@@ -56,7 +56,7 @@ class ForwardHooks:
         clock: StepClock,
         cost: SampleCost,
         hooks: Hooks,
-        reader: GradientReader,
+        loss_scale: LossScale,
         inspections: Inspections,
         rounds: RoundTracker,
         detection: BackwardDetection,
@@ -67,7 +67,7 @@ class ForwardHooks:
         errors: ErrorLog,
     ) -> None:
         self._index, self._optimizers, self._clock, self._cost, self._hooks = index, optimizers, clock, cost, hooks
-        self._reader, self._inspections, self._rounds, self._detection = reader, inspections, rounds, detection
+        self._loss_scale, self._inspections, self._rounds, self._detection = loss_scale, inspections, rounds, detection
         self._reductions, self._counted, self._thread, self._requests = reductions, counted, thread, requests
         self._ranks = errors.boundary("reduction", "which ranks have the same gradients")
         self.early: GradientVersions | None = None
@@ -240,4 +240,4 @@ class ForwardHooks:
         gone, written = probes.gone() or zeroed is True, zeroed is None
         if not (gone or written):
             return ClearingEvidence()
-        return ClearingEvidence(gone, written, probes.updated(), self._optimizers.reporting, self._reader.knows_scaler)
+        return ClearingEvidence(gone, written, probes.updated(), self._optimizers.reporting, self._loss_scale.has_scaler)

@@ -17,6 +17,7 @@ import torch
 
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
@@ -52,12 +53,14 @@ class Observations:
         clock: StepClock,
         mailbox: Mailbox,
         reader: GradientReader,
+        loss_scale: LossScale,
         rounds: RoundTracker,
         detection: BackwardDetection,
         counted: CountedRounds,
         thread: TrainingThread,
     ) -> None:
-        self._optimizers, self._clock, self._mailbox, self._reader = optimizers, clock, mailbox, reader
+        self._optimizers, self._clock, self._mailbox = optimizers, clock, mailbox
+        self._reader, self._loss_scale = reader, loss_scale
         self._rounds, self._detection, self._counted, self._thread = rounds, detection, counted, thread
         self._ring = _Ring(mailbox.press)
         self.loss_given = False
@@ -149,8 +152,9 @@ class Observations:
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
                 if settings.get("lr") is not None:
                     self.post("learning_rate", settings["lr"], (self._optimizers.names[number], str(group)), step)
-        if self._reader.scale is not None:
-            self.post("loss_scale", self._reader.scale)
+        scale = self._loss_scale.value
+        if scale is not None:
+            self.post("loss_scale", scale)
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):

@@ -5,10 +5,8 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.gradient_versions import GradientsAsRead, PresentGradients
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.round_pattern import RoundPattern
 from torch_grad_exporter.errors import ErrorLog
@@ -28,7 +27,6 @@ from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
 from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import OptimizerView, Outcome, Part, RoundEnded, SampleRead
 from torch_grad_exporter.store.sample import rows_of
-from torch_grad_exporter.torch_compat.optimizers import scale_of
 
 IN_FULL = 8
 """Of so many samples of an optimizer, one is measured again at the step although nothing seems to have written to it."""
@@ -44,13 +42,6 @@ AFTER, AT_STEP, AGAIN, END, OTHERS = BOUNDARIES = (
     "units that do not count",
 )  # fmt: skip
 """Each has a guard of its own."""
-
-
-class Scaler(Protocol):
-    """A `torch.amp.GradScaler`: `_scale` is a tensor, `None` before its first use; a disabled one has none."""
-
-    def is_enabled(self) -> bool:
-        """Whether it scales."""
 
 
 class StepView:
@@ -69,11 +60,7 @@ class StepView:
 
 
 class GradientReader:
-    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward.
-
-    Args:
-        scaler: A gradient scaler that the user has named; held weakly.
-    """
+    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward."""
 
     def __init__(
         self,
@@ -84,14 +71,13 @@ class GradientReader:
         cost: SampleCost,
         mailbox: Mailbox,
         errors: ErrorLog,
-        scaler: Scaler | None = None,
+        loss_scale: LossScale,
     ) -> None:
         self._optimizers, self._statistics = optimizers, statistics
         self._clock, self._cost, self._mailbox = clock, cost, mailbox
         self._guards = {part: errors.boundary("capture", part) for part in BOUNDARIES}
         self._transfer = HostTransfer(pressed=mailbox.press)
-        self._scaler = None if scaler is None else weakref.ref(scaler)
-        self._steps_seen = False  # the callers of a step were searched for a scaler
+        self._loss_scale = loss_scale
         self._bypass: set[int] = set()  # optimizers whose gradients were once edited in a way that versions do not show
         self._looks: Counter[int] = Counter()  # by optimizer, how often its view was taken
         self._samples = 0
@@ -103,29 +89,6 @@ class GradientReader:
     def devices(self) -> frozenset[str]:
         """Kinds of devices that were read from."""
         return frozenset(device.type for device in self._places)
-
-    # The loss scale, and divisors
-
-    def scaler_searched(self, scaler: Scaler | None) -> None:
-        """The callers of a step were searched for a scaler; norms are divided by its scale from now on, if there is one."""
-        self._steps_seen = True
-        if scaler is not None:
-            self._scaler = weakref.ref(scaler)
-
-    @property
-    def knows_scaler(self) -> bool:
-        """Whether a gradient scaler was given or found, and is alive."""
-        return self._scaler is not None and self._scaler() is not None
-
-    @property
-    def scale_known(self) -> bool:
-        """Whether it is known if there is a gradient scaler, as it is from the first step on."""
-        return self._steps_seen or self.knows_scaler
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """The loss scale now, if a scaler is known that has one."""
-        return scale_of(None if self._scaler is None else self._scaler())
 
     def divide(self, current: ArmedRound, divisor: Ticket | float) -> None:
         """Take what the loop divides the gradients of the current round by or, after its step, those of the coming one."""
@@ -177,7 +140,7 @@ class GradientReader:
         gradients = table.tracked.own(present)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.
-        loss_scale = self.scale if step is None else step.grad_scale
+        loss_scale = self._loss_scale.value if step is None else step.grad_scale
         parts, scale = self._sent(self._statistics.finish(readings, current.number), loss_scale)
         self._cost.timer.end(begun)
         if not parts:
@@ -201,7 +164,7 @@ class GradientReader:
                 at=at,
                 likely_last=pattern.backwards is not None,
                 usual=pattern.steppers(current.models),
-                scale_known=self.scale_known,
+                scale_known=self._loss_scale.is_known,
                 scale=scale,
                 again=current.again,
                 divisor=divisor,
@@ -248,7 +211,7 @@ class GradientReader:
         now = PresentGradients.of(tracked, self._optimizers.parameters_at(optimizer, mine))
         if not now.in_place:
             return
-        loss_scale = self.scale
+        loss_scale = self._loss_scale.value
         # A scaler's own division leaves no trace in versions.
         in_full = self._looks[optimizer] % IN_FULL == 0 or (loss_scale is not None and seen.grad_scale is None)
         self._looks[optimizer] += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader, Scaler, StepView
+from torch_grad_exporter.capture.reader import GradientReader, StepView
 from torch_grad_exporter.capture.round_costs import HOOKS_SECONDS
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -30,9 +30,6 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
-
-NEAREST = 12
-"""Frames that are searched for a gradient scaler."""
 
 
 class StepHooks:
@@ -47,6 +44,7 @@ class StepHooks:
         schedule: SamplingSchedule,
         hooks: Hooks,
         reader: GradientReader,
+        loss_scale: LossScale,
         inspections: Inspections,
         rounds: RoundTracker,
         detection: BackwardDetection,
@@ -60,7 +58,8 @@ class StepHooks:
         periodic: Callable[[], None] | None,
     ) -> None:
         self._index, self._optimizers, self._clock, self._schedule, self._hooks = index, optimizers, clock, schedule, hooks
-        self._reader, self._inspections, self._rounds, self._detection = reader, inspections, rounds, detection
+        self._reader, self._loss_scale, self._inspections = reader, loss_scale, inspections
+        self._rounds, self._detection = rounds, detection
         self._fused, self._counted, self._forwards, self._backward = fused, counted, forwards, backward
         self._readings, self._observations, self._thread, self._periodic = readings, observations, thread, periodic
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
@@ -107,7 +106,7 @@ class StepHooks:
         clock.step_began(start)
         sampled = rounds.current.sampled
         if sampled:
-            self._reader.scaler_searched(_calling_scaler(sys._getframe(1)))
+            self._loss_scale.search(sys._getframe(1))
         if sampled and not over and self._hooks.others_follow(optimizer):
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
@@ -262,17 +261,6 @@ class StepHooks:
         hook, self._late_hook = self._late_hook, None
         if hook is not None:
             hook.remove()
-
-
-def _calling_scaler(frame: types.FrameType | None) -> Scaler | None:
-    """Return the `torch.amp.GradScaler` whose `step` called the optimizer's, searched for in the nearest frames."""
-    for _ in range(NEAREST):
-        if frame is None:
-            return None
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return frame.f_locals.get("self")
-        frame = frame.f_back
-    return None
 
 
 def _tensor(value: object) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
@@ -59,13 +59,13 @@ class Activations(Inspection):
         *,
         modules: InnerModules,
         hooks: Hooks,
-        reader: GradientReader,
+        loss_scale: LossScale,
         cost: SampleCost,
         mailbox: Mailbox,
         totals: ActivationTotals,
     ) -> None:
         self._cost, self._totals = cost, totals
-        self._tallies = RoundTallies(SOURCE, reader, cost, mailbox)
+        self._tallies = RoundTallies(SOURCE, loss_scale, cost, mailbox)
         self._hooks = RoundHooks(modules, hooks, SOURCE, Moments(ended=self._forward_ended))
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._hooks_gradients = True
