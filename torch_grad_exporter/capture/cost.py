@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from torch_grad_exporter.capture.device_events import DeviceEvents, Event, EventPool
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.schedule import SamplingSchedule
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.capture.progress import StepClock
+    from torch_grad_exporter.capture.schedule import SamplingSchedule
 
 # Pieces of work of a sample that are timed on devices, at most.
 PAIRS = 64

@@ -81,15 +81,15 @@ class RoundCosts:
         counted = self._counted_cost / self._counted if self._counted else COUNTED_SECONDS
         return followed, counted + self._share_followed * (followed - counted)
 
-    def share(self, interval: int) -> float:
-        """Return the share of training time that samples take besides at an interval; 0 while no duration or cost is known.
+    def share(self) -> float:
+        """Return the share of training time that samples would take besides if all rounds were sampled; 0 while that is unknown.
 
-        The mean of their costs, since some samples measure more and cost more; without the most expensive one, which allocated. A
-        sampled round is a followed one, which costs more than most.
+        By the mean of their costs, since some samples measure more and cost more; without the most expensive one, which allocated.
+        A sampled round is a followed one, which costs more than most.
         """
         step = self.step
         if step is None or not self._samples:
             return 0.0
         costs = sorted(self._samples)[: max(1, len(self._samples) - 1)]
         followed, rest = self.not_sampled()
-        return (fmean(costs) + followed - rest) / interval / step
+        return (fmean(costs) + followed - rest) / step

@@ -100,7 +100,7 @@ class SamplingSchedule:
     @property
     def capped(self) -> bool:
         """Whether the budget would require a longer interval than there is."""
-        return self.every is None and self.interval == LONGEST and self.counting.share(LONGEST) > self.budget
+        return self.every is None and self.interval == LONGEST and self.counting.share() / LONGEST > self.budget
 
     # What it learns
 
@@ -124,6 +124,7 @@ class SamplingSchedule:
             return
         self._samples += 1
         self._spent += cost
+        share = costs.share()
         # What samples may take of the budget, once all rounds have cost what those cost that are not sampled.
         followed, rest = costs.not_sampled()
         available = max(self.budget - (rest / step if step else 0.0), LEFT_AT_LEAST * self.budget)
@@ -132,17 +133,15 @@ class SamplingSchedule:
             self._first_spent += cost
             if step and (not self._first or self._first_spent >= FIRST_SECONDS):
                 self._first, interval = 0, 1
-                while interval < LONGEST and costs.share(interval) > available:
+                while interval < LONGEST and share / interval > available:
                     interval *= 2
                 self._change(interval)
         elif self._samples >= PATIENCE:
-            share = costs.share(self.interval)
             if self._samples >= SUMS_FROM and self._trained:
-                mean = self._spent / self._samples + followed - rest
-                share = max(share, mean / self.interval / (self._trained / self._rounds))
-            if share > available and self.interval < LONGEST:
+                share = max(share, (self._spent / self._samples + followed - rest) / (self._trained / self._rounds))
+            if share / self.interval > available and self.interval < LONGEST:
                 self._change(self.interval * 2)
-            elif share < RELAX_BELOW * available and self.interval > 1:
+            elif share / self.interval < RELAX_BELOW * available and self.interval > 1:
                 self._change(self.interval // 2)
             elif self._samples >= _ADDED_UP:
                 self._weigh(0.5)

@@ -13,14 +13,13 @@ FORWARD, BACKWARD = PASSES = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """The seconds of one pass of a layer, over `rounds` sampled rounds. `sample`: the last of these, from 1."""
+    """The seconds of one pass of a layer, over `rounds` sampled rounds."""
 
     seconds: float = 0.0
     rounds: int = 0
-    sample: int = 0
 
 
-# By layer and pass.
+# By layer and pass, those that were timed most recently last.
 Times = dict[tuple[str, str], PassTime]
 
 
@@ -35,7 +34,6 @@ class LayerTimes:
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
         self._times: Times = {}
-        self._samples = 0
         self.untimed = 0
 
     def take(self, record: Inspected, values: object) -> None:  # noqa: ARG002 - like any `Taker`; times need no vectors
@@ -43,21 +41,17 @@ class LayerTimes:
         assert isinstance(record.data, dict)  # noqa: S101 - only `LayerTimer` sends records of this name
         seconds: dict[tuple[str, str], float] = record.data
         with self._lock:
-            self._samples += 1
             for key, new in seconds.items():
-                self._add(key, PassTime(new, 1, self._samples))
-            last: dict[str, int] = {}
-            for (layer, _), time in self._times.items():
-                last[layer] = max(last.get(layer, 0), time.sample)
-            last.pop(REMOVED, None)
-            for layer in sorted(last, key=last.__getitem__)[: max(0, len(last) - self._most)]:
+                self._add(key, PassTime(new, 1))
+            recent = dict.fromkeys(layer for layer, _ in reversed(self._times) if layer != REMOVED)
+            for layer in [*recent][self._most :]:
                 for name in PASSES:
                     if (layer, name) in self._times:
                         self._add((REMOVED, name), self._times.pop((layer, name)))
 
     def _add(self, key: tuple[str, str], new: PassTime) -> None:
-        old = self._times.get(key, PassTime())
-        self._times[key] = PassTime(old.seconds + new.seconds, old.rounds + new.rounds, max(old.sample, new.sample))
+        old = self._times.pop(key, PassTime())
+        self._times[key] = PassTime(old.seconds + new.seconds, old.rounds + new.rounds)
 
     def snapshot(self) -> Times:
         """Return all times as of now."""
