@@ -219,8 +219,8 @@ def test_a_sampled_round_costs_its_hooks_too() -> None:
     schedule = SamplingSchedule(budget=0.01)
     for _ in range(100):
         schedule.counted([0.1] * 99, 99 * 4e-6)
-        schedule.stepped(0.1, 0.005)
-        schedule.sampled(0.001)
+        schedule.stepped(0.1, 0.001)
+        schedule.sampled(0.003)
     assert schedule.interval == 8
     assert 50 < schedule.counting.timing_interval < 200
 
