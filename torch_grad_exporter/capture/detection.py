@@ -13,7 +13,7 @@ import torch
 
 from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
+from torch_grad_exporter.capture.gradient_probes import PROBES, GradientProbes
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.errors import say
