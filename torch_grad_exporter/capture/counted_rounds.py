@@ -17,12 +17,13 @@ import torch
 
 from torch_grad_exporter.capture.counting_hook import CountingHook, Witness
 from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.guarded_hook import GuardedHook
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.round_costs import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.records import Outcome
@@ -148,7 +149,7 @@ class CountedRounds:
         self._counting = counting
         clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._mean_size)
         self._detection.nodes.disarm()
-        if not self._hooks.rest(counting):
+        if not self._hooks.suspend(counting):
             self.settle()
 
     def step_ends_it(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -166,7 +167,7 @@ class CountedRounds:
         counting = self._counting
         if counting is None:
             return
-        self._hooks.wake()
+        self._hooks.resume()
         durations, own = self._clock.commit(COUNTED_SECONDS)  # with what the user's calls meanwhile have cost
         self._counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
@@ -267,7 +268,7 @@ class CountedRounds:
         """Puts the hooks around forwards back if no step has come for long; the seconds until that may be so, at the earliest."""
         left = self._clock.last_moment + STILL_SECONDS - self._clock.clock()
         if self._counting is not None and left <= 0:
-            self._hooks.wake_modules()
+            self._hooks.resume_modules()
         return left if self._counting is not None and left > 0 else STILL_SECONDS
 
     def release(self) -> None:

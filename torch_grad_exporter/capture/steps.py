@@ -14,6 +14,7 @@ from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
+from torch_grad_exporter.capture.guarded_hook import Handle
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.observations import Observations
@@ -24,7 +25,7 @@ from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
 from torch_grad_exporter.capture.thread import TrainingThread
-from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.tracing import active_trace
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
