@@ -15,12 +15,15 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import Combine
+
+_Values = TypeVar("_Values", torch.Tensor, FloatArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,47 @@ class Statistic:
     float64: bool = False
     opt_in: str = ""
 
+    @property
+    def homogeneous(self) -> bool:
+        """Whether all of it is proportional to a power of the gradient."""
+        return all(column.power for column in self.columns)
+
+    def on_host(self, block: FloatArray) -> FloatArray:
+        """Return the columns of a block; raises `ValueError` for a wrong shape."""
+        block = block.view()
+        block.flags.writeable = False  # it may be the gradient itself
+        return self._checked(self.host(block))  # type: ignore[misc]  # what has its own measures has both
+
+    def on_device(self, chunk: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
+        """Return the columns of a chunk, shape (tensors, elements), in the type to accumulate in."""
+        return self._checked(self.device(chunk, accumulate)).to(accumulate)  # type: ignore[misc]
+
+    def _checked(self, values: _Values) -> _Values:
+        if values.ndim != 2 or values.shape[1] != len(self.columns):
+            wanted = f"(gradients, {len(self.columns)})"
+            raise ValueError(f"statistic {self.name!r}: expected shape {wanted}, got {tuple(values.shape)}")
+        return values
+
 
 # The statistics that `host.py` and `device.py` measure together.
 
 
-def _has_nan(elements: Elements) -> bool:
-    return any(map(math.isnan, elements.flat))
+def _norm(elements: Elements) -> tuple[float, ...]:
+    return (math.nan if any(map(math.isnan, elements.flat)) else math.hypot(*elements.flat),)
+
+
+def _zeros(elements: Elements) -> tuple[float, ...]:
+    return (float(sum(value == 0 for value in elements.flat)),)
+
+
+def _nonfinite(elements: Elements) -> tuple[float, ...]:
+    return float(sum(map(math.isnan, elements.flat))), float(sum(map(math.isinf, elements.flat)))
+
+
+def _extremes(elements: Elements) -> tuple[float, ...]:
+    if any(map(math.isnan, elements.flat)):
+        return math.nan, math.nan
+    return min(elements.flat, default=0.0), max(elements.flat, default=0.0)
 
 
 def _zero_units(elements: Elements) -> tuple[float, ...]:
@@ -89,37 +127,12 @@ def _zero_units(elements: Elements) -> tuple[float, ...]:
     return zero, zero
 
 
-def _extremes(elements: Elements) -> tuple[float, ...]:
-    if _has_nan(elements):
-        return math.nan, math.nan
-    return min(elements.flat, default=0.0), max(elements.flat, default=0.0)
-
-
-NORM = Statistic(
-    "norm",
-    (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),),
-    lambda elements: (math.nan if _has_nan(elements) else math.hypot(*elements.flat),),
-)
-ZEROS = Statistic(
-    "zeros",
-    (ColumnSpec("zeros", Combine.SUM),),
-    lambda elements: (float(sum(value == 0 for value in elements.flat)),),
-)
-NONFINITE = Statistic(
-    "nonfinite",
-    (ColumnSpec("nans", Combine.SUM), ColumnSpec("infs", Combine.SUM)),
-    lambda elements: tuple(float(sum(map(test, elements.flat))) for test in (math.isnan, math.isinf)),
-)
-EXTREMES = Statistic(
-    "extremes",
-    (ColumnSpec("min", Combine.MIN, power=1), ColumnSpec("max", Combine.MAX, power=1)),
-    _extremes,
-)
-UNITS = Statistic(
-    "units",
-    (ColumnSpec("zero_units", Combine.SUM), ColumnSpec("dead_units", Combine.SUM)),
-    _zero_units,
-)
+_SUM, _MIN, _MAX = Combine.SUM, Combine.MIN, Combine.MAX
+NORM = Statistic("norm", (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),), _norm)
+ZEROS = Statistic("zeros", (ColumnSpec("zeros", _SUM),), _zeros)
+NONFINITE = Statistic("nonfinite", (ColumnSpec("nans", _SUM), ColumnSpec("infs", _SUM)), _nonfinite)
+EXTREMES = Statistic("extremes", (ColumnSpec("min", _MIN, power=1), ColumnSpec("max", _MAX, power=1)), _extremes)
+UNITS = Statistic("units", (ColumnSpec("zero_units", _SUM), ColumnSpec("dead_units", _SUM)), _zero_units)
 TOGETHER = (NORM, ZEROS, NONFINITE, EXTREMES, UNITS)
 
 # The sum of the elements gives, with the norm, their mean and standard deviation.
@@ -135,7 +148,7 @@ def _sum(elements: Elements) -> tuple[float, ...]:
 
 MOMENTS = Statistic(
     "moments",
-    (ColumnSpec("sum", Combine.SUM, power=1),),
+    (ColumnSpec("sum", _SUM, power=1),),
     _sum,
     host=lambda block: np.add.reduce(block, axis=1, dtype=np.float64, keepdims=True),
     device=lambda chunk, wide: chunk.sum(dim=1, keepdim=True, dtype=wide),

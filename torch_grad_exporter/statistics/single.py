@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from torch_grad_exporter.statistics import device, host
-from torch_grad_exporter.statistics.batches import Batch, is_ordinary, plain_local, resolved, slices
+from torch_grad_exporter.statistics.batches import Batch, is_ordinary, plain_local, slices
 
 # A number if the gradient is on the CPU, else a tensor of shape (1,) on its device.
 Norm = float | torch.Tensor
@@ -38,7 +38,7 @@ def _norm(gradient: torch.Tensor, wide: device.Wide) -> Iterator[Norm]:
     if values.numel() == 0:
         return
     if values.device.type == "cpu":
-        yield float(host.norms((Batch((0,), (resolved(values),), None),))[0])
+        yield float(host.norms((Batch((0,), (values,), None),))[0])
         return
     rows = device.norms(Batch((0,), (values,), None), wide(values.device))
     yield from torch.split(rows.prod(dim=1), 1)  # without float64 a norm comes with its scale
