@@ -58,6 +58,8 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
             group = np.repeat(np.arange(len(parts)), parts)
             columns = layout.runs(columns, group, np.cumsum(parts) - parts)
         columns[:, Column.NORM] = found
+        # Without negative zeros, whose order depends on the company that they are measured in.
+        columns[:, Column.MIN : Column.MAX + 1] += 0.0
         if not counts:
             columns[:, [Column.ZEROS, Column.MIN, Column.MAX]] = np.nan
             if not np.isfinite(found).all():
@@ -83,20 +85,22 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
         wide: Whether the arrays have to be float64.
         whole: Whether one array may have all that needs no copy, however large.
     """
-    first, layout = batch.tensors[0], batch.layout
+    first, rows, width = batch.tensors[0], batch.rows, batch.elements // batch.rows
     dtype = torch.float64 if wide or first.dtype is torch.float64 else torch.float32
-    if (
-        whole
-        and first.dtype is dtype
-        and first.is_contiguous()
-        and (layout is None or layout.dims == (0,))
-        and len(batch.tensors) == 1
-    ):
-        yield first.detach().resolve_neg().numpy().reshape(batch.rows, -1)
+    in_order = len(batch.tensors) == 1 and (batch.layout is None or batch.layout.dims == (0,))
+    if in_order and first.dtype is dtype and first.is_contiguous():
+        # Almost all are like this. The general way below has the same result at twice the price.
+        array = first.detach().resolve_neg().numpy().reshape(rows, width)
+        if whole or array.size <= BLOCK_ELEMENTS:
+            yield array
+        elif width <= BLOCK_ELEMENTS:
+            step = BLOCK_ELEMENTS // width
+            yield from (array[start : start + step] for start in range(0, rows, step))
+        else:
+            yield from (row[None, at : at + BLOCK_ELEMENTS] for row in array for at in range(0, width, BLOCK_ELEMENTS))
         return
-    width = batch.elements // batch.rows
     for part in batch.cut(BLOCK_ELEMENTS):
-        array = part.detach().resolve_neg().to(dtype).contiguous().numpy()
+        array = part.detach().to(dtype).contiguous().numpy()
         yield array.reshape(-1, min(width, array.size))
 
 
@@ -122,11 +126,10 @@ def _row(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
     """The rows of a block of gradients, shape (gradients, elements), without norms and units."""
     found = np.zeros((len(flat), layout.width))
     if counts:
-        low, high = np.minimum.reduce(flat, 1), np.maximum.reduce(flat, 1)
-        # Without negative zeros, whose order depends on the company that they are measured in.
-        found[:, Column.MIN], found[:, Column.MAX] = low + 0.0, high + 0.0
+        found[:, Column.MIN] = low = np.minimum.reduce(flat, 1)
+        found[:, Column.MAX] = high = np.maximum.reduce(flat, 1)
         found[:, Column.ZEROS] = count(flat == 0)
-        if not np.isfinite(high - low).all():
+        if not (high - low < np.inf).all():
             found[:, Column.NANS], found[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
     for one in layout.apart:
         found[:, layout.places(one)] = one.on_host(flat)
