@@ -100,42 +100,17 @@ class Statistic:
         return values
 
 
-# The statistics that `host.py` and `device.py` measure together.
-
-
 def _norm(elements: Elements) -> tuple[float, ...]:
     return (math.nan if any(map(math.isnan, elements.flat)) else math.hypot(*elements.flat),)
 
 
-def _zeros(elements: Elements) -> tuple[float, ...]:
-    return (float(sum(value == 0 for value in elements.flat)),)
-
-
-def _nonfinite(elements: Elements) -> tuple[float, ...]:
-    return float(sum(map(math.isnan, elements.flat))), float(sum(map(math.isinf, elements.flat)))
-
-
-def _extremes(elements: Elements) -> tuple[float, ...]:
-    if any(map(math.isnan, elements.flat)):
-        return math.nan, math.nan
-    return min(elements.flat, default=0.0), max(elements.flat, default=0.0)
-
-
-def _zero_units(elements: Elements) -> tuple[float, ...]:
+def _counts(elements: Elements) -> tuple[float, ...]:
+    flat = elements.flat
+    zeros, nans, infs = (sum(map(test, flat)) for test in ((0.0).__eq__, math.isnan, math.isinf))
+    low, high = (math.nan, math.nan) if nans else (min(flat, default=0.0), max(flat, default=0.0))
     # Dead units depend on earlier samples, see `units.py`. This is their number for a window of one.
-    zero = float(sum(not any(unit) for unit in elements.units))
-    return zero, zero
-
-
-_SUM, _MIN, _MAX = Combine.SUM, Combine.MIN, Combine.MAX
-NORM = Statistic("norm", (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),), _norm)
-ZEROS = Statistic("zeros", (ColumnSpec("zeros", _SUM),), _zeros)
-NONFINITE = Statistic("nonfinite", (ColumnSpec("nans", _SUM), ColumnSpec("infs", _SUM)), _nonfinite)
-EXTREMES = Statistic("extremes", (ColumnSpec("min", _MIN, power=1), ColumnSpec("max", _MAX, power=1)), _extremes)
-UNITS = Statistic("units", (ColumnSpec("zero_units", _SUM), ColumnSpec("dead_units", _SUM)), _zero_units)
-TOGETHER = (NORM, ZEROS, NONFINITE, EXTREMES, UNITS)
-
-# The sum of the elements gives, with the norm, their mean and standard deviation.
+    units = sum(not any(unit) for unit in elements.units)
+    return float(zeros), float(nans), float(infs), low, high, float(units), float(units)
 
 
 def _sum(elements: Elements) -> tuple[float, ...]:
@@ -146,9 +121,22 @@ def _sum(elements: Elements) -> tuple[float, ...]:
         return (math.copysign(math.inf, max(elements.flat, key=abs)),)
 
 
+# What `host.py` and `device.py` measure together.
+NORM = Statistic("norm", (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),), _norm)
+COUNTS = Statistic(
+    "counts",
+    (
+        *(ColumnSpec(name, Combine.SUM) for name in ("zeros", "nans", "infs")),
+        ColumnSpec("min", Combine.MIN, power=1),
+        ColumnSpec("max", Combine.MAX, power=1),
+        *(ColumnSpec(name, Combine.SUM) for name in ("zero_units", "dead_units")),
+    ),
+    _counts,
+)
+# The sum of the elements gives, with the norm, their mean and standard deviation.
 MOMENTS = Statistic(
     "moments",
-    (ColumnSpec("sum", _SUM, power=1),),
+    (ColumnSpec("sum", Combine.SUM, power=1),),
     _sum,
     host=lambda block: np.add.reduce(block, axis=1, dtype=np.float64, keepdims=True),
     device=lambda chunk, wide: chunk.sum(dim=1, keepdim=True, dtype=wide),

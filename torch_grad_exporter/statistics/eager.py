@@ -76,7 +76,11 @@ class EagerStatistics:
         self._kernels = kernels
         self._units: dict[torch.device, UnitState] = {}
         self._grouping = Grouping()
-        self._counting = _Counting()
+        # The table of the last sample, and whether its model is small.
+        self._table: ParameterTable | None = None
+        self._small = False
+        self._samples, self._last = 0, -1  # samples that are finished, and the number of the last one
+        self._captures, self._several = 2, True  # of the last sample; whether samples have several
 
     def measure(self, table: ParameterTable, gradients: Gradients, sample: int) -> list[Measurement]:
         """Return full statistics, one measurement per device."""
@@ -85,10 +89,15 @@ class EagerStatistics:
     @torch.no_grad()
     def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
         """Read gradients; those of a sample may be read in several calls."""
+        if table is not self._table:
+            self._table, self._small = table, int(table.elements.sum()) <= SMALL
+        # The number of a sample is known only when it is finished. Where samples have several captures,
+        # this one may belong to the last sample or to a new one, and is counted if either is due.
+        counts = self._small or self._samples % COUNTS_EVERY <= self._several
         readings: list[Reading] = []
         for group, parts in self._grouping.groups(table, gradients):
             if group.device.type in self._on_host:
-                measured = host.measure(parts, self.layout, counts=self._counting.due(table))
+                measured = host.measure(parts, self.layout, counts=counts)
                 readings.append(Reading(group, None, *map(torch.from_numpy, measured)))
             elif self._kernels is not None:
                 readings += self._kernels.read(group, parts, self._by_torch)
@@ -102,7 +111,11 @@ class EagerStatistics:
 
         The same `sample` again replaces what it has counted before.
         """
-        self._counting.finished(sample)
+        if sample != self._last:
+            self._several, self._captures = self._captures > 1, 0
+            self._samples, self._last = self._samples + 1, sample
+        self._captures += 1
+        self._several |= self._captures > 1
         if self._kernels is not None:
             self._kernels.finished()
         by_device: dict[torch.device, list[Reading]] = {}
@@ -157,7 +170,10 @@ class EagerStatistics:
         if state is None:
             state = self._units[group.device] = UnitState(self._window, group.device)
         zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
-        counts = state.update(group.members, zero, alive, sample).t().to(parts[0].rows.dtype)
+        counts = state.update(group.members, zero, alive, sample)
+        if counts is None:  # as the rows say
+            return
+        counts = counts.to(parts[0].rows.dtype)
         for part, own in zip(parts, torch.split(counts, [len(part.group.members) for part in parts]), strict=True):
             columns = part.rows[:, Column.ZERO_UNITS : Column.DEAD_UNITS + 1]
             if part.pieces is None:
@@ -169,31 +185,3 @@ class EagerStatistics:
     def _packing(self, where: torch.device, layout: Layout, pieces: IntArray | None, implied: IntArray | None = None) -> Packing:
         scaled = where.type not in self._on_host and self._by_torch.wide(where) is torch.float32
         return Packing(layout, pieces, scaled, implied)
-
-
-class _Counting:
-    """Decides in which samples zeros and extremes are measured: the first, the fifth and so on.
-
-    The number of a sample is known only when it is finished. While samples are captured several
-    times, as where gradients accumulate, a reading may belong to the last sample or to a new one;
-    it is measured if either is due.
-    """
-
-    def __init__(self) -> None:
-        self._table: ParameterTable | None = None
-        self._small = False
-        self._samples = 0
-        self._last: int | None = None
-        self._captures, self._several = 0, True  # of the last sample; whether samples have several
-
-    def due(self, table: ParameterTable) -> bool:
-        if table is not self._table:
-            self._table, self._small = table, int(table.elements.sum()) <= SMALL
-        return self._small or self._samples % COUNTS_EVERY <= self._several
-
-    def finished(self, sample: int) -> None:
-        if sample != self._last:
-            self._several = self._captures != 1
-            self._samples, self._captures, self._last = self._samples + 1, 0, sample
-        self._captures += 1
-        self._several |= self._captures > 1

@@ -11,7 +11,7 @@ import numpy as np
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import Combine
-from torch_grad_exporter.statistics.declared import MOMENTS, NORM, TOGETHER, Statistic
+from torch_grad_exporter.statistics.declared import COUNTS, MOMENTS, NORM, Statistic
 
 
 class Layout:
@@ -30,7 +30,7 @@ class Layout:
         self.statistics, self.apart = tuple(statistics), tuple(apart)
         pairs = [(one, column) for one in statistics for column in one.columns]
         self.columns = tuple(column for _, column in pairs)
-        self.keys = tuple(column.name if one in TOGETHER else f"{one.name}.{column.name}" for one, column in pairs)
+        self.keys = tuple(column.name if one in (NORM, COUNTS) else f"{one.name}.{column.name}" for one, column in pairs)
         self.width = len(pairs)
         self.float64 = any(one.float64 for one in apart)
         self._ways = np.array([column.combine.value for column in self.columns])
@@ -40,7 +40,7 @@ class Layout:
         """Return the layout of what is always measured and the chosen ones."""
         more = tuple(one for one in chosen if one is not MOMENTS)
         # The sum of the moments has its place in any case: it is a column of the package's own.
-        return cls((*TOGETHER, MOMENTS, *more), (MOMENTS, *more) if MOMENTS in chosen else more)
+        return cls((NORM, COUNTS, MOMENTS, *more), (MOMENTS, *more) if MOMENTS in chosen else more)
 
     def places(self, statistic: Statistic) -> slice:
         """Return where the columns of a statistic stand."""

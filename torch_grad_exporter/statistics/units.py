@@ -49,7 +49,7 @@ class UnitState:
         self._counts = _Counts((), none.long(), none, none, -1)
         self._streams = StreamOrder(device)
 
-    def update(self, members: Members, zero: torch.Tensor, alive: torch.Tensor, sample: int) -> torch.Tensor:
+    def update(self, members: Members, zero: torch.Tensor, alive: torch.Tensor, sample: int) -> torch.Tensor | None:
         """Count a sample.
 
         Args:
@@ -59,7 +59,7 @@ class UnitState:
             sample: A number that changes from sample to sample.
 
         Returns:
-            Zero units and dead units of each member, shape (2, members), int64.
+            Zero units and dead units of each member, shape (members, 2), int64; None: there are none.
         """
         last, on_host = self._counts, self._device.type == "cpu"
         self._streams.begin(last.before, last.after, last.ends, *self._kept.values())
@@ -67,18 +67,18 @@ class UnitState:
         if last.members is not members and last.members != members:
             before, ends = self._rearranged(before, last.members, members)
         if on_host and alive.numpy().all():  # as mostly
-            after, totals = torch.zeros_like(before), torch.zeros((2, len(ends)), dtype=torch.int64)
+            after, totals = torch.zeros_like(before), None
         else:
             after = (before + zero).mul_(~alive)
             flags = torch.stack((zero, after >= self._window))
-            if on_host:  # a tenth of the time
-                starts = np.concatenate([[0], ends.numpy()[:-1] + 1])
-                totals = torch.from_numpy(np.add.reduceat(flags.numpy().view(np.int8), starts, axis=1, dtype=np.int64))
+            if on_host:  # in a tenth of the time
+                starts = np.append(0, ends.numpy()[:-1] + 1)
+                totals = torch.from_numpy(np.add.reduceat(flags.numpy().view(np.int8), starts, axis=1, dtype=np.int64).T)
             else:
                 # In one row: on a GPU only that is scanned by more than one block of threads a row.
                 sums = flags.reshape(-1).cumsum(dim=0, dtype=torch.int64)
                 sums = sums.index_select(0, torch.cat((ends, ends + flags.shape[1])))
-                totals = sums.diff(prepend=sums.new_zeros(1)).view(2, -1)
+                totals = sums.diff(prepend=sums.new_zeros(1)).view(2, -1).t()
         self._counts = _Counts(members, ends, before, after, sample)
         self._streams.end()
         return totals
