@@ -11,12 +11,12 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
 
-from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.model.units import UnitLayout
@@ -28,24 +28,18 @@ _ORDINARY = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float
 _KNOWN = 8  # sets of gradients whose grouping is kept: each optimizer may have its own
 _kind: Callable[[torch.Tensor], tuple[object, ...]] = operator.attrgetter("layout", "dtype", "device", "shape")
 
+_Values = TypeVar("_Values", torch.Tensor, FloatArray)
 Gradients = Mapping[int, torch.Tensor] | Iterable[tuple[int, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Gradients of one shape and type, each with memory of its own.
+    """Gradients of one shape and type, each with memory of its own, and how they split into output units."""
 
-    Attributes:
-        positions: Of the parameters in their table.
-        tensors: The gradients.
-        layout: How each splits into output units, if it has any.
-        implied_zeros: Elements of a sparse gradient that are not stored, and so are zero.
-    """
-
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # of the parameters in their table
     tensors: tuple[torch.Tensor, ...]
     layout: UnitLayout | None
-    implied_zeros: int = 0
+    implied_zeros: int = 0  # elements of a sparse gradient that are not stored, and so are zero
 
     @property
     def units(self) -> bool:
@@ -90,23 +84,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Which gradients of one device are measured together, without the gradients themselves.
-
-    Attributes:
-        device: Where they are.
-        members: The parameters with output units, which come first, and their numbers of units.
-        positions: In the table, shape (n,), in the order of the batches.
-        elements: Of each gradient, shape (n,).
-        units: Output units of each gradient, shape (n,).
-        implied: Zeros of each that a sparse gradient does not store, shape (n,).
-    """
+    """Which gradients of one device are measured together, without the gradients themselves."""
 
     device: torch.device
-    members: tuple[tuple[TrackedParameter, int], ...]
-    positions: IntArray
-    elements: IntArray
-    units: IntArray
-    implied: IntArray
+    members: tuple[tuple[TrackedParameter, int], ...]  # with output units, which come first, and how many
+    positions: IntArray  # in the table, in the order of the batches
+    elements: IntArray  # of each gradient
+    units: IntArray  # output units of each
+    implied: IntArray  # zeros of each that a sparse gradient does not store
 
     @classmethod
     def of(cls, device: torch.device, table: ParameterTable, ordered: Sequence[Batch]) -> Self:
@@ -125,14 +110,16 @@ class Group:
         return cls(groups[0].device, tuple(itertools.chain(*(group.members for group in groups))), *arrays)
 
 
-def slices(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Cut a tensor along its first dimensions into consecutive parts of at most `most` elements."""
-    width = math.prod(tensor.shape[1:])
+def slices(values: _Values, most: int) -> Iterator[_Values]:
+    """Cut a tensor or array along its first dimensions into consecutive parts of at most `most` elements."""
+    width = math.prod(values.shape[1:])
     if width > most:
-        for part in tensor:
+        for part in values:
             yield from slices(part, most)
     else:
-        yield from torch.split(tensor, most // width)
+        step = most // width
+        for start in range(0, values.shape[0], step):
+            yield values[start : start + step]
 
 
 def is_ordinary(gradient: torch.Tensor) -> bool:
@@ -166,7 +153,7 @@ def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
 
 
 def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
-    """Batch `(position in the table, gradient)` of one device; empty gradients are left out."""
+    """Batch `(position in the table, gradient)`; empty gradients are left out."""
     stacks: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
     for position, gradient in gradients:
         # To copy a gradient into a stack costs less than a call only if it is small.
@@ -184,7 +171,7 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
         elif implied or elements > small:
             yield Batch((position,), (values,), layout, implied)
         else:
-            key = (values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
+            key = (values.device, values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
             stacks.setdefault(key, []).append((position, values))
     for pairs in stacks.values():
         most = STACKED_ELEMENTS // pairs[0][1].numel()
@@ -217,12 +204,14 @@ class Grouping:
                 return [
                     (group, tuple(Batch(some, tuple(map(at, some)), layout) for some, layout in parts)) for group, parts in groups
                 ]
-        by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for position, gradient in wanted.items():
-            if not is_partial(gradient):  # the norm of a sum does not follow from one summand
-                by_device.setdefault(gradient.device, []).append((position, gradient))
-        found = [(device, sorted(batches(table, some), key=lambda batch: not batch.units)) for device, some in by_device.items()]
-        grouped = [(Group.of(device, table, parts), tuple(parts)) for device, parts in found if parts]
+        by_device: dict[torch.device, list[Batch]] = {}
+        # The norm of a sum does not follow from one summand.
+        for batch in batches(table, ((i, gradient) for i, gradient in wanted.items() if not is_partial(gradient))):
+            by_device.setdefault(batch.tensors[0].device, []).append(batch)
+        grouped = []
+        for device, found in by_device.items():
+            ordered = sorted(found, key=lambda batch: not batch.units)
+            grouped.append((Group.of(device, table, ordered), tuple(ordered)))
         # How other gradients are grouped does not follow from their kind alone.
         if all(map(is_ordinary, values)):
             shared: dict[tuple[object, ...], tuple[object, ...]] = {}

@@ -46,36 +46,22 @@ def capturing_graph() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What was read of the gradients of a group, before the past of their units is considered.
-
-    Attributes:
-        group: The gradients.
-        pieces: Rows of each, shape (n,); None: one.
-        rows: Shape (all pieces, columns), followed by a scale where the device has no float64.
-        zero: Which units have a gradient that is exactly zero, shape (units of all members,).
-        alive: Which have a nonzero element and no NaN.
-    """
+    """What was read of the gradients of a group, before the past of their units is considered."""
 
     group: Group
-    pieces: IntArray | None
-    rows: torch.Tensor
-    zero: torch.Tensor
-    alive: torch.Tensor
+    pieces: IntArray | None  # rows of each gradient, shape (n,); None: one
+    rows: torch.Tensor  # shape (all pieces, columns), followed by a scale where the device has no float64
+    zero: torch.Tensor  # units whose gradient is exactly zero, shape (units of all members,)
+    alive: torch.Tensor  # units that have a nonzero element and no NaN
 
 
 @dataclass(frozen=True, slots=True)
 class ByTorch:
-    """Reads gradients with operations of torch, in several passes.
-
-    Attributes:
-        layout: What is measured.
-        wide: The widest type that a device computes in.
-        most: Elements that are read at once.
-    """
+    """Reads gradients with operations of torch, in several passes."""
 
     layout: Layout
     wide: Wide
-    most: int
+    most: int  # elements that are read at once
 
     def read(self, group: Group, parts: Sequence[Batch]) -> Reading:
         """Return all that can be said of the gradients without their past."""

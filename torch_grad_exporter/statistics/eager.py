@@ -25,20 +25,12 @@ COUNTS_EVERY = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
-    """What was measured on one device, still on that device.
+    """What was measured on one device, still on that device."""
 
-    Attributes:
-        positions: Of the parameters in their table, shape (n,).
-        elements: Of each (local) gradient, shape (n,).
-        units: Output units of each, shape (n,).
-        vector: The rows, in the widest type of the device.
-        packing: How the rows are packed.
-    """
-
-    positions: IntArray
-    elements: IntArray
-    units: IntArray
-    vector: torch.Tensor
+    positions: IntArray  # of the parameters in their table, shape (n,)
+    elements: IntArray  # of each (local) gradient
+    units: IntArray  # output units of each
+    vector: torch.Tensor  # the rows, in the widest type of the device
     packing: Packing
 
 

@@ -8,14 +8,14 @@ cost three more passes. They are taken on request, and whenever something is not
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.batches import Batch
+from torch_grad_exporter.statistics.batches import Batch, slices
 from torch_grad_exporter.statistics.layout import Layout
 
 # Elements of a block: larger ones leave the cache, smaller ones cost more in calls than they save.
@@ -85,22 +85,18 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
         wide: Whether the arrays have to be float64.
         whole: Whether one array may have all that needs no copy, however large.
     """
-    first, rows, width = batch.tensors[0], batch.rows, batch.elements // batch.rows
+    first, rows = batch.tensors[0], batch.rows
+    width = batch.elements // rows
+    parts: Iterable[FloatArray]
     dtype = torch.float64 if wide or first.dtype is torch.float64 else torch.float32
     in_order = len(batch.tensors) == 1 and (batch.layout is None or batch.layout.dims == (0,))
     if in_order and first.dtype is dtype and first.is_contiguous():
         # Almost all are like this. The general way below has the same result at twice the price.
         array = first.detach().resolve_neg().numpy().reshape(rows, width)
-        if whole or array.size <= BLOCK_ELEMENTS:
-            yield array
-        elif width <= BLOCK_ELEMENTS:
-            step = BLOCK_ELEMENTS // width
-            yield from (array[start : start + step] for start in range(0, rows, step))
-        else:
-            yield from (row[None, at : at + BLOCK_ELEMENTS] for row in array for at in range(0, width, BLOCK_ELEMENTS))
-        return
-    for part in batch.cut(BLOCK_ELEMENTS):
-        array = part.detach().to(dtype).contiguous().numpy()
+        parts = (array,) if whole or array.size <= BLOCK_ELEMENTS else slices(array, BLOCK_ELEMENTS)
+    else:
+        parts = (part.detach().to(dtype).contiguous().numpy() for part in batch.cut(BLOCK_ELEMENTS))
+    for array in parts:
         yield array.reshape(-1, min(width, array.size))
 
 

@@ -17,13 +17,9 @@ from torch_grad_exporter.statistics.declared import COUNTS, MOMENTS, NORM, Stati
 class Layout:
     """The columns of a row: those of `statistics`, in this order.
 
-    Attributes:
+    Args:
         statistics: All statistics that have columns.
         apart: Those among them that are measured by measures of their own.
-        columns: Their columns.
-        keys: Name of each column, after that of its statistic where it is measured apart.
-        width: Columns of a row.
-        float64: Whether a statistic needs blocks in float64 on the CPU.
     """
 
     def __init__(self, statistics: Sequence[Statistic], apart: Sequence[Statistic] = ()) -> None:
@@ -88,20 +84,14 @@ NORMS = Layout((NORM,))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """How rows are packed into one vector.
-
-    Attributes:
-        layout: The columns.
-        pieces: Rows of each gradient, shape (gradients,); None: one each.
-        scaled: Whether a scale follows each row, by whose power some columns are to be multiplied:
-            devices without float64 could not hold the products.
-        implied: Zeros that were not measured with each gradient, shape (gradients,), such as those
-            that a sparse gradient does not store; None: none.
-    """
+    """How rows are packed into one vector."""
 
     layout: Layout
-    pieces: IntArray | None = None
+    pieces: IntArray | None = None  # rows of each gradient, shape (gradients,); None: one each
+    # Whether a scale follows each row, by whose power some columns are to be multiplied: devices
+    # without float64 could not hold the products.
     scaled: bool = False
+    # Zeros that were not measured with each gradient, such as those that a sparse one does not store.
     implied: IntArray | None = None
 
     @property
