@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 import numpy as np
@@ -180,29 +180,26 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
             yield Batch(positions, tensors, table.tracked[positions[0]].units)
 
 
-# A table, positions in it, and the types of their gradients.
-_Key = tuple[ParameterTable, list[int], list[type[torch.Tensor]]]
-# The kinds of those gradients, and how they are grouped.
-_Known = tuple[_Key, list[tuple[object, ...]], list[tuple[Group, list[tuple[tuple[int, ...], UnitLayout | None]]]]]
+Grouped = list[tuple[Group, tuple[Batch, ...]]]
 
 
 class Grouping:
     """Groups gradients by device and batches them; keeps how, but no gradient."""
 
     def __init__(self) -> None:
-        # Replaced, never changed: threads may share it.
-        self._known: tuple[_Known, ...] = ()
+        # Which gradients, their kinds, and their groups without them. Replaced, never changed: threads may share it.
+        self._known: tuple[tuple[tuple[object, ...], list[tuple[object, ...]], Grouped], ...] = ()
 
-    def groups(self, table: ParameterTable, gradients: Gradients) -> list[tuple[Group, tuple[Batch, ...]]]:
+    def groups(self, table: ParameterTable, gradients: Gradients) -> Grouped:
         """Return the gradients, without empty ones and those of which this rank has a summand."""
         wanted = dict(gradients)
-        values = wanted.values()
+        values, at = wanted.values(), wanted.__getitem__
         what = table, [*wanted], [*map(type, values)]
         for known, kinds, groups in self._known:
             if known == what and all(map(operator.eq, map(_kind, values), kinds)):
-                at = wanted.__getitem__
                 return [
-                    (group, tuple(Batch(some, tuple(map(at, some)), layout) for some, layout in parts)) for group, parts in groups
+                    (group, tuple(Batch(one.positions, tuple(map(at, one.positions)), one.layout) for one in parts))
+                    for group, parts in groups
                 ]
         by_device: dict[torch.device, list[Batch]] = {}
         # The norm of a sum does not follow from one summand.
@@ -216,7 +213,7 @@ class Grouping:
         if all(map(is_ordinary, values)):
             shared: dict[tuple[object, ...], tuple[object, ...]] = {}
             kinds = [shared.setdefault(kind, kind) for kind in map(_kind, values)]
-            kept = [(group, [(batch.positions, batch.layout) for batch in parts]) for group, parts in grouped]
+            kept = [(group, tuple(replace(batch, tensors=()) for batch in parts)) for group, parts in grouped]
             of_this_table = (one for one in self._known if one[0][0] is table)
             self._known = ((what, kinds, kept), *of_this_table)[:_KNOWN]
         return grouped

@@ -85,17 +85,19 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
         wide: Whether the arrays have to be float64.
         whole: Whether one array may have all that needs no copy, however large.
     """
-    first, rows = batch.tensors[0], batch.rows
-    width = batch.elements // rows
-    parts: Iterable[FloatArray]
+    first, layout = batch.tensors[0], batch.layout
     dtype = torch.float64 if wide or first.dtype is torch.float64 else torch.float32
-    in_order = len(batch.tensors) == 1 and (batch.layout is None or batch.layout.dims == (0,))
-    if in_order and first.dtype is dtype and first.is_contiguous():
+    parts: Iterable[FloatArray]
+    if first.dtype is dtype and first.is_contiguous() and len(batch.tensors) == 1 and (layout is None or layout.dims == (0,)):
         # Almost all are like this. The general way below has the same result at twice the price.
-        array = first.detach().resolve_neg().numpy().reshape(rows, width)
-        parts = (array,) if whole or array.size <= BLOCK_ELEMENTS else slices(array, BLOCK_ELEMENTS)
+        array = first.numpy(force=True).reshape(batch.rows, -1)
+        if whole or array.size <= BLOCK_ELEMENTS:
+            yield array
+            return
+        parts = slices(array, BLOCK_ELEMENTS)
     else:
-        parts = (part.detach().to(dtype).contiguous().numpy() for part in batch.cut(BLOCK_ELEMENTS))
+        parts = (part.to(dtype).contiguous().numpy(force=True) for part in batch.cut(BLOCK_ELEMENTS))
+    width = batch.elements // batch.rows
     for array in parts:
         yield array.reshape(-1, min(width, array.size))
 
