@@ -24,10 +24,10 @@ from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.actions.notify.job import Job
 from torch_grad_exporter.actions.notify.notify import Notify, Origin
 from torch_grad_exporter.actions.notify.notify import totals as notify_totals
-from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
-from torch_grad_exporter.capture.parts import CaptureOptions, Parts
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -49,12 +49,16 @@ from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.inspection.activations import Activations
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.local_gradients import LocalGradients
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
 from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces, Origins
 from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
+from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
+from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.watch import Watch
 from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.inspection.weight_totals import WeightTotals
+from torch_grad_exporter.inspection.weights import WeightProbe
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.watched import WatchedModels
@@ -133,10 +137,11 @@ class Stages:
         kernels = None
         if settings.statistics is Implementation.TRITON:
             kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
-        self._reader = reader = GradientReader(
-            index=checked.index, optimizers=optimizers,
+        self._loss_scale = loss_scale = LossScale(arguments.grad_scaler)
+        reader = GradientReader(
+            optimizers=optimizers,
             statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels), clock=clock,
-            cost=cost, mailbox=mailbox, errors=errors, scaler=arguments.grad_scaler,
+            cost=cost, mailbox=mailbox, errors=errors, loss_scale=loss_scale,
         )  # fmt: skip
         self._memory = memory = DeviceMemory(used=lambda: reader.devices)
         devices_guard = errors.boundary("devices")
@@ -144,20 +149,35 @@ class Stages:
         def refresh_memory() -> None:
             devices_guard(memory.refresh)
 
-        parts = Parts(
-            index=checked.index, optimizers=optimizers, cost=cost, reader=reader, schedule=schedule,
-            clock=clock, mailbox=mailbox, hooks=hooks, errors=errors,
-            options=CaptureOptions(local_norm=settings.local_norm, weights=settings.weights),
+        requests = Requests()
+        self.capture = capture = Capture(
+            index=checked.index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule,
+            reader=reader, loss_scale=loss_scale, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,
             periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
         )  # fmt: skip
-        self.capture = capture = Capture(parts)
 
-        # Inspections, told of armed rounds by the capture.
-        places, requests = OriginPlaces(), Requests()
+        # Inspections, which the capture calls in the rounds that it follows.
+        waits = ReductionWaits(hooks, clock, capture.reductions, reader)
+        capture.inspect(waits, errors.boundary("reduction", "waits for other ranks"))
+        if settings.local_norm:
+            local = LocalGradients(
+                hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=capture.reductions,
+                detection=capture.detection,
+            )  # fmt: skip
+            capture.inspect(local, errors.boundary("reduction", "gradients of this rank"))
+        if settings.weights:
+            weights = WeightProbe(optimizers, cost, mailbox)
+            capture.inspect(weights, errors.boundary("weights"))
+        losses = RoundLoss(
+            rounds=capture.rounds, detection=capture.detection, clock=clock, index=checked.index,
+            observations=capture.observations, errors=errors,
+        )  # fmt: skip
+        capture.inspect(losses, errors.boundary("forward_hook", "losses in outputs"))
+        places = OriginPlaces()
         if settings.nan_origin:
             nan_origin = NanOrigin(
-                hooks, cost, clock, mailbox, models=models, requests=requests, steps=self.steps,
-                scaled=lambda: reader.knows_scaler, always=settings.nan_origin == "always",
+                hooks, cost, clock, mailbox, models=models, steps=self.steps,
+                scaled=lambda: loss_scale.has_scaler, always=settings.nan_origin == "always",
             )  # fmt: skip
             capture.inspect(nan_origin, errors.boundary("nan_origin"))
         self._layer_times = None
@@ -173,7 +193,7 @@ class Stages:
         if checked.modules is not None:
             self._activations = ActivationTotals(settings.max_layers)
             watch = Activations(
-                modules=checked.modules, hooks=hooks, reader=reader, cost=cost, mailbox=mailbox,
+                modules=checked.modules, hooks=hooks, loss_scale=loss_scale, cost=cost, mailbox=mailbox,
                 totals=self._activations,
             )  # fmt: skip
             capture.inspect(watch, errors.boundary("activations"))
@@ -219,7 +239,7 @@ class Stages:
             snapshots=snapshots, clock=clock, optimizers=optimizers.names, capture=capture,
             schedule=schedule, memory=memory, errors=errors, identity=identity, rank=checked.rank,
             store=checked.store, expected_devices=device_kinds(checked.index, models.values()),
-            ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
+            waits=waits, ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
             weights=self._weights if settings.weights else None, local_norms=local_norms,
             notified=notified, acted=acted,
             clip=None if self.clip is None else self.clip.reports, frozen=frozen,
@@ -416,7 +436,7 @@ class Stages:
         if self._watch is None:
             # Not before the first call: an inspection costs each round.
             self._watch = Watch(
-                hooks=self._hooks, reader=self._reader, cost=self._cost, mailbox=self._mailbox,
+                hooks=self._hooks, loss_scale=self._loss_scale, cost=self._cost, mailbox=self._mailbox,
                 totals=self._watched_totals, errors=self.errors, sampled=self.capture.is_sampled,
             )  # fmt: skip
             self.capture.inspect(self._watch, self.errors.boundary("watch"))

@@ -12,19 +12,22 @@ class Requests:
     """What the worker asks of the training thread.
 
     A deque takes no lock, so each method may be called from any thread, in a signal's handler and after a fork.
+
+    Attributes:
+        pending: Reasons and rounds that were not taken yet; read only.
     """
 
     def __init__(self) -> None:
-        self._arming: deque[tuple[str, int]] = deque(maxlen=PENDING)
+        self.pending: deque[tuple[str, int]] = deque(maxlen=PENDING)
 
     def arm(self, rounds: int, why: str) -> None:
         """Ask for this many of the next rounds to be armed."""
-        self._arming.append((why, rounds))
+        self.pending.append((why, rounds))
 
     def take(self) -> dict[str, int]:
         """Take what was requested: how many rounds to arm, by the reason. On the training thread."""
         rounds: dict[str, int] = {}
-        while self._arming:
-            why, number = self._arming.popleft()
+        while self.pending:
+            why, number = self.pending.popleft()
             rounds[why] = max(number, rounds.get(why, 0))
         return rounds

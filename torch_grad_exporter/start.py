@@ -13,7 +13,7 @@ from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.actions import Notifier
 from torch_grad_exporter.actions.clip.policy import Policy
-from torch_grad_exporter.capture.reader import Scaler
+from torch_grad_exporter.capture.loss_scale import Scaler
 from torch_grad_exporter.config.checked import check
 from torch_grad_exporter.config.option import UNSET, Unset
 from torch_grad_exporter.errors import say

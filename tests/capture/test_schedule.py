@@ -113,6 +113,27 @@ def test_single_outliers_change_nothing() -> None:
     assert set(intervals[FIRST:]) == {8}
 
 
+def test_changes_have_samples_between_them() -> None:
+    """When samples become a hundred times as expensive, the interval doubles at every eighth of them."""
+    schedule = SamplingSchedule()
+    train(schedule, 10_000, always(0.1), always(0.0009))
+    assert schedule.interval == 1
+    intervals = []
+    for _ in range(64):
+        schedule.sampled(0.09)
+        intervals.append(schedule.interval)
+    assert [len([*same]) for _, same in itertools.groupby(intervals)][1:5] == [8, 8, 8, 8]
+
+
+def test_old_samples_are_forgotten() -> None:
+    """After thousands of expensive samples some hundred cheap ones make the interval short."""
+    schedule = SamplingSchedule()
+    train(schedule, 20_000, always(0.1), always(0.0015))
+    assert schedule.interval == 2
+    train(schedule, 1_200, always(0.1), always(0.0001), start=20_000)
+    assert schedule.interval == 1
+
+
 def test_the_cap_is_reported() -> None:
     """Where the budget asks for a longer interval than there is, the interval stays at the cap and says so."""
     schedule = SamplingSchedule(budget=0.0001)
@@ -191,3 +212,23 @@ def test_other_rounds_take_their_share_of_the_budget() -> None:
 
     assert [interval(always(own)) for own in (0.0, 0.006, 0.5)] == [16, 32, 64]
     assert interval(lambda number: 0.006 if number == 390 else 0.0) == 16  # a single round that was interrupted
+
+
+def test_a_sampled_round_costs_its_hooks_too() -> None:
+    """Where most rounds are only counted, a sampled one costs the hooks that follow it, besides the sample."""
+    schedule = SamplingSchedule(budget=0.01)
+    for _ in range(100):
+        schedule.counted([0.1] * 99, 99 * 4e-6)
+        schedule.stepped(0.1, 0.001)
+        schedule.sampled(0.003)
+    assert schedule.interval == 8
+    assert 50 < schedule.counting.timing_interval < 200
+
+
+def test_the_timing_interval_is_that_of_the_last_rounds() -> None:
+    """After a training whose rounds were counted, one whose rounds are all followed shows that."""
+    schedule = SamplingSchedule()
+    schedule.counted([0.1] * 10_000, 0.04)
+    for _ in range(6_000):
+        schedule.stepped(0.1, 1e-5)
+    assert schedule.counting.timing_interval == 1

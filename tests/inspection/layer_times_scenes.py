@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -173,6 +173,31 @@ def only_sampled_training_steps(clock: Clock) -> tuple[Times, Times]:
         seconds = shown(exporter)
         assert shown(exporter, STEPS) == dict.fromkeys(seconds, 4.0)
         return seconds, passes(**{"0": 4 * 0.5})
+
+
+class FailsOnce(Layer):
+    """A layer whose first forward raises, after a long time."""
+
+    failed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.failed:
+            self.failed = True
+            self.clock.takes(64.0)
+            raise ValueError
+        return super().forward(x)
+
+
+@scene
+def a_forward_that_raises(clock: Clock) -> tuple[Times, Times]:
+    """A layer that has raised, and what comes until the next forward, is in no time."""
+    model = nn.Sequential(Layer(clock, 0.5), FailsOnce(clock, 2.0))
+    with timed(model) as exporter:
+        with suppress(ValueError):
+            train(model)
+        clock.takes(1e6)
+        train(model)
+        return shown(exporter), {**passes(**{"0": 0.5, "1": 2.0}), "0 forward": 2 * 0.5}
 
 
 class Checkpointed(nn.Module):

@@ -21,7 +21,6 @@ import torch
 
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, TrackedParameters, parameters_of
 from torch_grad_exporter.torch_compat.autograd import nodes_of
-from torch_grad_exporter.torch_compat.compiler import never_compile
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -44,6 +43,7 @@ class _Held:
     tracked: TrackedParameters
     nodes: Sequence[Node] = ()
     kinds: Sequence[_Kind] = ()
+    shapes: Sequence[torch.Size] = ()
     places: Sequence[int] = ()
     """Their memory: autograd makes another node where it is replaced by that of another type, even if that is taken back."""
 
@@ -51,18 +51,26 @@ class _Held:
     def of(cls, tracked: TrackedParameters, trained: dict[TrackedParameter, torch.nn.Parameter], before: _Held) -> _Held:
         """The nodes of what is trained of these parameters, and of the rest of them those that were held before."""
         nodes, kinds, places = nodes_of(trained.values()), _shared(map(_kind, trained.values())), _places(trained.values())
+        shapes = [kind[0] for kind in kinds]
         if len(trained) == len(tracked):
-            return cls(tracked, nodes, kinds, places)
+            return cls(tracked, nodes, kinds, shapes, places)
         frozen = before.only({one for one in tracked if one not in trained and one.parameter() is not None})
         together = TrackedParameters((*trained, *frozen.tracked))
-        return cls(together, [*nodes, *frozen.nodes], [*kinds, *frozen.kinds], [*places, *frozen.places])
+        return cls(
+            together,
+            [*nodes, *frozen.nodes],
+            [*kinds, *frozen.kinds],
+            [*shapes, *frozen.shapes],
+            [*places, *frozen.places],
+        )
 
     def only(self, wanted: Collection[TrackedParameter]) -> _Held:
         """Those of some parameters."""
         rows = zip(self.tracked, self.nodes, self.kinds, self.places, strict=True) if wanted else ()
         found = [row for row in rows if row[0] in wanted]
         tracked = TrackedParameters(row[0] for row in found)
-        return _Held(tracked, [row[1] for row in found], [row[2] for row in found], [row[3] for row in found])
+        kinds = [row[2] for row in found]
+        return _Held(tracked, [row[1] for row in found], kinds, [kind[0] for kind in kinds], [row[3] for row in found])
 
     def items(self) -> Iterator[tuple[TrackedParameter, Node]]:
         """The parameters with their nodes."""
@@ -72,7 +80,9 @@ class _Held:
         """Which of these, which there are now, are of another kind or in other memory. What is not in its place is left."""
         if types.NoneType not in map(type, parameters):
             now: Sequence[torch.Tensor] = parameters  # type: ignore[assignment]  # none is `None`
-            if all(map(operator.eq, map(_kind, now), self.kinds)) and _places(now) == self.places:
+            # Another type or device is another place in memory, where that is known. This is asked in each sample.
+            in_place = _places(now) == self.places and [*map(_shape, now)] == self.shapes
+            if in_place and (0 not in self.places or [*map(_kind, now)] == self.kinds):
                 return set()
         rows = zip(self.tracked, parameters, self.kinds, self.places, strict=True)
         return {t for t, p, kind, place in rows if p is not None and (_kind(p) != kind or _places([p]) != [place])}
@@ -102,7 +112,7 @@ class AccumulateGradNodes:
         """Those that were frozen at the end of a round, or thawed within one, as long as they are hooked."""
         self.table: ParameterTable | None = None
         self.running = False
-        self.fired: set[TrackedParameter] = set()
+        self.fired: list[TrackedParameter] = []
 
     @property
     def armed(self) -> bool:
@@ -164,14 +174,14 @@ class AccumulateGradNodes:
         hooked: Collection[TrackedParameter] | None = None,
     ) -> None:
         before, held = self._held, _Held.of(tracked, trained, self._held)
-        known, told = dict(before.items()) if self._hooks else {}, self._reached
+        known = dict(before.items()) if self._hooks else {}
         wanted = {*held.tracked} if hooked is None else hooked
         for stale in self._hooks.keys() - wanted:
             self._unhook(stale)
         for one, node in held.items():
             if one in wanted and (one not in self._hooks or known.get(one) is not node):
                 self._unhook(one)
-                self._hook_on(node, one, told)
+                self._hook_on(node, one)
         self._held = held
         self._at_times &= {*held.tracked}
 
@@ -192,7 +202,8 @@ class AccumulateGradNodes:
 
     def positions(self, table: ParameterTable) -> set[int]:
         """The positions in the table of the parameters that a backward has reached."""
-        return {position for position, tracked in enumerate(table.tracked) if tracked in self.fired}
+        fired = {*self.fired}
+        return {position for position, tracked in enumerate(table.tracked) if tracked in fired}
 
     def disarm(self) -> None:
         """Removes the hooks and releases the nodes, but for those of parameters that are frozen at times; idempotent."""
@@ -211,14 +222,8 @@ class AccumulateGradNodes:
         pairs = zip(self._held.tracked, self._held.tracked.parameters(), strict=True)
         self._at_times = {t for t, p in pairs if p is not None and (t in self._at_times or not p.requires_grad)}
 
-    def _reached(self, tracked: TrackedParameter, gradients: Gradients) -> None:
-        """A parameter is about to receive a gradient. Called for each one of each backward: it does next to nothing."""
-        if not self.running:
-            self.on_first(tracked, gradients)
-        self.fired.add(tracked)
-
-    def _hook_on(self, node: Node, tracked: TrackedParameter, told: NodeHook) -> None:
-        tracked.told = told
+    def _hook_on(self, node: Node, tracked: TrackedParameter) -> None:
+        tracked.listener = self
         handle = node.register_prehook(tracked)
         hooks = handle.hooks_dict_ref()
         if hooks is not None:
@@ -226,7 +231,7 @@ class AccumulateGradNodes:
             self._hooks[tracked] = hooks
 
     def _unhook(self, tracked: TrackedParameter) -> None:
-        tracked.told = None
+        tracked.listener = None
         hooks = self._hooks.pop(tracked, None)
         if hooks is not None:
             hooks.pop(self._numbers.pop(tracked, -1), None)
@@ -235,10 +240,7 @@ class AccumulateGradNodes:
         self.table = None
         for tracked in [*self._hooks]:
             self._unhook(tracked)
-        self.fired = set()
-
-
-never_compile(AccumulateGradNodes._reached)
+        self.fired = []
 
 
 def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torch.nn.Parameter]:
@@ -247,6 +249,8 @@ def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torc
     found = zip(several, parameters_of(several), strict=True)
     return {t: p for t, p in found if p is not None and p.requires_grad and p.numel()}
 
+
+_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
 
 _kind: Callable[[torch.Tensor], _Kind] = operator.attrgetter("shape", "dtype", "device")
 

@@ -1,4 +1,4 @@
-"""BackwardWatch: one backward, from the forward before it to its end, and what it wrote.
+"""BackwardHooks: one backward, from the forward before it to its end, and what it wrote.
 
 It begins when it reaches the first parameter whose node is hooked; with FSDP, whose sharded parameters have no such nodes, when it
 reaches the root's output. At its end a nested callback runs after everything that DistributedDataParallel and FSDP2 queued for it,
@@ -13,21 +13,32 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import torch
 
 from torch_grad_exporter.capture.accumulate_grad import Gradients
+from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
+from torch_grad_exporter.capture.inspections import First, Inspection, Inspections
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.outcomes import Lost
-from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
-from torch_grad_exporter.capture.preparation import RoundPreparation
-from torch_grad_exporter.capture.reader import OptimizerView
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader, StepView
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.thread import TrainingThread
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced
-from torch_grad_exporter.torch_compat.autograd import (  # fmt: skip
+from torch_grad_exporter.model.reduction import Reductions
+from torch_grad_exporter.torch_compat.autograd import (
     after_backward,
     at_end_of_backward,
     graph_is_kept,
@@ -47,44 +58,77 @@ NO_STEP = (
 )
 
 
-class BackwardWatch:
-    """Receives the hooks of backwards, on autograd's threads, one at a time. `preparation`: of sampled rounds, before them."""
+class BackwardHooks:
+    """Receives the hooks of backwards, on autograd's threads, one at a time."""
 
-    def __init__(self, parts: Parts, counted: CountedRounds) -> None:
-        self._parts = parts
-        self._counted = counted
-        self._clock = parts.clock
-        self._rounds = parts.rounds
-        self._task = -1
-        """Autograd's number of the backward that has reached the root's output, or else the first hooked node; -1 for none."""
-        self._writes = False
-        """Whether it writes gradients: it has begun for the rules of rounds."""
-        self._before: GradientVersions | None = None
-        """The versions of all gradients before it, where nodes do not show all that is written."""
-        self._at_start: GradientVersions | None = None
-        """The gradients when the exporter was started, until the first backward that was seen is over."""
-        self._left: GradientVersions | None = None
-        """The gradients of a sampled round at the end of its last backward, where they were not read."""
-        hooks = parts.hooks
+    def __init__(
+        self,
+        *,
+        index: LayerIndex,
+        clock: StepClock,
+        cost: SampleCost,
+        hooks: Hooks,
+        reader: GradientReader,
+        inspections: Inspections,
+        rounds: RoundTracker,
+        detection: BackwardDetection,
+        reductions: Reductions,
+        counted: CountedRounds,
+        forwards: ForwardHooks,
+        thread: TrainingThread,
+        errors: ErrorLog,
+        periodic: Callable[[], None] | None,
+    ) -> None:
+        self._index, self._clock, self._cost, self._reader = index, clock, cost, reader
+        self._inspections, self._rounds, self._detection = inspections, rounds, detection
+        self._reductions, self._counted, self._forwards = reductions, counted, forwards
+        self._thread, self._periodic = thread, periodic
+        self._task = -1  # autograd's number of the backward that has reached an output or a hooked node; -1 for none
+        self._writes = False  # it writes gradients: it has begun for the rules of rounds
+        self._before: GradientVersions | None = None  # all gradients before it, where nodes do not show all that is written
+        self._at_start: GradientVersions | None = None  # when the exporter was started, until a backward is over
         self._end_hook = hooks.guarded("backward_hook", self._ended)
-        self._output_hook = hooks.guarded("backward_hook", self._reached)
-        parts.nodes.on_first = hooks.guarded("backward_hook", self._node_reached)
-        self.preparation = RoundPreparation(parts)
+        self._output_hook = hooks.guarded("backward_hook", self._output_reached)
+        detection.nodes.on_first = hooks.guarded("backward_hook", self._node_reached)
+        self._reading_versions = errors.boundary("capture", "gradients before a backward")
+        self._reading_reductions = errors.boundary("reduction", "beginning of a backward")
 
     # Before it
 
     def watch(self) -> None:
         """The training may begin: a backward that comes before any forward of a root is not seen, but what it has left."""
         # Another thread may be training already, whose gradients are not to be looked at meanwhile.
-        if not self._parts.index.fully_sharded and threading.current_thread() is threading.main_thread():
-            self._at_start = GradientVersions.of(self._parts.index.table.tracked)
+        if not self._index.fully_sharded and threading.current_thread() is threading.main_thread():
+            self._at_start = GradientVersions.of(self._index.table.tracked)
 
-    def forward_ended(self, output: object) -> None:
-        """A forward of a root is over: hooks its output."""
-        if not self._parts.mode.sees_backwards or within_transform():
+    def forward_ended(self, model: int, module: torch.nn.Module, _args: object, kwargs: dict[str, Any], output: object) -> None:
+        """The forward of the root with this number is over: hook its output."""
+        clock = self._clock
+        start = clock.clock()
+        if graph_task() != -1 or not self._thread.may_be_here():
             return
-        if self._task != -1:
-            self.abandoned()
+        clock.switch(OUTSIDE, start)
+        if torch.is_grad_enabled():
+            self._hook(output)
+            if module.training and not isinstance(output, torch.Tensor):
+                self._inspections.tell(Inspection.forward_ended, model, output, kwargs)
+        if self._periodic is not None and not module.training:
+            self._periodic()
+        clock.spent(clock.clock() - start)
+
+    def comes(self, loss: torch.Tensor) -> None:
+        """A backward of this loss is about to begin: hook it, where no forward of a root has shown it in this round."""
+        if self._clock.forward_came or self._counted.counting or graph_task() != -1:
+            return
+        start = self._clock.clock()
+        self._forwards.backward_comes()
+        self._hook(loss)
+        self._clock.spent(self._clock.clock() - start)
+
+    def _hook(self, output: object) -> None:
+        if not self._detection.sees_backwards or within_transform():
+            return
+        self.abandoned()
         for tensor in differentiable(output):
             on_gradient(tensor, self._output_hook)
 
@@ -92,8 +136,8 @@ class BackwardWatch:
         """Outside of any backward: one that began and did not end has raised."""
         if self.running:
             self._task, self._writes = -1, False
-            self._parts.nodes.end()
-            self._parts.reductions.disarm()
+            self._detection.nodes.end()
+            self._inspections.tell(Inspection.backward_dropped)
 
     @property
     def running(self) -> bool:
@@ -102,16 +146,16 @@ class BackwardWatch:
 
     # How it begins
 
-    def _reached(self, _gradient: object) -> None:
+    def _output_reached(self, _gradient: object) -> None:
         """A backward, or a `torch.autograd.grad`, has reached the output of a root."""
         task = graph_task()
         if task in (-1, self._task) or self._counted.counting:
             return
         start = self._clock.clock()
         self._announced(task, start)
-        self.preparation.backward_announced()
-        if self._parts.index.fully_sharded:
-            self._begin()
+        self._detection.output_reached(sampled=self._rounds.next_is_sampled)
+        if self._index.fully_sharded:
+            self._begin(None)
         self._clock.spent(self._clock.clock() - start)
 
     def _announced(self, task: int, start: float) -> None:
@@ -119,20 +163,19 @@ class BackwardWatch:
         self._task, self._writes = task, False
         self._clock.switch(BACKWARD, start)
         # What a wrapper waits for at the end is part of the backward.
-        nested = self._rounds.next_is_sampled or self._parts.reductions.wrapped or self._parts.index.fully_sharded
+        nested = self._rounds.next_is_sampled or self._reductions.wrapped or self._index.fully_sharded
         (at_end_of_backward if nested else after_backward)(self._end_hook)
 
     def _node_reached(self, tracked: TrackedParameter, gradients: Gradients) -> None:
         """The first parameter whose node is hooked is about to receive its gradient."""
         start = self._clock.clock()
         # A checkpoint runs a backward of its own within the model's, which has reached the output before.
-        self._parts.mode.around_roots = self._task != -1
+        self._detection.around_roots = self._task != -1
         if self._task == -1:
             self._announced(graph_task(), start)
         if not self._writes:
-            self._begin()
-            self._parts.reductions.arrives(tracked, gradients)
-        self._parts.cost.spent(start, sampled=self._rounds.current.sampled)
+            self._begin((tracked, gradients))
+        self._cost.spent(start, sampled=self._rounds.current.sampled)
 
     def stepped_within(self) -> None:
         """An optimizer steps while the backward runs, so it writes gradients."""
@@ -140,31 +183,30 @@ class BackwardWatch:
             start = self._clock.clock()
             if self._task == -1:
                 self._announced(graph_task(), start)
-            self._begin()
+            self._begin(None)
 
-    def _begin(self) -> None:
-        """A backward that writes gradients has begun."""
+    def _begin(self, first: First | None) -> None:
+        """A backward that writes gradients has begun. `first`: what has shown it."""
         self._counted.settle()
-        parts, rounds = self._parts, self._rounds
+        rounds, detection = self._rounds, self._detection
         # First: what fails below must not begin it again at each node.
         self._writes, self._before = True, None
-        parts.nodes.begin()
-        parts.waits.saw(self._task)
-        parts.reader.backward_began()
-        rounds.backward_began(self.preparation.evidence, within_step=self._clock.stepping)
+        detection.nodes.begin()
+        rounds.backward_began(self._forwards.evidence, within_step=self._clock.stepping)
         if rounds.current.sampled:
-            why = self.preparation.backward_began()
+            why = self._forwards.backward_began()
             if why is not None:
                 rounds.withdraw(why)
-        if rounds.current.sampled:
-            on_host = parts.reader.devices <= {"cpu"}
-            parts.reductions.begin(parts.reader.table, rounds.current.backwards, on_host=on_host, local=parts.mode.sees_backwards)
-            if parts.index.fully_sharded:
-                self._before = self.preparation.early
-            elif parts.reductions.wrapped:
-                self._before = parts.reader.versions()
-        elif parts.index.fully_sharded and graph_is_kept():  # it may be a `torch.autograd.grad`
-            self._before = GradientVersions.of(parts.probes.all())
+        current = rounds.current
+        if current.sampled:
+            self._reading_reductions(self._reductions.backward_began)
+            if self._index.fully_sharded:
+                self._before = self._forwards.early
+            elif self._reductions.wrapped:
+                self._before = self._reading_versions.result(GradientVersions.of, current.table.tracked)
+        elif self._index.fully_sharded and graph_is_kept():  # it may be a `torch.autograd.grad`
+            self._before = GradientVersions.of(detection.probes.all())
+        self._inspections.tell(Inspection.backward_began, current, current.table, first, self._task)
 
     # How it ends
 
@@ -174,48 +216,40 @@ class BackwardWatch:
         start = self._clock.clock()
         writes, before = self._writes, self._before
         self._task, self._writes, self._before = -1, False, None
-        parts, rounds = self._parts, self._rounds
         self._clock.switch(OUTSIDE, start)
-        parts.nodes.end()
-        current, table = rounds.current, parts.reader.table
+        nodes, current = self._detection.nodes, self._rounds.current
+        nodes.end()
         if not writes:  # a `torch.autograd.grad`
             self._clock.spent(self._clock.clock() - start)
             return
-        sampled = current.sampled
-        parts.waits.end(current.number, start)
+        table, sampled = current.table, current.sampled
         now = PresentGradients.of(table.tracked) if sampled else None
         fired = reduced(table, self._fired(before, now)) if sampled else set()
-        written = self._written(before, fired, sampled=sampled)
-        parts.reductions.end(current, table, fired, written=written)
-        if written:
-            models = {tracked.model for tracked in parts.nodes.fired} or {table.tracked[i].model for i in fired}
-            current.models.update(models or range(parts.index.models))
-            parts.mode.seen()
+        # FSDP2 may keep gradients that it has not reduced yet in a place that cannot be observed.
+        if fired or sampled or before is None or not self._index.fully_sharded or before.moved():
+            models = {tracked.model for tracked in nodes.fired} or {table.tracked[i].model for i in fired}
+            current.models.update(models or range(self._index.models))
             self._clock.backwards_passed(1)
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
-            may_read = not sampled or parts.manual_reduction.may_read(table)
-            if rounds.backward_ended(fired, stepped_within=bool(parts.reader.found_early)) and may_read:
+            complete = self._rounds.backward_ended(fired)
+            self._inspections.tell(Inspection.backward_ended, current, start)
+            # Gradients that the loop reduces after the backward are read at the step, see `StepReadings`.
+            if complete and (not sampled or self._detection.trusts_backwards or not self.reduces_by_itself):
                 self.read(now=now)
-                self._left = None
-            elif rounds.behind:
-                self._left = parts.manual_reduction.left or GradientVersions.of(table.tracked)
-            if parts.nodes.table is not None and not sampled:  # it is not known which parameters report backwards
-                parts.mode.follow(parts.nodes.table, parts.nodes.positions(parts.nodes.table))
-            parts.probes.backward_over(current.models)
-            parts.inspections.backward_ended(current.number, sampled=sampled)
-        parts.cost.spent(start, sampled=sampled)
-
-    def _written(self, before: GradientVersions | None, fired: set[int], *, sampled: bool) -> bool:
-        """Whether gradients were written, as far as can be known."""
-        if not self._parts.index.fully_sharded:
-            return True
-        # FSDP2 may keep gradients that it has not reduced yet in a place that cannot be observed.
-        return bool(fired) or sampled or before is None or bool(before.moved())
+            if current.behind or (sampled and self.reduces_by_itself):
+                current.left = GradientVersions.of(table.tracked)
+            if nodes.table is not None and not sampled:  # it is not known which parameters report backwards
+                self._detection.follow(nodes.table, nodes.positions(nodes.table))
+            self._detection.backward_seen(current.models)
+        else:
+            self._inspections.tell(Inspection.backward_dropped)
+        self._cost.spent(start, sampled=sampled)
 
     def _fired(self, before: GradientVersions | None, now: PresentGradients | None) -> set[int]:
-        """The parameters whose gradient the backward wrote, on a sampled round. `now`: what there is of the table's."""
-        table = self._parts.reader.table
+        """Return the parameters whose gradient the backward wrote, in a sampled round. `now`: what there is of the table's."""
+        current = self._rounds.current
+        table = current.table
         # A gradient that changed although its node was not reached was written by other code: DDP writes those of other ranks.
         moved = set() if before is None else before.moved(now)
         at_start, self._at_start = self._at_start, None
@@ -223,21 +257,28 @@ class BackwardWatch:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
         # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
         empty = {i for i in np.flatnonzero(table.elements == 0).tolist() if table.tracked[i].gradient() is not None}
-        return self._parts.nodes.positions(table) | moved | empty | self._parts.reader.found_early
+        return self._detection.nodes.positions(table) | moved | empty | current.early_fired
+
+    @property
+    def reduces_by_itself(self) -> bool:
+        """Whether the loop makes the gradients of ranks equal, as `ranks="first"` says, and no wrapper does."""
+        return self._index.replicas.by_hand and not self._reductions.wrapped and not self._index.fully_sharded
 
     def catch_up(self) -> None:
-        """At the step of a round with fewer backwards than any lately: reads its gradients, if they are untouched since."""
-        if self._left is not None and self._left.unchanged():
+        """At the step of a round with fewer backwards than any lately: read its gradients, if they are untouched since."""
+        left = self._rounds.current.left
+        if left is not None and left.unchanged():
             self.read()
         else:
             self._rounds.sample_read(taken=False, why=Lost.EDITED)
 
-    def read(self, step: OptimizerView | None = None, *, now: PresentGradients | None = None) -> None:
-        """Reads the round's gradients, and chooses the probes until the next sample. `step`, `now`: as of `GradientReader.read`."""
-        parts, rounds = self._parts, self._rounds
-        parts.reader.divisor = self.preparation.divisor if parts.mode.sees_backwards else 1.0
-        taken = parts.reader.read(rounds, step, now)
+    def read(self, step: StepView | None = None, *, now: PresentGradients | None = None) -> None:
+        """Read the round's gradients, and choose the probes until the next sample. `step`, `now`: see `GradientReader.read`."""
+        rounds = self._rounds
+        current = rounds.current
+        divisor = self._forwards.divisor if self._detection.sees_backwards else 1.0
+        taken = self._reader.read(current, rounds.pattern, divisor=divisor, step=step, now=now)
         rounds.sample_read(taken=taken)
         if taken:
-            parts.reductions.captured(rounds.current.number)
-            parts.mode.follow(parts.reader.table, rounds.current.fired)
+            self._inspections.tell(Inspection.gradients_read, current)
+            self._detection.follow(current.table, current.fired)

@@ -16,9 +16,16 @@ from statistics import fmean
 import torch
 
 from torch_grad_exporter.capture.counting_hook import CountingHook, Witness
-from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.guarded_hook import GuardedHook
+from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.round_costs import COUNTED_SECONDS, COUNTING_SECONDS
-from torch_grad_exporter.capture.torch_hooks import GuardedHook
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.records import Outcome
 
 STILL_SECONDS = 1.0
@@ -37,10 +44,20 @@ SIZES = 8
 class CountedRounds:
     """Belongs to the training thread, but for `look` and `release`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._clock = parts.clock
-        self._rounds = parts.rounds
+    def __init__(
+        self,
+        *,
+        optimizers: Optimizers,
+        clock: StepClock,
+        schedule: SamplingSchedule,
+        hooks: Hooks,
+        inspections: Inspections,
+        rounds: RoundTracker,
+        detection: BackwardDetection,
+        requests: Requests,
+    ) -> None:
+        self._optimizers, self._clock, self._schedule, self._hooks = optimizers, clock, schedule, hooks
+        self._inspections, self._rounds, self._detection, self._requests = inspections, rounds, detection, requests
         self._sizes: deque[float] = deque(maxlen=SIZES)
         """Training examples to a backward in the last rounds that were followed."""
         self._seen = (0, 0)
@@ -65,15 +82,20 @@ class CountedRounds:
         number, backwards = self._rounds.current.number, self._backwards_of_round()
         if self._clock.skipped != self._skipped:
             self._skipped, self._not_before = self._clock.skipped, number + AFTER_TROUBLE
-        rounds = self._parts.schedule.only_counted(number + 1)
-        stepper = regular() if rounds >= AT_LEAST and number >= self._not_before else None
-        found = self._parts.optimizers.numbered() if stepper is not None else []
+        rounds = self._schedule.only_counted(number + 1)
+        follow = number < self._not_before or self._requests.pending
+        stepper = None if rounds < AT_LEAST or follow else regular()
+        found = self._optimizers.numbered() if stepper is not None else []
         if len(found) != 1 or found[0][0] != stepper:
             self._dismiss()
         elif self._on_trial(backwards):
             self._resume = resume
             self._begin(found[0], rounds, over)
         return self._witness is not None
+
+    def follow(self, rounds: int) -> None:
+        """Follow at least this many of the next rounds instead of counting them."""
+        self._not_before = max(self._not_before, self._rounds.current.number + rounds)
 
     def _backwards_of_round(self) -> int:
         """How many backwards the round had that is over; takes in their size."""
@@ -102,7 +124,7 @@ class CountedRounds:
 
     def _next_witness(self) -> Witness | None:
         """A parameter that gets a gradient in each backward, as far as the last sample shows."""
-        for probe in self._parts.probes.all():
+        for probe in self._detection.probes.all():
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                 return Witness.on_trial(probe, parameter)
@@ -120,13 +142,14 @@ class CountedRounds:
             to_a_step=self._rounds.current.backwards,
             clock=clock.clock,
             otherwise=over,
-            concerned=self._parts.optimizers.concerns,
+            concerned=self._optimizers.concerns,
+            requested=self._requests.pending,
         )
         # In this order: whatever interrupts this, `settle` puts back what there is.
         self._counting = counting
         clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._mean_size)
-        self._parts.nodes.disarm()
-        if not self._parts.hooks.rest(counting):
+        self._detection.nodes.disarm()
+        if not self._hooks.suspend(counting):
             self.settle()
 
     def step_ends_it(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -144,7 +167,7 @@ class CountedRounds:
         counting = self._counting
         if counting is None:
             return
-        self._parts.hooks.wake()
+        self._hooks.resume()
         durations, own = self._clock.commit(COUNTED_SECONDS)  # with what the user's calls meanwhile have cost
         self._counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
@@ -174,7 +197,7 @@ class CountedRounds:
             clock.examples_came(round(counting.to_a_step * self._mean_size))
         self._seen = clock.examples, clock.backward_passes
         if durations:
-            self._parts.schedule.counted(durations, own)
+            self._schedule.counted(durations, own)
 
     def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
         """So many rounds like the last one were counted, so many steps skipped. `backwards`: of a round that is not over."""
@@ -183,9 +206,8 @@ class CountedRounds:
             self._resume()
         if backwards:
             self._rounds.backwards_counted(backwards)
-            self._parts.probes.backward_over(self._rounds.current.models)
-        self._parts.waits.missed()
-        self._parts.reductions.counted(unfinished=backwards > 0)
+            self._detection.probes.backward_over(self._rounds.current.models)
+        self._inspections.tell(Inspection.counted, unfinished=backwards > 0)
 
     def _dismiss(self) -> None:
         witness, self._witness = self._witness, None
@@ -211,7 +233,7 @@ class CountedRounds:
         elif counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
         else:
-            self._parts.norm_resolved(Outcome.STEPPED)
+            self._rounds.norm_resolved(Outcome.STEPPED)
 
     def _tell(self, counting: CountingHook, skipped: int) -> bool:
         """Reports the outcome of the round whose norm was observed last; returns whether it is not known yet."""
@@ -226,7 +248,7 @@ class CountedRounds:
         else:
             return True
         self._norm_at = None
-        self._parts.norm_resolved(outcome)
+        self._rounds.norm_resolved(outcome)
         return False
 
     # From other threads
@@ -246,7 +268,7 @@ class CountedRounds:
         """Puts the hooks around forwards back if no step has come for long; the seconds until that may be so, at the earliest."""
         left = self._clock.last_moment + STILL_SECONDS - self._clock.clock()
         if self._counting is not None and left <= 0:
-            self._parts.hooks.wake_modules()
+            self._hooks.resume_modules()
         return left if self._counting is not None and left > 0 else STILL_SECONDS
 
     def release(self) -> None:

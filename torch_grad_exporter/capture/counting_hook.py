@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch.compiler import is_compiling
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
+from torch_grad_exporter.capture.guarded_hook import GuardedHook, Handle
 from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat.compiler import never_compile
 
@@ -20,8 +20,9 @@ class CountingHook:
     """Notes in `moments` when each step of `optimizer` is over, in seconds of `clock`.
 
     `backwards`: has an item for each backward since; `to_a_step`: how many are expected to each step. `otherwise` is called with
-    the arguments at the last of `rounds` steps, at the first after `until`, where there were more or fewer backwards, and where
-    this fails; also where another optimizer has stepped, unless `concerned` says that it is a foreign one.
+    the arguments at the last of `rounds` steps, at the first after `until`, where there were more or fewer backwards, where
+    `requested` is not empty, and where this fails; also where another optimizer has stepped, unless `concerned` says that it is
+    a foreign one.
     """
 
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -32,6 +33,7 @@ class CountingHook:
     clock: Callable[[], float]
     otherwise: GuardedHook
     concerned: Callable[[torch.optim.Optimizer], bool]
+    requested: Collection[object]
     moments: list[float] = field(default_factory=list)
 
     @property
@@ -49,7 +51,12 @@ class CountingHook:
                 moment = self.clock()
                 moments.append(moment)
                 steps = len(moments)
-                if steps < self.rounds and moment < self.until and len(self.backwards) == steps * self.to_a_step:
+                if (
+                    steps < self.rounds
+                    and moment < self.until
+                    and len(self.backwards) == steps * self.to_a_step
+                    and not self.requested
+                ):
                     return
             elif not self.concerned(optimizer):
                 return

@@ -1,40 +1,95 @@
-"""ForwardWatch: the forwards of roots: phases, training examples, and the hooks that see the backward coming."""
+"""ForwardHooks: the forwards of roots, and what has to be known before a backward of a sampled round.
+
+The nodes are hooked from the step before on; the table is taken when the backward begins. With FSDP gradients are looked at before
+the forward, since other tensors are in the places of sharded parameters from then on.
+"""
 
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.backward import BackwardWatch
+from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
+from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.examples import batch_size
-from torch_grad_exporter.capture.observations import Observations
-from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE
-from torch_grad_exporter.capture.steps import StepWatch
+from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.capture.outcomes import Lost
+from torch_grad_exporter.capture.phases import FORWARD, main_device
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.round_pattern import ClearingEvidence
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.thread import TrainingThread
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.reduction import Reductions
+from torch_grad_exporter.requests import Requests
+from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
+from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
+
+PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"
 
 
-class ForwardWatch:
-    """Belongs to the training thread."""
+class ForwardHooks:
+    """Belongs to the training thread, and to that of a backward when it begins.
+
+    Attributes:
+        early: With FSDP, the gradients before the forward; None if the parameters were not in their places.
+        divisor: By what a pipeline schedule divides gradients after its last backward.
+    """
 
     def __init__(
-        self, parts: Parts, backward: BackwardWatch, steps: StepWatch, counted: CountedRounds, observations: Observations
+        self,
+        *,
+        index: LayerIndex,
+        optimizers: Optimizers,
+        clock: StepClock,
+        cost: SampleCost,
+        hooks: Hooks,
+        loss_scale: LossScale,
+        inspections: Inspections,
+        rounds: RoundTracker,
+        detection: BackwardDetection,
+        reductions: Reductions,
+        counted: CountedRounds,
+        thread: TrainingThread,
+        requests: Requests,
+        errors: ErrorLog,
     ) -> None:
-        self._parts = parts
-        self._counted = counted
-        self._clock = parts.clock
-        self._backward = backward
-        self._preparation = backward.preparation
-        self._steps = steps
-        self._observations = observations
+        self._index, self._optimizers, self._clock, self._cost, self._hooks = index, optimizers, clock, cost, hooks
+        self._loss_scale, self._inspections, self._rounds, self._detection = loss_scale, inspections, rounds, detection
+        self._reductions, self._counted, self._thread, self._requests = reductions, counted, thread, requests
+        self._ranks = errors.boundary("reduction", "which ranks have the same gradients")
+        self.early: GradientVersions | None = None
+        self.divisor = 1.0
+        self._early_evidence = ClearingEvidence()
+        self._placed: tuple[ParameterTable | None, torch.device | None] = None, None  # whose device is known, and which it is
+
+    # After a step, and before a forward
+
+    def step_over(self) -> None:
+        """A step is over: hook what the next round needs, before any backward of it can begin."""
+        sampled = self._rounds.next_is_sampled
+        self._inspections.tell_and_charge(Inspection.step_over, sampled=sampled)
+        if self._index.fully_sharded:
+            self._hooks.come_first()
+            if sampled:  # here its sharded parameters are in their places
+                self._cost.of(self._index.refresh)
+        self._detection.arm(sampled=sampled)
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
-        if not self._parts.thread.may_be_here():  # such as an actor, which runs the same model while one trains
+        if not self._thread.may_be_here():  # such as an actor, which runs the same model while one trains
             return
         self._counted.settle()
         clock = self._clock
@@ -42,18 +97,22 @@ class ForwardWatch:
         clock.active(evaluating=not module.training)
         if clock.stepping and not called_from_step(sys._getframe(1)):
             clock.leave_step()
-            self._steps.abandoned()
-        if torch.is_grad_enabled():
-            self._preparation.forward_began(module, args, kwargs)
-        if module.training and torch.is_grad_enabled():
-            # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
-            again = graph_task() != -1
+            self._rounds.step_abandoned()
+        if self._requests.pending:
+            requested = self._requests.take()
+            self._counted.follow(max(requested.values()) + 1)
+            self._inspections.tell(Inspection.requested, requested)
+        # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
+        again = graph_task() != -1
+        if torch.is_grad_enabled() and not again:
+            self._prepare(module, args, kwargs)
+        if torch.is_grad_enabled() and module.training:
             if not again:
                 clock.switch(FORWARD, start)
-                inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-                self._parts.rounds.inputs_wanted = any(one.requires_grad and one.is_leaf for one in inputs)
+                inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+                self._rounds.inputs_wanted = any(value.requires_grad and value.is_leaf for value in inputs)
             if clock.examples_known and not (again and clock.forward_came):
-                size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
+                size = batch_size(args, kwargs) if self._index.models == 1 else None
                 if size is None:
                     clock.examples_unknown()
                 else:
@@ -61,31 +120,124 @@ class ForwardWatch:
             clock.forward_came |= not again
         clock.spent(clock.clock() - start)
 
-    def ended(self, model: int, module: torch.nn.Module, _args: object, kwargs: dict[str, Any], output: object) -> None:
-        """The forward of the root of this number is over: hooks its output, and observes a loss in it."""
-        clock = self._clock
-        start = clock.clock()
-        if graph_task() != -1 or not self._parts.thread.may_be_here():
-            return
-        clock.switch(OUTSIDE, start)
-        if torch.is_grad_enabled():
-            self._backward.forward_ended(output)
-            if module.training and not isinstance(output, torch.Tensor):
-                self._observations.forward_over(model, output, kwargs)
-        if self._parts.periodic is not None and not module.training:
-            self._parts.periodic()
-        clock.spent(clock.clock() - start)
+    def _prepare(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward with gradients begins, outside of any backward."""
+        sampled = self._rounds.next_is_sampled
+        if sampled:
+            self.follow_device()
+        self._detection.forward_began(sampled=sampled)
+        if sampled:
+            self.look_for_ranks(root)
+            self._look_for_pipeline(sys._getframe(2))
+        if self._index.fully_sharded:
+            self._look_early(sampled=sampled)
+        self._inspections.tell_and_charge(Inspection.forward_began, root, args, kwargs, sampled=sampled)
 
-    def backward_comes(self, loss: torch.Tensor) -> None:
-        """A backward of this loss is about to begin: hooks it, where no forward of a root has shown it in this round."""
-        if self._clock.forward_came or self._counted.counting or graph_task() != -1:
-            return
-        start = self._clock.clock()
-        self._parts.thread.is_here()
-        self._preparation.backward_comes()
-        self._backward.forward_ended(loss)
-        self._clock.spent(self._clock.clock() - start)
+    def backward_comes(self) -> None:
+        """A backward is about to begin that no forward of a root has shown."""
+        self._thread.is_here()
+        if torch.is_grad_enabled() and self._rounds.next_is_sampled:
+            self._detection.forward_began(sampled=True)
 
-    def step_over(self) -> None:
-        """A step is over."""
-        self._clock.forward_came = False
+    def follow_device(self) -> None:
+        """The model may be somewhere else than before: phases are timed on the device where most of its parameters are."""
+        table = self._index.table
+        first = table.tracked[0].parameter() if table.tracked else None
+        known, at = self._placed
+        if first is None or (table is known and first.device == at):
+            return
+        device = main_device(table.parameters() or ())
+        if device is not None:
+            self._placed = table, first.device
+            self._clock.phases.on(device)
+
+    def _look_early(self, *, sampled: bool) -> None:
+        """With FSDP this is the last moment at which sharded parameters are in their places."""
+        rounds, index = self._rounds, self._index
+        current = rounds.current
+        again = bool(current.backwards) and not current.stepped and not rounds.stepping
+        self._early_evidence = self._evidence_now() if again else ClearingEvidence()
+        if not again or self.early is None:  # else, in the middle of a round, FSDP may have left them gathered
+            in_place = sampled and index.table.parameters() is not None  # `None`: it has gathered them
+            self.early = GradientVersions.of(index.refresh().tracked) if in_place else None
+
+    def look_for_ranks(self, root: torch.nn.Module | None = None) -> None:
+        """Find out which ranks have the same gradients, and what reduces them: within a forward of a root, or without one."""
+        self._ranks(self._look_for_ranks, root)
+
+    def _look_for_ranks(self, root: torch.nn.Module | None) -> None:
+        if self._index.replicas.undecided(self._index.models):
+            self._index.find_replicas(root)
+        if root is not None:
+            self._reductions.forward_began(root)
+
+    def _look_for_pipeline(self, frame: types.FrameType | None) -> None:
+        """A pipeline schedule among the callers may divide gradients by the number of its micro-batches after the last backward."""
+        pipeline = calling_pipeline(frame)
+        self.divisor = 1.0 if pipeline is None or pipeline.divisor is None else float(pipeline.divisor)
+        if pipeline is None or not self._detection.sees_backwards:
+            return
+        # Under FSDP2 the schedule reduces by hand what its backwards have left.
+        if pipeline.divisor is None or pipeline.piecewise or self._index.fully_sharded:
+            self._detection.read_at_steps(PIECEWISE)
+
+    # When a backward begins
+
+    def backward_began(self) -> Lost | None:
+        """A backward of a sampled round begins: why its gradients cannot be read, or told from earlier ones; `None` if they can.
+
+        Where all nodes are yet to be hooked, as right after a skipped step, a later round is sampled instead.
+        """
+        if capturing_graph():
+            return Lost.GRAPH_CAPTURE
+        current, detection = self._rounds.current, self._detection
+        if not detection.around_roots:
+            self.look_for_ranks()
+        known = self._renew_table()
+        if not detection.sees_backwards:
+            return None
+        if self._index.fully_sharded:
+            return Lost.GATHERED if self.early is None else None
+        if not detection.around_roots:
+            self._look_for_pipeline(self._thread.frame())
+        before, complete = detection.nodes.table, detection.nodes.hooks_all_of(current.table)
+        if not complete:
+            detection.nodes.arm(current.table, late=True)
+            if before is None and not current.captured:
+                self._rounds.postpone()
+                return None
+        return None if known and complete else Lost.PARAMETERS_CHANGED
+
+    def _renew_table(self) -> bool:
+        """Take the parameters that are trained now; return whether all are among them that got a gradient in this round."""
+        current, detection = self._rounds.current, self._detection
+        if not detection.sees_backwards and current.backwards:
+            return True
+        if detection.by_nodes and not detection.nodes.armed:
+            self._index.look_at_shapes()
+        before, current.table = current.table, self.table_now(within_step=True)
+        if current.table is before or not current.fired:
+            return True
+        fired = {before.tracked[position] for position in current.fired}
+        if not fired <= {*current.table.tracked}:  # some were frozen since, whose gradients the step will use all the same
+            trained, current.table = current.table, before
+            return {*trained.tracked} <= {*before.tracked}
+        current.fired = {position for position, tracked in enumerate(current.table.tracked) if tracked in fired}
+        return True
+
+    def table_now(self, *, within_step: bool) -> ParameterTable:
+        """Return the parameters that are trained now. `within_step`: FSDP2 may have gathered them."""
+        index = self._index
+        return index.table if index.present() is not None else index.refresh(within_step=within_step)
+
+    def evidence(self) -> ClearingEvidence:
+        """Return what the gradients of the last backward look like now; with FSDP, what they looked like before the forward."""
+        return self._early_evidence if self._index.fully_sharded else self._evidence_now()
+
+    def _evidence_now(self) -> ClearingEvidence:
+        probes = self._detection.probes
+        zeroed = probes.zeroed()
+        gone, written = probes.gone() or zeroed is True, zeroed is None
+        if not (gone or written):
+            return ClearingEvidence()
+        return ClearingEvidence(gone, written, probes.updated(), self._optimizers.reporting, self._loss_scale.has_scaler)

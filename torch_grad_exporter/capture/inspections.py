@@ -1,90 +1,126 @@
-"""Inspections: what the user asked to see of the inside of the models, at the moments of a round that it needs.
+"""Inspections: plug-ins that measure something more in the rounds that are followed, such as activations.
 
-An inspection is of `inspection/`, which this folder does not know. Each has a guard of its own, so that a failure of one costs
-neither the others nor the sample. Without any, a round costs nothing more.
+They live in `inspection/`, which this folder does not import. Each has a guard of its own, so a failure of one costs
+neither the others nor the sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
+from torch_grad_exporter.capture.accumulate_grad import Gradients
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
+
+P = ParamSpec("P")
+
+First = tuple[TrackedParameter, Gradients]
+"""The parameter whose node a backward reaches first, and the gradients that it is about to receive."""
 
 
-class Inspection(Protocol):
-    """Called on the training thread, or on that of the backward. The time of a call is charged to the sample."""
+class Inspection:
+    """What a plug-in may override; like a callback, it is called only for what it does override.
+
+    Calls come on the training thread, those of a backward on the thread of the backward. Their time is charged to the sample.
+    A round that was only counted shows in `counted` alone.
+    """
+
+    def requested(self, rounds: Mapping[str, int]) -> None:
+        """The worker asked for this many of the next rounds, by the name of the inspection. Comes before a forward."""
 
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
-        """A forward of a root begins, with gradients and outside of any backward. `args`, `kwargs`: what it is called with.
+        """A forward of a root begins, with gradients and outside of any backward.
 
-        `sampled`: whether its round is due to be sampled; a round has a forward for each micro-batch. Whether this one is of the
-        current round or of the next one, after a step that was skipped, shows only at its backward.
+        A round has a forward for each micro-batch. Whether this one belongs to the current round or, after a skipped step, to
+        the next one shows only at its backward.
+
+        Args:
+            root: The model.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            sampled: Whether the round of the coming backward is due to be sampled.
         """
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:
-        """A backward of the round of this number has written gradients, and is over. Is not called where no backward is seen.
+    def forward_ended(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
+        """A training forward of the root with this number has returned something other than a tensor."""
 
-        What it has written has been read, if it was to be read by then.
+    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:
+        """A backward that writes gradients begins.
+
+        Args:
+            current: Its round.
+            table: The parameters, as they are now if the round is sampled.
+            first: What has shown it.
+            task: Autograd's number of it.
         """
 
-    def round_over(self, number: int, *, kept: bool) -> None:
-        """A sampled round is over. `kept`: its gradients are shown, else they are not.
+    def backward_ended(self, current: ArmedRound, at: float) -> None:
+        """It is over, at this moment of the clock; its gradients are read next, if the round has no more backwards."""
 
-        Is not called where nothing was read: then a round with a larger number follows. Forwards of the next round may have begun.
-        """
+    def backward_dropped(self) -> None:
+        """It raised, or wrote nothing, or gradients are read at the step from now on. From any thread."""
+
+    def gradients_read(self, current: ArmedRound) -> None:
+        """The gradients of a sampled round were read; another reading of the same round replaces it."""
+
+    def step_began(self, current: ArmedRound, optimizer: int) -> None:
+        """An optimizer is about to step in a sampled round."""
+
+    def step_ended(self, current: ArmedRound, optimizer: int, left_out: torch.Tensor | None) -> None:
+        """It has. `left_out`: on a device, not zero if the optimizer was told to skip its step."""
+
+    def round_stepped(self) -> None:
+        """The first step of a round is over."""
 
     def step_over(self, *, sampled: bool) -> None:
-        """A step is over. `sampled`: whether the round that comes next is due to be sampled."""
+        """A step is over. `sampled`: whether the next round is due to be sampled."""
+
+    def round_over(self, number: int, *, kept: bool) -> None:
+        """A sampled round is over. `kept`: its gradients are shown.
+
+        Not called where nothing was read: then a round with a larger number follows. Forwards of the next round may have begun.
+        """
+
+    def counted(self, *, unfinished: bool) -> None:
+        """Rounds were only counted. `unfinished`: the last of them had backwards and no step yet."""
+
+    def training_over(self) -> None:
+        """The exporter is being closed."""
 
     def release(self) -> None:
-        """Releases hooks, and everything that keeps a tensor alive; idempotent, from any thread."""
+        """Release hooks, and everything that keeps a tensor alive; idempotent, from any thread."""
 
 
 class Inspections:
-    """All of them, in the order in which they were added. Belongs to the training thread."""
+    """All of them, in the order in which they were added. Belongs to the training thread.
+
+    Args:
+        cost: Is charged with what they take.
+    """
 
     def __init__(self, cost: SampleCost) -> None:
         self._cost = cost
-        self._all: list[tuple[Guard, Inspection]] = []
-
-    @property
-    def any(self) -> bool:
-        """Whether there is one to be told of rounds."""
-        return bool(self._all)
+        events = (name for name in vars(Inspection) if not name.startswith("_"))
+        self._handlers: dict[str, list[tuple[Guard, Callable[..., None]]]] = {name: [] for name in events}
 
     def add(self, inspection: Inspection, guard: Guard) -> None:
-        """Adds one before the training begins; `guard`: its boundary."""
-        self._all.append((guard, inspection))
+        """Add one before the training begins. `guard`: its boundary."""
+        for name, handlers in self._handlers.items():
+            if getattr(type(inspection), name) is not getattr(Inspection, name):
+                handlers.append((guard, getattr(inspection, name)))
 
-    def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
-        """As of `Inspection`."""
-        self._tell(lambda one: one.forward_began(root, args, kwargs, sampled=sampled))
+    def tell(self, event: Callable[Concatenate[Inspection, P], None], *arguments: P.args, **named: P.kwargs) -> None:
+        """Call this method of all inspections that override it. The calling hook charges its time to the sample itself."""
+        for guard, handler in self._handlers[event.__name__]:
+            guard(functools.partial(handler, *arguments, **named))
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:
-        """As of `Inspection`."""
-        self._tell(lambda one: one.backward_ended(number, sampled=sampled))
-
-    def round_over(self, number: int, *, kept: bool) -> None:
-        """As of `Inspection`."""
-        self._tell(lambda one: one.round_over(number, kept=kept))
-
-    def step_over(self, *, sampled: bool) -> None:
-        """As of `Inspection`."""
-        self._tell(lambda one: one.step_over(sampled=sampled))
-
-    def release(self) -> None:
-        """As of `Inspection`; what fails leaves the others released."""
-        for guard, one in self._all:
-            guard(one.release)
-
-    def _tell(self, action: Callable[[Inspection], object]) -> None:
-        if self._all:
-            self._cost.of(self._tell_all, action)
-
-    def _tell_all(self, action: Callable[[Inspection], object]) -> None:
-        for guard, one in self._all:
-            guard(action, one)
+    def tell_and_charge(self, event: Callable[Concatenate[Inspection, P], None], *arguments: P.args, **named: P.kwargs) -> None:
+        """Call this method likewise, and charge the time to the sample."""
+        if self._handlers[event.__name__]:
+            self._cost.of(functools.partial(self.tell, event, *arguments, **named))

@@ -9,17 +9,26 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
-from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.round_loss import READ_SECONDS, RoundLoss, Value
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.thread import TrainingThread
+from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
+from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import PLACED, Observed
+
+READ_SECONDS = 0.5
+"""Losses that models return, and learning rates, are read in sampled rounds and otherwise this often at most."""
 
 GROUPS = 64
 """Parameter groups of an optimizer whose learning rates are shown."""
@@ -37,12 +46,25 @@ class _Ring(threading.local):
 class Observations:
     """Posts `Observed`."""
 
-    def __init__(self, parts: Parts, counted: CountedRounds) -> None:
-        self._parts = parts
-        self._clock = parts.clock
-        self._counted = counted
-        self._ring = _Ring(parts.mailbox.press)
-        self._losses = RoundLoss(parts)
+    def __init__(
+        self,
+        *,
+        optimizers: Optimizers,
+        clock: StepClock,
+        mailbox: Mailbox,
+        reader: GradientReader,
+        loss_scale: LossScale,
+        rounds: RoundTracker,
+        detection: BackwardDetection,
+        counted: CountedRounds,
+        thread: TrainingThread,
+    ) -> None:
+        self._optimizers, self._clock, self._mailbox = optimizers, clock, mailbox
+        self._reader, self._loss_scale = reader, loss_scale
+        self._rounds, self._detection, self._counted, self._thread = rounds, detection, counted, thread
+        self._ring = _Ring(mailbox.press)
+        self.loss_given = False
+        """Whether the user has given a loss; cleared by `RoundLoss`."""
         self._settings_read = float("-inf")
         self._placed = {"loss": 0, "grad_norm": 0}
         """Of how many values of each name the step was told."""
@@ -56,7 +78,7 @@ class Observations:
         be known.
         Behind a value that cannot be taken the others are still to come from `values`.
         """
-        start, here = self._clock.clock(), self._parts.thread.may_be_here()
+        start, here = self._clock.clock(), self._thread.may_be_here()
         try:
             for name, value in values:
                 if name in ("grad_norm", "grad_divisor") and not here:
@@ -69,8 +91,8 @@ class Observations:
                     if name == "samples":
                         self._clock.examples_unknown()
                     if name == "loss":
-                        self._losses.given()
-                    self._post(name, value, step=self._step_told("loss") if name == "loss" else None)
+                        self.loss_given = True
+                    self.post(name, value, step=self._step_told("loss") if name == "loss" else None)
         finally:
             if here:
                 self._clock.spent(self._clock.clock() - start)
@@ -79,13 +101,13 @@ class Observations:
         ticket = self._sent(value)
         if ticket is not None:
             self._counted.norm_comes()
-            self._parts.mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
+            self._mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
             self._counted.norm_observed()
 
     def _divisor(self, value: Number) -> None:
         """Takes by what the loop divides the gradients of the current round, or, after its step, of the coming one."""
-        rounds = self._parts.rounds
-        wanted = rounds.next_is_sampled and self._parts.mode.sees_backwards  # else gradients are read when they are divided
+        rounds = self._rounds
+        wanted = rounds.next_is_sampled and self._detection.sees_backwards  # else gradients are read when they are divided
         if not wanted and isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
             return
         ticket = self._sent(value)
@@ -93,14 +115,13 @@ class Observations:
         if isinstance(divisor, float) and not 0 < divisor < math.inf:
             raise ValueError(f"expected a number above 0 as grad_divisor, got {divisor}")
         if wanted and divisor is not None:
-            coming = bool(rounds.current.stepped)
-            captured = rounds.current.captured and not coming
-            self._parts.reader.divided(rounds.current.number + coming, divisor, captured=captured)
+            self._reader.divide(rounds.current, divisor)
 
-    def _post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
+    def post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
+        """Hand over a value; one on a device is copied in the background."""
         ticket = self._sent(value)
         if ticket is not None:
-            self._parts.mailbox.append(Observed(name, ticket, labels, step))
+            self._mailbox.append(Observed(name, ticket, labels, step))
 
     def _step_told(self, name: str) -> int | None:
         """The number of the step that a value is of that is told now: the next one, if a forward or backward came since the last.
@@ -113,7 +134,7 @@ class Observations:
         self._placed[name] += 1
         clock, surplus = self._clock, self._counted.surplus
         if surplus is None:
-            current = self._parts.rounds.current
+            current = self._rounds.current
             passed = bool(current.backwards) and not current.stepped
             self._early = clock.forward_came and not passed
             under_way = clock.forward_came or passed
@@ -121,34 +142,19 @@ class Observations:
             under_way = surplus > 0 or self._early
         return clock.number + under_way
 
-    def forward_over(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
-        """A training forward of the root of this number, with these keyword arguments, is over: takes the loss in its output."""
-        self._post_losses(self._losses.forward(model, output, kwargs))
-
-    def round_over(self) -> None:
-        """A round's first step is done: takes the loss of the round."""
-        self._post_losses(self._losses.step_over())
-
-    def training_over(self) -> None:
-        """The exporter is being closed: takes the loss of a round that had no step."""
-        self._post_losses(self._losses.training_over())
-
-    def _post_losses(self, losses: Sequence[Value]) -> None:
-        for loss in losses:
-            self._post("loss", loss, step=self._clock.number)
-
     def settings(self, moment: float, *, sampled: bool) -> None:
         """Takes learning rates and the loss scale at a step at this moment of the clock, if they are due."""
         if not sampled and moment - self._settings_read <= READ_SECONDS:
             return
         self._settings_read, step = self._clock.clock(), self._clock.number
         # Those that share a number step within the backward, one per parameter; the first stands for them.
-        for number, optimizer in dict(reversed(self._parts.optimizers.numbered())).items():
+        for number, optimizer in dict(reversed(self._optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
                 if settings.get("lr") is not None:
-                    self._post("learning_rate", settings["lr"], (self._parts.optimizers.names[number], str(group)), step)
-        if self._parts.reader.scale is not None:
-            self._post("loss_scale", self._parts.reader.scale)
+                    self.post("learning_rate", settings["lr"], (self._optimizers.names[number], str(group)), step)
+        scale = self._loss_scale.value
+        if scale is not None:
+            self.post("loss_scale", scale)
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""PhaseTimes: how long each phase of training was, by the host's clock, or by a device that the host runs ahead of.
+"""PhaseTimes: how long each phase of training was, by the host's clock or, where the host runs ahead of a device, by its events.
 
 On a device a phase lasts from when the device comes to what was launched first in it until it comes to what was launched first in
-the next one. So `data` and `outside` are there what the device waits for the host in them, and all phases together are its time.
+the next one. So `data` and `outside` are how long the device waits for the host in them, and all phases together are its time.
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from torch_grad_exporter.capture.device_events import Event, EventPool
-from torch_grad_exporter.capture.timeline import Stretch, Timeline
+from torch_grad_exporter.capture.device_events import EventPool, Stretch, Timeline
 
 PHASES = ("outside", "data", "forward", "backward", "optimizer")
 OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
 
+# Rounds that a device may be behind, at most; while it is, further ones are not timed.
 BEHIND = 64
-"""Rounds that a device may be behind, at most; while it is, further ones are not timed."""
-
-READ = 4
-"""Rounds whose times are read at the end of one, at most, so that a device that has come along costs no round much."""
 
 
 class PhaseTimes:
     """The seconds of each phase of training. Belongs to the training thread and to that of the backward.
 
-    By the host's clock they are without what the exporter takes, which mostly comes in sampled rounds: `own`, in seconds so far.
+    By the host's clock they are without what the exporter takes, which mostly comes in sampled rounds.
 
-    `events`: of devices; without them there is the host's clock alone. `seen`: the phases that there were. `untimed`: rounds that
-    were followed, and are in no phase, since the device was too far behind, or a graph was being captured.
+    Args:
+        clock: Seconds from any origin.
+        events: Those of devices; without them there is the host's clock alone.
+
+    Attributes:
+        seconds: By phase.
+        seen: The phases that there were.
+        own: What the exporter has taken so far, in seconds.
+        untimed: Rounds that were followed and are in no phase: the device was too far behind, or a graph was being captured.
+        device: Where the time passes; None while that is not known, and then like on the CPU.
     """
 
     def __init__(self, clock: Callable[[], float], events: EventPool | None = None) -> None:
@@ -41,10 +45,9 @@ class PhaseTimes:
         self.own = 0.0
         self.untimed = 0
         self.device: torch.device | None = None
-        """Where the time passes; `None` while that is not known, and then as on the CPU."""
         self._since, self._own_since = clock(), 0.0
-        self._on_device: Timeline[str, Event] | None = None
-        self._behind: deque[Stretch[str, Event]] = deque()
+        self._on_device: Timeline[str] | None = None
+        self._pending: deque[Stretch[str]] = deque()
 
     @property
     def known(self) -> bool:
@@ -57,12 +60,12 @@ class PhaseTimes:
         return self._on_device is not None
 
     def on(self, device: torch.device) -> None:
-        """The parameters are on this device, which times the phases from now on if it is no other than before."""
+        """The parameters are on this device, which times the phases from now on if it was another one before."""
         if device == self.device:
             return
-        for one in self._behind:
-            one.release()
-        self._behind.clear()
+        for stretch in self._pending:
+            stretch.release()
+        self._pending.clear()
         if self._on_device is not None:
             self._on_device.restart()
         events = None if self._events is None else self._events.of(device)
@@ -70,7 +73,7 @@ class PhaseTimes:
         self.restart(self.current)
 
     def enter(self, phase: str, moment: float | None = None) -> None:
-        """The time from now on belongs to this phase. `moment`: what the clock has just said."""
+        """The time from now on belongs to this phase. `moment`: the present time of the clock, if known."""
         self.seen.add(phase)
         if self._on_device is None:
             moment = self._clock() if moment is None else moment
@@ -81,38 +84,31 @@ class PhaseTimes:
             self._on_device.enter(phase)
 
     def restart(self, phase: str = OUTSIDE) -> None:
-        """Outside of a step, or in this phase; the time since the last phase began belongs to none."""
+        """Enter a phase; the time since the last one began belongs to none."""
         self.current, self._since, self._own_since = phase, self._clock(), self.own
         if self._on_device is not None:
             self._on_device.restart()
             self._on_device.enter(phase)
 
     def round_over(self) -> None:
-        """A round is over: its times will be read when the device has passed them, and those of earlier rounds are by now."""
+        """A round is over: read the times of earlier rounds that the device has passed by now. Its own are read later."""
         if self._on_device is None:
             return
         stretch = self._on_device.cut()
-        if stretch is None or len(self._behind) >= BEHIND:
+        if stretch is not None and len(self._pending) < BEHIND:
+            self._pending.append(stretch)
+        else:
             self.untimed += 1
             if stretch is not None:
                 stretch.release()
-        else:
-            self._behind.append(stretch)
         self._on_device.enter(self.current)
-        for _ in range(READ):
-            if not self._behind or not self._behind[0].passed():
-                return
-            self._add(self._behind.popleft())
-
-    def _add(self, stretch: Stretch[str, Event]) -> None:
-        found = stretch.seconds()
-        self.untimed += found is None
-        for phase, seconds in (found or {}).items():
-            self.seconds[phase] += seconds
-        stretch.release()
+        while self._pending and (seconds := self._pending[0].read()) is not None:
+            self.untimed += self._pending.popleft().failed
+            for phase, added in seconds.items():
+                self.seconds[phase] += added
 
 
 def main_device(parameters: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device with the most parameters, the first of several; `None` where there are none."""
-    found = Counter(parameter.device for parameter in parameters).most_common(1)
-    return found[0][0] if found else None
+    """Return the device with the most parameters, the first of several; None if there are no parameters."""
+    most = Counter(parameter.device for parameter in parameters).most_common(1)
+    return most[0][0] if most else None

@@ -48,24 +48,6 @@ class _CountedRounds:
         )
 
 
-@dataclass(slots=True)
-class GradientWaitTimes:
-    """Waits for other ranks' gradients."""
-
-    rounds: int | None = None  # sampled ones in which they were timed; None where there are no other ranks
-    seconds: float = 0.0
-
-    def expected(self) -> None:
-        """Note that there are other ranks."""
-        if self.rounds is None:
-            self.rounds = 0
-
-    def waited(self, seconds: float, *, new_round: bool) -> None:
-        """Add the wait of a backward. `new_round`: it is the first timed one of its round."""
-        self.seconds += seconds
-        self.rounds = (self.rounds or 0) + new_round
-
-
 class StepClock:
     """Counts and times. Belongs to the training thread, but for reading.
 
@@ -87,7 +69,6 @@ class StepClock:
         self.now = now
         self.started = now()
         self.phases = PhaseTimes(clock, events)
-        self.gradient_waits = GradientWaitTimes()
         self.skipped = 0
         self.evaluating = False
         self.examples_known = True

@@ -1,134 +1,81 @@
-"""RoundTracker: decides what a round, a step and a skipped step are. Pure: no torch in it.
+"""RoundTracker: the rules of rounds, steps and skipped steps. It measures nothing and calls no torch.
 
-A *round* is everything between the first backward after a step and the last optimizer step before the
-next backward. It is the unit of sampling and of the step duration: two optimizers that share a backward
-share a round, and a GAN's two alternating ones do not.
-
-The tracker holds the current round and what is usual for rounds (`round_pattern.py`). Its methods are told what happens in the
-training; nothing else changes a round. What follows from it is done by `RoundEffects`, or by the caller, where a method says so.
+It holds the current round and what is usual for rounds (`round_pattern.py`). Its methods are called with what happens in the
+training; nothing else ends a round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
+from torch_grad_exporter.capture.fused_optimizer import FusedSteps
+from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.outcomes import Lost
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern
-from torch_grad_exporter.store.records import Outcome
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Outcome, RoundEnded
 
 PASSES = 2
-"""Clearings in a round after each of which parameters have changed, as in SAM's; more are those of steps that nothing reports."""
-
-
-@dataclass(slots=True)
-class Round:
-    """One round. `sampled`: whether its gradients are read; `extra`: though it was not due, to see what comes after a skipped step.
-
-    `fired`: positions in the table of the parameters that got a gradient. `again`: what was there before in this round was
-    thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `foreign`: one
-    stepped that owns nothing of ours. `captured`: the gradients were read; `lost`: there was something to read that could not be
-    read; `abandoned`: a step raised after a backward. `observed`: the user gave the global norm, and its outcome is still to be
-    reported; `open`: the same of what was captured. `of_inputs`: the last backward gives inputs a gradient, as that of an
-    adversarial attack does, whose gradients of parameters are cleared without a skipped step. `passes`: how often gradients were
-    cleared in it.
-    """
-
-    number: int
-    sampled: bool
-    backwards: int = 0
-    models: set[int] = field(default_factory=set)
-    fired: set[int] = field(default_factory=set)
-    again: bool = False
-    stepped: set[int] = field(default_factory=set)
-    read: set[int] = field(default_factory=set)
-    captured: bool = False
-    lost: bool = False
-    abandoned: bool = False
-    foreign: bool = False
-    observed: bool = False
-    open: bool = True
-    extra: bool = False
-    of_inputs: bool = False
-    passes: int = 0
-
-    def begin_again(self) -> None:
-        """The gradients so far were cleared, and it is not known yet whether that was a skipped step."""
-        self.backwards, self.again, self.captured = 0, True, False
-        self.passes += 1
-        self.fired.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEffects:
-    """What does as the tracker decides."""
-
-    steps_skipped: Callable[[int], object]
-    """So many rounds ended without a step."""
-    norm_resolved: Callable[[Outcome], object]
-    """What became of the round of the norm that was observed is known."""
-    close_sample: Callable[[Round, Outcome, frozenset[int]], object]
-    """What became of the sampled round is known. The optimizers are those that usually step in such a round, none if unknown."""
-    step_of_sample: Callable[[Round], object]
-    """An optimizer has stepped on what was read of the round, and others may still do so."""
-    withdraw: Callable[[Round], object]
-    """What was read of the round is not to be shown."""
-    step_before_skipped: Callable[[int], bool]
-    """The round of this number begins: whether an answer that came late shows that the step before was skipped."""
-    round_began: Callable[[bool], object]
-    """A round has begun: whether a step ended the one before."""
+"""Clearings in a round after each of which parameters have changed, as in SAM; more are those of steps that nothing reports."""
 
 
 class RoundTracker:
-    """The rules of rounds as a state machine.
+    """Decides where a round ends and what became of it. Belongs to the training thread and that of the backward.
 
-    `due`: whether the round of a number is to be sampled. `current`: the current round, to be read only. `stepping`: the optimizers
-    that have begun a step and not ended it; `closures`: those of them whose backward comes within the step. `samples`: rounds whose
-    gradients were read; `lost`: rounds that were due and were not read, by the reason. `inputs_wanted`: the last forward of a root
-    was given an input that is to have a gradient.
+    Attributes:
+        current: The current round.
+        pattern: What is usual for rounds.
+        stepping: The optimizers that have begun a step and not ended it.
+        closures: Those of them whose backward comes within the step.
+        samples: Rounds whose gradients were read.
+        lost: Rounds that were due and were not read, by the reason.
+        inputs_wanted: Whether the last forward of a root got an input that is to have a gradient.
     """
 
-    def __init__(self, due: Callable[[int], bool], effects: RoundEffects) -> None:
-        self._due = due
-        self._effects = effects
-        self._skipped_unseen = False
-        self._postponed = False
-        """Whether a sample that could not be taken yet is to be taken of the next round."""
-        self._readable = True
-        self.current = Round(0, sampled=due(0))
+    def __init__(
+        self,
+        *,
+        index: LayerIndex,
+        optimizers: Optimizers,
+        schedule: SamplingSchedule,
+        clock: StepClock,
+        mailbox: Mailbox,
+        reader: GradientReader,
+        inspections: Inspections,
+        fused: FusedSteps,
+    ) -> None:
+        self._index, self._optimizers, self._schedule = index, optimizers, schedule
+        self._clock, self._mailbox, self._reader = clock, mailbox, reader
+        self._inspections, self._fused = inspections, fused
+        self.current = ArmedRound(0, sampled=schedule.due(0), table=index.table)
+        self.pattern = RoundPattern()
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
-        self.pattern = RoundPattern()
-        self.inputs_wanted = False
-        self._steps_on_inputs = False
-        """Whether a step was taken on a backward that gives inputs a gradient, which then is no attack."""
-        self._unreported = False
-        """Whether parameters were found to change without a step of any optimizer."""
         self.samples = 0
         self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
-
-    # Questions about the state
+        self.inputs_wanted = False
+        self._readable = True
+        self._postponed = False  # a sample that could not be taken yet is to be taken of the next round
+        self._skipped_unseen = False  # a step was skipped while rounds were only counted
+        self._steps_on_inputs = False  # a step was taken on a backward that gives inputs a gradient, which then is no attack
+        self._unreported = False  # parameters were found to change without a step of any optimizer
 
     @property
     def next_is_sampled(self) -> bool:
         """Whether the backward that comes next belongs to a sampled round."""
         current = self.current
-        return (self._postponed or self._due(current.number + 1)) if current.stepped else current.sampled
-
-    @property
-    def behind(self) -> bool:
-        """Whether the round has gradients to read that were not read when its last backward ended."""
-        return self.current.sampled and bool(self.current.fired) and not self.current.captured
-
-    @property
-    def sample_is_open(self) -> bool:
-        """Whether the round's gradients were read and what became of them is not known yet."""
-        return self.current.captured and self.current.open
+        return (self._postponed or self._schedule.due(current.number + 1)) if current.stepped else current.sampled
 
     def regular_optimizer(self) -> int | None:
-        """The only optimizer that ever steps, if the last rounds were all like this one, which has just had its step."""
+        """Return the only optimizer that ever steps, if the last rounds were all like this one, which has just had its step."""
         current = self.current
-        busy = self.stepping or self.closures or self.sample_is_open
+        busy = self.stepping or self.closures or current.sample_is_open
         if busy or len(current.stepped) != 1 or not current.backwards:
             return None
         repeats = self.pattern.repeats(current.models, current.stepped, current.backwards)
@@ -136,7 +83,7 @@ class RoundTracker:
 
     # Backwards
 
-    def backward_began(self, evidence: Callable[[], ClearingEvidence], *, within_step: bool = False) -> None:
+    def backward_began(self, evidence: Callable[[], ClearingEvidence], *, within_step: bool) -> None:
         """A backward begins. `within_step`: in an optimizer's step, by its closure. `evidence` is asked only where it matters."""
         current = self.current
         # It may follow a skipped step.
@@ -149,12 +96,14 @@ class RoundTracker:
             seen = evidence()
             if self.pattern.cleared(current.backwards, seen) and (seen.scaler_known or not current.of_inputs):
                 self._gradients_were_cleared(seen)
-        self.current.of_inputs = self.inputs_wanted and not self._steps_on_inputs
+        current = self.current
+        current.of_inputs = self.inputs_wanted and not self._steps_on_inputs
+        current.early, current.early_fired = [], set()
 
     def _gradients_were_cleared(self, evidence: ClearingEvidence) -> None:
         """The gradients of the last backward are gone, and no step was seen."""
         if evidence.scaler_known or not self.pattern.hold():
-            self._effects.steps_skipped(1 + self.pattern.release())
+            self._clock.steps_skipped(1 + self.pattern.release())
             self._begin_round(skipped=True)
         elif evidence.updated and not evidence.reporting and (self._unreported or self.current.passes >= PASSES):
             # Steps are taken that nothing reports: what became of each round is not known.
@@ -163,37 +112,30 @@ class RoundTracker:
         else:
             self.current.begin_again()
 
-    def renumbered(self, fired: set[int]) -> None:
-        """The table was replaced within the round: these are now the positions of the parameters that got a gradient."""
-        self.current.fired = fired
-
     def withdraw(self, why: Lost) -> None:
         """The gradients of the backward that begins cannot be read: what was read of the round, if anything, is not all of it."""
-        if self.sample_is_open:
-            self._effects.withdraw(self.current)
-        if self.current.captured or not self.current.extra:
+        current = self.current
+        if current.sample_is_open:
+            self._inspections.tell_and_charge(Inspection.round_over, current.number, kept=False)
+            self._reader.withdraw(current)
+        if current.captured or not current.extra:
             self._lose(why)
-        self.current.sampled = self.current.captured = False
+        current.sampled = current.captured = False
 
     def postpone(self) -> None:
-        """The sample of this round is to be taken of the next one."""
+        """Take the sample of this round of the next one."""
         self.current.sampled, self._postponed = False, True
 
-    def backward_ended(self, fired: set[int], *, stepped_within: bool = False) -> bool:
-        """A backward that wrote gradients is over; whether the round's gradients are to be read now.
+    def backward_ended(self, fired: set[int]) -> bool:
+        """A backward that wrote gradients is over; return whether the round's gradients are to be read now.
 
-        `fired`: the parameters that got one, on a sampled round. `stepped_within`: optimizers have used up gradients before.
+        `fired`: the parameters that received one, in a sampled round.
         """
         current = self.current
         current.backwards += 1
         current.fired |= fired
         # A step within the backward waits for no other backward.
-        return bool(fired) and (stepped_within or current.backwards >= (self.pattern.backwards or 1))
-
-    def gradients_found(self, fired: frozenset[int]) -> bool:
-        """Gradients were found at a step, where no backward is seen; whether there are any in this round, to be read now."""
-        self.current.fired |= fired
-        return bool(self.current.fired)
+        return bool(fired) and (bool(current.early_fired) or current.backwards >= (self.pattern.backwards or 1))
 
     def sample_read(self, *, taken: bool, why: Lost = Lost.FAILED) -> None:
         """The round's gradients were read, or could not be. `why`: not."""
@@ -212,22 +154,13 @@ class RoundTracker:
         if closure:
             self.closures.add(optimizer)
 
-    def step_within_backward(self, optimizer: int) -> None:
-        """An optimizer begins a step while the backward runs; what it uses is read now."""
-        self.stepping.add(optimizer)
-        self.current.read.add(optimizer)
-
-    def read_by(self, optimizer: int) -> None:
-        """The gradients were read again as this optimizer sees them."""
-        self.current.read.add(optimizer)
-
     def step_to_be_read(self, optimizer: int) -> None:
         """An optimizer's gradients are about to be read, since no backward is seen: a round that it has ended is over."""
         if optimizer in self.current.stepped or not self.current.open:
             self._begin_round()
 
     def step_taken(self, optimizer: int) -> bool:
-        """An optimizer has stepped, which ends a round in which it has stepped before; whether no backward was seen since."""
+        """An optimizer has stepped; return whether no backward was seen since its last step, or at all in this round."""
         self.stepping.discard(optimizer)
         again = optimizer in self.current.stepped
         if again:
@@ -237,18 +170,17 @@ class RoundTracker:
     def step_ended(self, optimizer: int, waited: frozenset[int] = frozenset()) -> None:
         """An optimizer's step is over. `waited`: the optimizers that own captured gradients, where a sample is open."""
         current = self.current
-        self.stepping.discard(optimizer)
         self.closures.discard(optimizer)
         current.stepped.add(optimizer)
         self._steps_on_inputs |= current.of_inputs
         self._resolve(Outcome.STEPPED)
-        if self.sample_is_open:
+        if current.sample_is_open:
             # No other optimizer will step on the captured gradients in this round, as far as the last rounds show.
             active = self.pattern.active(current.models)
             if (waited if active is None else waited & active) <= current.stepped:
                 self._close(Outcome.STEPPED)
             else:
-                self._effects.step_of_sample(current)
+                self._reader.stepped(current)
 
     def step_abandoned(self) -> None:
         """A step that had begun raised and will not end."""
@@ -261,15 +193,11 @@ class RoundTracker:
         self._readable = self.current.sampled = False
 
     def step_skipped(self) -> None:
-        """The step of this round was left out, which the gradients do not show."""
-        self._effects.steps_skipped(1)
+        """The step of this round was skipped, which the gradients do not show."""
+        self._clock.steps_skipped(1)
         self._begin_round(skipped=True)
 
-    def foreign_step(self) -> None:
-        """An optimizer that owns nothing of the models has stepped on the training thread."""
-        self.current.foreign = True
-
-    # Norms that the user gives, numbers, and rounds that were only counted
+    # Norms that the user gives, and rounds that were only counted
 
     def norm_observed(self) -> None:
         """The user gave the global norm of the current round; a sample carries its outcome, else it is reported by itself."""
@@ -277,19 +205,21 @@ class RoundTracker:
         if self.current.stepped:
             self._resolve(Outcome.STEPPED)
 
-    def numbered(self, number: int) -> None:
-        """The user numbers the current round, so that ranks or restarted runs sample the same rounds."""
-        self.current.number = number
+    def norm_resolved(self, outcome: Outcome) -> None:
+        """Report what became of the round whose norm was observed last."""
+        self._mailbox.append(RoundEnded(self.current.number, outcome, None, frozenset(), {}))
 
     def rounds_counted(self, rounds: int, skipped: int) -> None:
         """So many rounds like the last one were only counted, and so many steps in between skipped."""
         last = self.current
         if rounds:  # the current round is the last one that was counted: like the one that was followed, but not sampled
-            self.current = Round(last.number, False, last.backwards, last.models, stepped=last.stepped)
+            self.current = ArmedRound(
+                last.number, sampled=False, table=last.table, backwards=last.backwards, models=last.models, stepped=last.stepped
+            )
         self.current.number += rounds + skipped
         if skipped:
             self._skipped_unseen = True
-            self._effects.steps_skipped(skipped)
+            self._clock.steps_skipped(skipped)
 
     def backwards_counted(self, backwards: int) -> None:
         """So many backwards of a round that is not over were only counted."""
@@ -300,48 +230,53 @@ class RoundTracker:
     # Where a round ends
 
     def _begin_round(self, *, skipped: bool = False) -> None:
-        """Ends the current round and begins the next one."""
+        """End the current round and begin the next one."""
         last, number = self.current, self.current.number + 1
-        due = self._due(number)  # as the forward was told; the end of a sample may change the interval
+        due = self._schedule.due(number)  # as at the forward; the end of a sample may change the interval
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         released = self.pattern.learn(last.models, last.stepped, last.backwards)
         if released:
-            self._effects.steps_skipped(released)
-        if self.behind:
+            self._clock.steps_skipped(released)
+        if last.behind:
             self._lose(Lost.EDITED)
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
-        late = self._effects.step_before_skipped(number)
-        surprising = (skipped or self._skipped_unseen or late) and not last.sampled and self._readable
-        self._skipped_unseen = False
-        surprising |= self._postponed and self._readable
-        self._postponed = False
-        self.current = Round(number, due or surprising, extra=not due)
-        self._effects.round_began(bool(last.stepped))
+        # The answer of a fused optimizer comes late: the step before may turn out to be a skipped one now.
+        late = self._fused.settle(number)
+        surprising = (skipped or self._skipped_unseen or late) and not last.sampled
+        sampled = due or ((surprising or self._postponed) and self._readable)
+        self._skipped_unseen = self._postponed = False
+        self._reader.settle_cost()
+        self.current = ArmedRound(number, sampled=sampled, table=self._index.table, extra=not due)
+        if last.stepped:
+            self._optimizers.round_over()
 
     def training_over(self, *, failed: bool) -> None:
         """The exporter is being closed: a whole round without a step is a skipped one, unless an exception ended it, `failed`."""
         current = self.current
         skipped = not failed and not current.stepped and current.open and self.pattern.is_whole(current.backwards)
-        self._effects.steps_skipped(skipped)
+        self._clock.steps_skipped(skipped)
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         current.open = False
 
     def _end(self, outcome: Outcome) -> None:
-        """Reports what is open. `outcome`: of a round without a step."""
+        """Report what is open. `outcome`: of a round without a step."""
         self._resolve(outcome)
-        if self.sample_is_open:
+        if self.current.sample_is_open:
             self._close(Outcome.STEPPED if self.current.stepped and outcome is Outcome.UNKNOWN else outcome)
 
     def _close(self, outcome: Outcome) -> None:
-        self.current.open = False
-        self._effects.close_sample(self.current, outcome, self.pattern.steppers(self.current.models))
+        current = self.current
+        current.open = False
+        # First, since its cost is part of the sample's.
+        self._inspections.tell_and_charge(Inspection.round_over, current.number, kept=True)
+        self._reader.close(current, outcome, self.pattern.steppers(current.models))
 
     def _resolve(self, outcome: Outcome) -> None:
         if self.current.observed:
             self.current.observed = False
-            self._effects.norm_resolved(outcome)
+            self.norm_resolved(outcome)
 
     def _lose(self, why: Lost) -> None:
-        """Counts a sample that was not taken, once."""
+        """Count a sample that was not taken, once."""
         self.lost[why] += not self.current.lost
         self.current.lost = True

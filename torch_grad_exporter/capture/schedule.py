@@ -15,126 +15,78 @@ backward and the step would cost more than a short step may.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
 
-from torch_grad_exporter.capture.round_costs import COUNTED_ROUNDS, RoundCosts, StepTimes
+from torch_grad_exporter.capture.round_costs import COUNTED_ROUNDS, RoundCosts
 
+# At the start every round is sampled, at most this many and until they took this long together.
 FIRST_SAMPLES = 10
 FIRST_SECONDS = 2.0
-"""At the start every round is sampled, at most this many and until they took this long together."""
 
+# The interval's cap.
 LONGEST = 4096
-"""The interval's cap."""
 
+# The interval where no round is sampled: no training has as many.
 NEVER = 1 << 62
-"""The interval where no round is sampled: no training has as many."""
 
+# Samples between two changes of the interval.
 PATIENCE = 8
-"""Samples between two changes of the interval."""
 
+# Share of the budget under which the interval is halved.
 RELAX_BELOW = 0.4
-"""Share of the budget under which the interval is halved."""
 
+# Share of the budget that samples may take even where the other rounds use it up, so that values show.
 LEFT_AT_LEAST = 0.25
-"""Share of the budget that samples may take even where the other rounds use it up, so that values show."""
 
-ACCOUNT_FROM = 32
-"""Samples since the interval changed, from which on the cost of all of them counts as well."""
+# Samples since the interval changed, from which on the sums count as well: of few, a single one would decide it.
+SUMS_FROM = 32
 
-_REMEMBERED = 32
-_ACCOUNT_REMEMBERED = 256
-
-
-@dataclass(slots=True)
-class _Account:
-    """What samples cost since the interval changed and how long rounds took, in seconds: nothing left out, older ones halved."""
-
-    samples: float = 0.0
-    spent: float = 0.0
-    rounds: float = 0.0
-    trained: float = 0.0
-
-    def sampled(self, cost: float) -> None:
-        """Takes in a sample."""
-        if self.samples >= _ACCOUNT_REMEMBERED:
-            self.samples, self.spent, self.rounds, self.trained = (
-                one / 2 for one in (self.samples, self.spent, self.rounds, self.trained)
-            )
-        self.samples += 1
-        self.spent += cost
-
-    def stepped(self, rounds: int, seconds: float) -> None:
-        """Takes in rounds that took so long together."""
-        self.rounds += rounds
-        self.trained += seconds
-
-    def share(self, interval: int, more: float) -> float:
-        """The share of training time that samples take at an interval, if a round with one costs so much more than the sample.
-
-        0 while they are few, when a single one decides it.
-        """
-        if self.samples < ACCOUNT_FROM or not self.rounds:
-            return 0.0
-        return (self.spent / self.samples + more) / interval / max(self.trained / self.rounds, 1e-9)
+_ADDED_UP = 256
 
 
 class SamplingSchedule:
-    """Decides with `due`, learns from `stepped` and `sampled`. Belongs to the training thread.
+    """Decides with `due`, learns from `stepped`, `counted` and `sampled`. Belongs to the training thread.
 
-    `every`: a fixed interval in rounds, or `None` to follow `budget`, the share of step time that samples may
-    take, in (0, 1). `counting`: what it knows of rounds that are not sampled.
+    `every`: a fixed interval in rounds, or None to follow `budget`, the share of step time that the exporter may take, in (0, 1).
+    `counting`: what it knows of the costs of rounds.
     """
 
     def __init__(self, every: int | None = None, budget: float = 0.01) -> None:
         self.every = every
         self.budget = budget
         self.interval = every or 1
-        self._steps = StepTimes()
         self.counting = RoundCosts()
-        self._first = FIRST_SAMPLES
-        self._first_spent = 0.0
-        self._since_change = 0
-        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
-        self._account = _Account()
+        self._first, self._first_spent = FIRST_SAMPLES, 0.0
+        # Since the interval changed: samples, what they cost, rounds, how long these took. Older ones count half.
+        self._samples = self._spent = self._rounds = self._trained = 0.0
+        # The interval, and the first and the last of some rounds of which only the last is sampled.
         self._due: tuple[int, int, int] = (0, 0, -1)
-        """The interval, and the first and the last of some rounds of which only the last is sampled."""
+
+    # Which rounds
 
     def never(self) -> None:
-        """No round is sampled any more."""
+        """Sample no round any more."""
         self.every = self.interval = NEVER
 
     def due(self, number: int) -> bool:
-        """Whether the round of this number, from 0, is sampled: exactly one of each `interval` in a row."""
+        """Return whether the round of this number, from 0, is sampled: exactly one of each `interval` in a row."""
         return self.next_due(number) == number
 
     def next_due(self, number: int) -> int:
-        """The first round from this number on that is sampled."""
+        """Return the first round from this number on that is sampled."""
         if self.interval == NEVER:
             return number + NEVER
         interval, first, last = self._due
         if interval != self.interval or not first <= number <= last:
             block = number // self.interval
-            last = self._sampled_of(block)
+            last = _sampled_of(block, self.interval)
             if last < number:
-                last = self._sampled_of(block + 1)
+                last = _sampled_of(block + 1, self.interval)
             self._due = self.interval, number, last
         return last
 
-    def _sampled_of(self, block: int) -> int:
-        """The one round that is sampled of those from `block * interval` on."""
-        interval = self.interval
-        if interval & (interval - 1):
-            return block * interval + scattered(block) % interval
-        for level in reversed(range(interval.bit_length() - 1)):
-            # Of each two that the interval half as long samples, this one takes one or the other.
-            block = 2 * block + (scattered(block, level) & 1)
-        return block
-
     def only_counted(self, number: int) -> int:
-        """How many rounds from this number on need only be counted: all up to the next one that is sampled, if these are few.
+        """Return how many rounds from this number on need only be counted: up to the next that is sampled, if these are few.
 
         Many are interrupted by one that is followed, at scattered places for the reason that samples are scattered for.
         """
@@ -142,79 +94,81 @@ class SamplingSchedule:
 
     @property
     def shown_interval(self) -> int | None:
-        """The interval; `None` where no round is sampled."""
+        """The interval; None where no round is sampled."""
         return None if self.interval == NEVER else self.interval
 
     @property
     def capped(self) -> bool:
         """Whether the budget would require a longer interval than there is."""
-        return self.every is None and self.interval == LONGEST and self._share(LONGEST) > self.budget
+        return self.every is None and self.interval == LONGEST and self.counting.share() / LONGEST > self.budget
 
-    def stepped(self, seconds: float, floor: float | None = None) -> None:
-        """Learns how long a round took, the exporter's own time left out; and that time, if it was not sampled."""
-        self._steps.append(seconds)
-        self._account.stepped(1, seconds)
-        if floor is not None:
-            self.counting.followed(floor)
+    # What it learns
+
+    def stepped(self, seconds: float, own: float | None = None) -> None:
+        """Learn how long a round took, the exporter's own time left out; and that time, if it was not sampled."""
+        self.counting.stepped(seconds, own)
+        self._rounds += 1
+        self._trained += seconds
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
-        """Learns how long rounds took that were only counted, and what they cost together."""
-        self._steps.extend(seconds)
-        self._account.stepped(len(seconds), sum(seconds))
-        self.counting.counted(len(seconds), own)
+        """Learn how long rounds took that were only counted, and what they cost together."""
+        self.counting.counted(seconds, own)
+        self._rounds += len(seconds)
+        self._trained += sum(seconds)
 
     def sampled(self, cost: float) -> None:
-        """Learns what a sample cost in seconds and adapts the interval."""
-        self._costs.append(cost)
+        """Learn what a sample cost in seconds and adapt the interval."""
+        costs, step = self.counting, self.counting.step
+        costs.sampled(cost)
         if self.every is not None:
             return
+        self._samples += 1
+        self._spent += cost
+        share = costs.share()
+        # What samples may take of the budget, once all rounds have cost what those cost that are not sampled.
+        followed, rest = costs.not_sampled()
+        available = max(self.budget - (rest / step if step else 0.0), LEFT_AT_LEAST * self.budget)
         if self._first:
             self._first -= 1
             self._first_spent += cost
-            if not self._steps or (self._first and self._first_spent < FIRST_SECONDS):
-                return
-            self._first = 0
-            self._change(self._smallest_within_budget())
-            return
-        self._since_change += 1
-        self._account.sampled(cost)
-        if self._since_change < PATIENCE:
-            return
-        share = max(self._share(self.interval), self._account.share(self.interval, self.counting.more()))
-        if share > self._available() and self.interval < LONGEST:
-            self._change(self.interval * 2)
-        elif share < RELAX_BELOW * self._available() and self.interval > 1:
-            self._change(self.interval // 2)
-
-    def _available(self) -> float:
-        """What samples may take of the budget once all rounds have cost what those cost that are not sampled."""
-        if not self._steps:
-            return self.budget
-        return max(self.budget - self.counting.rest() / self._steps.typical, LEFT_AT_LEAST * self.budget)
+            if step and (not self._first or self._first_spent >= FIRST_SECONDS):
+                self._first, interval = 0, 1
+                while interval < LONGEST and share / interval > available:
+                    interval *= 2
+                self._change(interval)
+        elif self._samples >= PATIENCE:
+            if self._samples >= SUMS_FROM and self._trained:
+                share = max(share, (self._spent / self._samples + followed - rest) / (self._trained / self._rounds))
+            if share / self.interval > available and self.interval < LONGEST:
+                self._change(self.interval * 2)
+            elif share / self.interval < RELAX_BELOW * available and self.interval > 1:
+                self._change(self.interval // 2)
+            elif self._samples >= _ADDED_UP:
+                self._weigh(0.5)
 
     def _change(self, interval: int) -> None:
-        self.interval, self._since_change, self._account = interval, 0, _Account()
+        self.interval = interval
+        self._weigh(0.0)
 
-    def _share(self, interval: int) -> float:
-        """The share of training time that samples take at an interval; 0 while no step time is known.
+    def _weigh(self, factor: float) -> None:
+        self._samples *= factor
+        self._spent *= factor
+        self._rounds *= factor
+        self._trained *= factor
 
-        The step's median, since a step that compiles or writes a checkpoint is not typical. The cost's
-        mean, since some samples measure more and cost more; without the most expensive one, which allocated.
-        """
-        if not self._costs or not self._steps:
-            return 0.0
-        costs = sorted(self._costs)[: max(1, len(self._costs) - 1)]
-        return (fmean(costs) + self.counting.more()) / interval / self._steps.typical
 
-    def _smallest_within_budget(self) -> int:
-        interval = 1
-        while interval < LONGEST and self._share(interval) > self._available():
-            interval *= 2
-        return interval
+def _sampled_of(block: int, interval: int) -> int:
+    """Return the round that is sampled of the `interval` ones from `block * interval` on."""
+    if interval & (interval - 1):
+        return block * interval + scattered(block) % interval
+    for level in reversed(range(interval.bit_length() - 1)):
+        # Of each two that the interval half as long samples, this one takes one or the other.
+        block = 2 * block + (scattered(block, level) & 1)
+    return block
 
 
 def scattered(number: int, level: int = 0) -> int:
-    """A fixed pseudo-random 32-bit number for each number and level; 0 for 0, so that the first round is sampled."""
+    """Return a fixed pseudo-random 32-bit number for each number and level; 0 for 0, so that the first round is sampled."""
     if number == 0:
         return 0
     number = number * 16 + level

@@ -1,196 +1,268 @@
-"""StepWatch: what the steps of optimizers mean for the round, and the gradients as the optimizer sees them.
-
-On the rung `optimizer` the gradients of a round are read here, since no backward is seen.
-"""
+"""StepHooks: what the hooks of optimizers, and the steps that the user reports, mean for the clock and the rounds."""
 
 from __future__ import annotations
 
-import functools
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.backward import BackwardWatch
-from torch_grad_exporter.capture.manual_reduction import WHY
-from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.reader import OptimizerView
-from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat.compiler import compiled_backwards
+from torch_grad_exporter.capture.backward import BackwardHooks
+from torch_grad_exporter.capture.counted_rounds import CountedRounds
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.forwards import ForwardHooks
+from torch_grad_exporter.capture.fused_optimizer import FusedSteps
+from torch_grad_exporter.capture.guarded_hook import Handle
+from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.capture.observations import Observations
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader, StepView
+from torch_grad_exporter.capture.round_costs import HOOKS_SECONDS
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.step_readings import StepReadings
+from torch_grad_exporter.capture.thread import TrainingThread
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.tracing import active_trace
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
+from torch_grad_exporter.torch_compat.optimizers import called_from_step
 
 
-class StepWatch:
-    """Receives the steps of the model's own optimizers. Belongs to the training thread."""
+class StepHooks:
+    """Receives the steps of all optimizers of the process. Belongs to the training thread."""
 
-    def __init__(self, parts: Parts, backward: BackwardWatch) -> None:
-        self._parts = parts
-        self._backward = backward
-        self._preparation = backward.preparation
-        self._rounds = parts.rounds
-        self._found_inf: dict[int, torch.Tensor] = {}
-        self._compiled_before = compiled_backwards()
-        self._nested: set[int] = set()
-        """The optimizers whose step calls that of their base class, which PyTorch reports as two."""
+    def __init__(
+        self,
+        *,
+        index: LayerIndex,
+        optimizers: Optimizers,
+        clock: StepClock,
+        schedule: SamplingSchedule,
+        hooks: Hooks,
+        reader: GradientReader,
+        loss_scale: LossScale,
+        inspections: Inspections,
+        rounds: RoundTracker,
+        detection: BackwardDetection,
+        fused: FusedSteps,
+        counted: CountedRounds,
+        forwards: ForwardHooks,
+        backward: BackwardHooks,
+        readings: StepReadings,
+        observations: Observations,
+        thread: TrainingThread,
+        periodic: Callable[[], None] | None,
+    ) -> None:
+        self._index, self._optimizers, self._clock, self._schedule, self._hooks = index, optimizers, clock, schedule, hooks
+        self._reader, self._loss_scale, self._inspections = reader, loss_scale, inspections
+        self._rounds, self._detection = rounds, detection
+        self._fused, self._counted, self._forwards, self._backward = fused, counted, forwards, backward
+        self._readings, self._observations, self._thread, self._periodic = readings, observations, thread, periodic
+        self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
+        self._look_hook = hooks.guarded("optimizer_hook", self._look)
+        self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
+        self._late_hook: Handle | None = None
+        self._found_inf: dict[int, torch.Tensor | None] = {}  # by optimizer, a scaler's answer for the step under way
+        self._nested: set[int] = set()  # optimizers whose step calls that of their base class, which PyTorch reports as two
+        self._within: tuple[int, set[int]] = -1, set()  # the last backward in which optimizers have stepped, and which
+        self._hooked = False  # an optimizer's hook has reported a step since the user last did
 
-    def began(self, seen: OptimizerView, *, closure: bool) -> None:
-        """An optimizer is about to step, with these gradients. `closure`: the backward is yet to come, within the step."""
+    # Before a step
+
+    def began(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, over: bool = False) -> None:
+        """Before any optimizer's step. `args` begin with the optimizer itself.
+
+        `over`: it was not seen until it was over, so that no other hook is to be waited for.
+        """
+        rounds, clock = self._rounds, self._clock
+        if not self._optimizers.concerns(optimizer):
+            if self._thread.may_be_here():  # on another thread it has nothing to do with these models
+                self._foreign_step()
+            return
+        self._counted.settle()
+        task = graph_task()
+        inside = frozenset(rounds.stepping) if clock.stepping else frozenset()
+        number = self._optimizers.number(optimizer, within_backward=task != -1, inside=inside)
+        if number is None:
+            self._foreign_step()
+            return
+        start = clock.clock()
+        if task != -1:
+            self._began_within_backward(task, number, optimizer)
+            clock.spent(clock.clock() - start)
+            return
+        self._thread.is_here()
+        if clock.stepping and not called_from_step(sys._getframe(3)):
+            clock.leave_step()
+            rounds.step_abandoned()
+        if clock.stepping and number in rounds.stepping:  # `step` has called `super().step()`
+            self._nested.add(number)
+            self._readings.inner_step(StepView(number, found_inf=self._found_inf.get(number)))
+            return
+        clock.step_began(start)
+        sampled = rounds.current.sampled
+        if sampled:
+            self._loss_scale.search(sys._getframe(1))
+        if sampled and not over and self._hooks.others_follow(optimizer):
+            self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
+        else:
+            self._look(optimizer, args, kwargs)
+        clock.spent(clock.clock() - start)
+
+    def _foreign_step(self) -> None:
+        """An optimizer that owns nothing of the model steps; inside the step of one that does, it works for that one."""
+        rounds = self._rounds
+        if not (self._clock.stepping and rounds.stepping):
+            rounds.current.foreign = True
+        elif self._detection.sees_backwards:
+            for optimizer in rounds.stepping & rounds.closures:  # about to use what the closure left
+                self._readings.before_step(StepView(optimizer, found_inf=self._found_inf.get(optimizer)))
+
+    def _began_within_backward(self, task: int, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps before the backward is over: all that do so are one step, at the backward's end."""
+        self._backward.stepped_within()
+        self._rounds.stepping.add(number)
+        self._readings.within_backward(number, self._reader.positions_in(self._rounds.current.table, optimizer))
+        if task != self._within[0]:
+            self._within = task, set()
+            at_end_of_backward(self._end_hook)
+        self._within[1].add(number)
+
+    def _look(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Right before an optimizer's step, when no other hook will change the gradients any more."""
+        number = self._optimizers.number(optimizer)
+        if number is None:
+            return
+        closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+        current = self._rounds.current
+        # A scaler sets both for the time of a fused optimizer's step.
+        found_inf = _tensor(getattr(optimizer, "found_inf", None))
+        grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
+        self._use(StepView(number, grad_scale, found_inf), closure=closure)
+        if current.sampled:
+            self._inspections.tell_and_charge(Inspection.step_began, self._rounds.current, number)
+
+    def _use(self, seen: StepView, *, closure: bool) -> None:
+        """An optimizer uses its gradients in a step. `closure`: the backward is yet to come, within the step."""
         self._backward.abandoned()
         self._rounds.step_began(seen.optimizer, closure=closure)
-        if seen.found_inf is not None:
-            self._found_inf[seen.optimizer] = seen.found_inf
-        if closure:
+        self._found_inf[seen.optimizer] = seen.found_inf
+        if not closure:
+            self._readings.before_step(seen)
+
+    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+        """`clip=` has clipped gradients right before a step. `skip`: whether the optimizer is told to skip it."""
+        number, clock = self._optimizers.number(optimizer), self._clock
+        if number is None or not (self._rounds.current.sampled or skip is not None):
             return
-        if self._parts.mode.sees_backwards:
-            self._look(seen)
-        else:
-            self._parts.cost.of(self._read, seen)
+        start = clock.clock()
+        if skip is not None:
+            self._found_inf[number] = skip
+        self._readings.clipped(StepView(number, _tensor(getattr(optimizer, "grad_scale", None)), skip))
+        clock.spent(clock.clock() - start)
 
-    def clipped(self, seen: OptimizerView) -> None:
-        """Gradients that were looked at just before have been clipped since, as `clip=` asks for."""
-        if seen.found_inf is not None:
-            self._found_inf[seen.optimizer] = seen.found_inf
-        current = self._rounds.current
-        looked = seen.optimizer in current.read if self._parts.mode.sees_backwards else current.sampled and current.captured
-        if looked and self._rounds.sample_is_open and seen.optimizer not in self._rounds.closures:
-            self._parts.cost.of(functools.partial(self._parts.reader.read_again, self._rounds, seen, ours=True))
+    # After a step
 
-    def inner_began(self, optimizer: int) -> None:
-        """A step that has begun calls that of its base class: it may have reduced gradients before, as Horovod's does."""
-        self._nested.add(optimizer)
-        current = self._rounds.current
-        if not (current.sampled and current.fired) or optimizer in self._rounds.closures:
-            return
-        if self._parts.mode.sees_backwards:
-            self._reduced_since(self._view(optimizer))
-        elif self._parts.manual_reduction.untouched(functools.partial(self._parts.reader.positions_of, optimizer)) is False:
-            self._parts.reader.backward_began()  # what was read before is no longer what is used
-            self._parts.cost.of(self._read, self._view(optimizer))
+    def ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        """After any optimizer's step."""
+        number = self._optimizers.number(optimizer)  # None of a foreign one, and then nothing is changed
+        if number is not None and graph_task() == -1:
+            self._hooked = True
+            self._ended(number)
+            self.release()
 
-    def tool_steps(self, optimizers: frozenset[int]) -> None:
-        """Optimizers with a closure, in whose steps another one does the work, are about to use what the closure left."""
-        if self._parts.mode.sees_backwards:
-            for optimizer in optimizers.intersection(self._rounds.closures):
-                self._look(self._view(optimizer))
+    def _backward_ended(self) -> None:
+        self._hooked = True
+        for number in sorted(self._within[1]):
+            self._ended(number)
 
-    def within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step while the backward runs. `ended` is due when the backward is over."""
-        self._backward.stepped_within()
-        self._rounds.step_within_backward(number)
-        if self._rounds.current.sampled:
-            self._parts.reader.read_within_backward(optimizer)
+    def _counting_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        """Rounds are no longer only counted: after a step that was counted, or that of another optimizer."""
+        if not self._counted.step_ends_it(optimizer):
+            # No hook announced the step, so that its beginning was not seen.
+            self.began(optimizer, (), {}, over=True)
+            self.ended(optimizer, (), {})
 
-    def ended(self, optimizer: int) -> bool | None:
-        """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
+    def manual_step(self, number: int | None) -> None:
+        """The user says that a step is done; count it unless an optimizer's hook has said so already. `number`: of the step.
 
-        An optimizer whose `step` calls `super().step()` reports twice; the inner call counts.
+        Raises `TypeError` where that is not a whole number, and then changes nothing.
         """
-        rounds = self._rounds
-        if optimizer not in rounds.stepping:
-            return None
-        self._parts.fused.stepped(rounds.current.number, optimizer, self._found_inf.pop(optimizer, None))
-        late = optimizer in rounds.closures
-        if late and not self._parts.mode.sees_backwards:
-            self._parts.cost.of(self._read, self._view(optimizer))
-        if rounds.step_taken(optimizer):
-            self._no_backward_seen()
-        if late and self._parts.mode.sees_backwards:
-            self._look(self._view(optimizer))
+        number = None if number is None else operator.index(number)
+        self._counted.settle()
+        if not (self._hooked and self._rounds.current.stepped):
+            optimizer = self._optimizers.manual()
+            self._clock.step_began()
+            self._use(StepView(optimizer), closure=False)
+            self._ended(optimizer)
+        self._hooked = False
+        if number is not None:
+            self._rounds.current.number = number
+
+    def _ended(self, number: int) -> None:
+        """The optimizer of this number has stepped, however that became known."""
+        rounds, clock, sees_backwards = self._rounds, self._clock, self._detection.sees_backwards
+        start = clock.clock()
+        clock.forward_came = False
+        sampled = rounds.current.sampled
+        if number not in rounds.stepping:  # `step` has called `super().step()`, which has reported before
+            return
+        found_inf = self._found_inf.pop(number, None)
+        seen, late = StepView(number, found_inf=found_inf), number in rounds.closures
+        self._fused.stepped(rounds.current.number, number, found_inf)
+        if late and not sees_backwards:
+            self._readings.before_step(seen)
+        if rounds.step_taken(number):
+            self._detection.step_without_backward()
+        if late and sees_backwards:
+            self._readings.before_step(seen)
         first = not rounds.current.stepped
-        rounds.step_ended(optimizer, self._waited(optimizer) if rounds.sample_is_open else frozenset())
-        self.prepare_next()
-        return first
+        rounds.step_ended(number, self._readings.waited_for(number))
+        self._forwards.step_over()
+        if sampled:
+            self._inspections.tell_and_charge(Inspection.step_ended, rounds.current, number, found_inf)
+        self._observations.settings(start, sampled=sampled)
+        if first:
+            self._inspections.tell(Inspection.round_stepped)
+        if self._periodic is not None:
+            self._periodic()
+        clock.step_over(start, first_of_round=first)
+        clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))
+        own = clock.own_seconds
+        seconds = clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
+        if seconds is not None:
+            self._schedule.stepped(seconds - own, None if sampled else own)
+        if first:
+            self._counted.round_over(self._regular_optimizer, self._over_hook, self._forwards.step_over)
 
-    def left_out_by(self, optimizer: int) -> torch.Tensor | None:
-        """What a fused optimizer was told of its step before it: not zero where it does nothing. Until `ended`."""
-        return self._found_inf.get(optimizer)
-
-    def prepare_next(self) -> None:
-        """A round may begin: what its backward needs is there."""
-        self._preparation.step_over()
-
-    def abandoned(self) -> None:
-        """A step that had begun raised and will not end."""
-        self._rounds.step_abandoned()
-        self._found_inf.clear()
-
-    def regular_optimizer(self) -> int | None:
-        """The only optimizer that ever steps, if all rounds lately were alike and the next ones may be taken for the same.
-
-        Call it right after a step.
-        """
-        parts = self._parts
-        settled = parts.mode.sees_backwards and not (parts.nodes.held or self._backward.running)
+    def _regular_optimizer(self) -> int | None:
+        """Return the only optimizer that ever steps, if the next rounds may be taken for the same as the last ones."""
+        optimizers = self._optimizers
+        quiet = self._detection.sees_backwards and not (self._detection.nodes.held or self._backward.running)
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
-        if not settled or parts.index.fully_sharded or parts.fused.waiting or parts.optimizers.has_tools:
+        if not quiet or self._index.fully_sharded or self._fused.waiting or optimizers.has_tools:
             return None
-        found = self._rounds.regular_optimizer()
-        return None if found in parts.optimizers.copying | parts.fused.answering | self._nested else found
+        stepper = self._rounds.regular_optimizer()
+        return None if stepper in optimizers.copying | self._fused.answering | self._nested else stepper
 
-    def _view(self, optimizer: int) -> OptimizerView:
-        return OptimizerView(optimizer, found_inf=self._found_inf.get(optimizer))
+    # The end
 
-    def _look(self, seen: OptimizerView) -> None:
-        """What is left to read of a round that an optimizer is using now, or has just used."""
-        rounds = self._rounds
-        if rounds.current.sampled and rounds.current.fired and self._reduced_since(seen):
-            return
-        if rounds.behind:
-            self._parts.cost.of(self._backward.catch_up)
-        # Where the model's gradients were copied to those of another optimizer, it is not known what that one saw.
-        optimizers = self._parts.optimizers
-        copied = seen.optimizer in optimizers.copying or (rounds.current.foreign and not optimizers.reporting)
-        if rounds.sample_is_open and seen.optimizer not in rounds.current.read and not copied:
-            rounds.read_by(seen.optimizer)
-            self._parts.cost.of(self._parts.reader.read_again, rounds, seen)
+    def close(self, *, failed: bool) -> None:
+        """End the counting, and remove the hook of a single step; idempotent. `failed`: an exception has ended the training."""
+        self._counted.settle(over=not failed)
+        self.release()
 
-    def _reduced_since(self, seen: OptimizerView) -> bool:
-        """Whether the backward has left this rank's own gradients; then what the optimizer is about to use is read instead."""
-        parts, rounds = self._parts, self._rounds
-        untouched = parts.manual_reduction.untouched(functools.partial(parts.reader.positions_of, seen.optimizer))
-        if untouched and rounds.behind:
-            parts.cost.of(self._backward.read)
-        if untouched is not False or seen.optimizer == parts.optimizers.manual_number:
-            return False  # a step that the user reports is over: its gradients may be cleared
-        parts.mode.read_at_steps(WHY)
-        parts.nodes.release()
-        parts.reductions.disarm()
-        parts.cost.of(self._read, seen)
-        return True
+    def release(self) -> None:
+        """Remove the hook of a single step; idempotent."""
+        hook, self._late_hook = self._late_hook, None
+        if hook is not None:
+            hook.remove()
 
-    def _read(self, seen: OptimizerView) -> None:
-        """The rung `optimizer`: reads what the optimizer is about to use."""
-        self._rounds.step_to_be_read(seen.optimizer)
-        current = self._rounds.current
-        if not current.sampled or capturing_graph():
-            return
-        self._parts.reductions.look()
-        if not current.captured:
-            self._parts.reader.renew_table(within_step=False)
-        if self._rounds.gradients_found(self._parts.reader.read_of(seen.optimizer)):
-            self._parts.manual_reduction.may_read(self._parts.reader.table)
-            self._backward.read(seen)
 
-    def _waited(self, optimizer: int) -> frozenset[int]:
-        """The optimizers whose steps on the captured gradients are still to come, or have been."""
-        current = self._rounds.current
-        owners = self._parts.reader.owners_of(current.fired, {*current.stepped, optimizer})
-        if self._parts.mode.sees_backwards:
-            return owners
-        return owners.union(number for number, _ in self._parts.optimizers.numbered())  # each is read when it steps
-
-    def _no_backward_seen(self) -> None:
-        """A step that no backward was seen before."""
-        parts, mode = self._parts, self._parts.mode
-        if not mode.sees_backwards:
-            return
-        table = parts.index.refresh(within_step=True)
-        has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
-        if not (has_gradients and parts.probes.written_between_steps(table)):
-            return
-        compiled, complete = compiled_backwards() > self._compiled_before, parts.nodes.hooks_all_of(table)
-        parts.nodes.disarm()  # they may be those of tensors that were replaced
-        if compiled or complete or parts.index.fully_sharded:
-            # Where hooked nodes saw nothing, gradients do not come from autograd.
-            parts.mode.missed(compiled=compiled)
-        mode.unsure = True
-        if not parts.mode.sees_backwards:
-            parts.nodes.release()
-            parts.reductions.disarm()  # no end of a backward will do it
+def _tensor(value: object) -> torch.Tensor | None:
+    return value if isinstance(value, torch.Tensor) else None

@@ -1,203 +1,26 @@
-"""Where PyTorch calls us: the module, tensor and optimizer hooks, each guarded, each with an end.
-
-Three rules hold for every hook here. It returns at once while `torch.compile`, `torch.export` or `torch.jit` traces it, so it
-adds no graph break and is traced away; below a compiled function it runs uncompiled. It never raises into the user's code. It
-holds the exporter only until `close()` disconnects it, so a hook that is still referenced elsewhere does nothing.
-"""
+"""Hooks: registers the hooks of modules and optimizers, suspends them while rounds are only counted, and removes them all."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
-from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torch_grad_exporter.errors import LIMIT, ErrorLog
-from torch_grad_exporter.torch_compat.autograd import dispatch_is_intercepted, outside_of_modes
-from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
+from torch_grad_exporter.capture.guarded_hook import GuardedHook, Handle
+from torch_grad_exporter.capture.module_hooks import ModuleHooks
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.torch_compat.compiler import never_compile
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
 from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks
 
 
-class Handle(Protocol):
-    """What a registration returns; `remove` is idempotent."""
-
-    def remove(self) -> None:
-        """Takes the registration back."""
-
-
-@dataclass(slots=True, eq=False)
-class GuardedHook:
-    """A callable for PyTorch that runs `action` behind the guard and returns `None` to PyTorch.
-
-    A deep copy or a pickle of the model must neither copy the exporter nor need this package when it is
-    loaded again, so both turn the hook into a callable of the standard library that does nothing.
-    """
-
-    _source: str
-    _action: Callable[..., None] | None
-    _errors: ErrorLog
-    _in_a_row: int = 0
-
-    def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
-        """Runs the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
-        # First, and outside the `try`: under compiled autograd an exception here could not be caught.
-        if is_compiling() or is_tracing():
-            return
-        action = self._action
-        if action is None:
-            return
-        compiler = stop_compiling()
-        try:
-            if dispatch_is_intercepted():  # by a mode of the user's, which is not to see our operations
-                with outside_of_modes():
-                    action(*arguments)
-            else:
-                action(*arguments)
-        except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
-            self.failed(error)
-        else:
-            self._in_a_row = 0
-        finally:
-            compile_again(compiler)
-
-    def failed(self, error: Exception) -> None:
-        """Counts a failure; after `LIMIT` in a row the action is not run again."""
-        self._errors.count(self._source, error)
-        self._in_a_row += 1
-        if self._in_a_row == LIMIT:
-            self._errors.gave_up(self._source)
-            self._action = None
-
-    def disconnect(self) -> None:
-        """Makes the hook do nothing and drop what it held; idempotent."""
-        self._action = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
-        return contextlib.nullcontext().__exit__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
 def _nothing(*_arguments: object) -> None:
-    """Stands in the place of a hook that rests."""
+    """Stands in the place of a hook that is suspended."""
 
 
-never_compile(GuardedHook.__call__)
 never_compile(_nothing)
-
-
-_keys = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class _ModuleHooks:
-    """The hooks around one module's forward, under a key of our own in the module's dictionaries.
-
-    PyTorch's numbers would do harm: a pickled module keeps those of hooks that take keyword arguments, and in another
-    process the first hooks of other code get the same numbers.
-    """
-
-    module: weakref.ref[torch.nn.Module]
-    before: GuardedHook
-    after: GuardedHook
-    key: Any
-
-    @classmethod
-    def set_on(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> _ModuleHooks:
-        """Registers both."""
-        one = cls.add_to(module, before, after)
-        one.come_first()
-        return one
-
-    @classmethod
-    def add_to(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> _ModuleHooks:
-        """Registers both, behind all others: what they see is what the module gets, and what it gives."""
-        one = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
-        module._forward_pre_hooks_with_kwargs[one.key] = module._forward_hooks_with_kwargs[one.key] = True
-        for hooks, hook in one._places():
-            hooks[one.key] = hook
-        return one
-
-    def _places(self) -> list[tuple[dict[Any, Any], GuardedHook]]:
-        """The module's dictionaries with what belongs there; none of a module that is gone."""
-        module = self.module()
-        return [] if module is None else [(module._forward_pre_hooks, self.before), (module._forward_hooks, self.after)]
-
-    def remove(self) -> None:
-        """Takes the registration back; idempotent."""
-        self.take_out()
-        module = self.module()
-        if module is not None:
-            module._forward_pre_hooks_with_kwargs.pop(self.key, None)
-            module._forward_hooks_with_kwargs.pop(self.key, None)
-
-    def alone(self) -> bool:
-        """Whether the module has both, and no other hooks."""
-        places = self._places()
-        return bool(places) and all([*hooks] == [self.key] for hooks, _ in places)
-
-    def take_out(self) -> None:
-        """Lets the module's forward run as if there were none; nothing else is forgotten."""
-        for hooks, _ in self._places():
-            hooks.pop(self.key, None)
-
-    def put_back(self, *, into_empty: bool) -> None:
-        """Ends `take_out`, before which there were no others; those that came since stay behind ours.
-
-        `into_empty`: only where there are no others. Then any thread may do this: no thread iterates over an empty dictionary.
-        """
-        if into_empty and any(hooks for hooks, _ in self._places()):
-            return
-        for hooks, hook in self._places():
-            if self.key not in hooks:
-                hooks[self.key] = hook
-                self._put_first(hooks)
-
-    def come_first(self) -> None:
-        """Puts the hook before the forward in front of all others."""
-        for hooks, _ in self._places()[:1]:
-            self._put_first(hooks)
-
-    def _put_first(self, hooks: Any) -> None:  # noqa: ANN401 - an OrderedDict, by PyTorch's types a dict
-        if self.key in hooks and len(hooks) > 1:
-            hooks.move_to_end(self.key, last=False)
-
-
-class InnerHooks:
-    """Hooks around the forwards of modules within the models, which are there in single rounds only.
-
-    `before(module, args, kwargs)` and `after(module, args, kwargs, output)` come last, so that they see what the module gets and
-    gives. Nothing is left at a module between two rounds. Belongs to the training thread, `disarm` to any.
-    """
-
-    def __init__(self, hooks: Hooks, source: str, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._before, self._after = hooks.guarded(source, before), hooks.guarded(source, after)
-        self._handles: list[Handle] = []
-
-    def arm(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Hooks these modules, in the place of those before."""
-        self.disarm()
-        for module in modules:
-            if MODULE_HOOKS:
-                self._handles.append(_ModuleHooks.add_to(module, self._before, self._after))
-            else:
-                self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-
-    def disarm(self) -> None:
-        """Takes all hooks off; idempotent."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
 
 
 class Hooks:
@@ -207,10 +30,10 @@ class Hooks:
         self._errors = errors
         self._handles: list[Handle] = []
         self._hooks: list[GuardedHook] = []
-        self._on_modules: list[_ModuleHooks] = []
+        self._on_modules: list[ModuleHooks] = []
         self._around_step: tuple[GuardedHook, GuardedHook] | None = None
         self._step_numbers = -1, -1
-        self._resting = self._closed = False
+        self._suspended = self._closed = False
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
 
@@ -227,7 +50,7 @@ class Hooks:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
             return
-        hooks = _ModuleHooks.set_on(module, before, after)
+        hooks = ModuleHooks.set_on(module, before, after)
         self._handles.append(hooks)
         self._on_modules.append(hooks)
 
@@ -246,30 +69,30 @@ class Hooks:
         for one in self._on_modules:
             one.come_first()
 
-    def rest(self, counting: Callable[..., None]) -> bool:
-        """Leaves only `counting` after each step, until `wake`; whether that could be done: a module may have other hooks."""
+    def suspend(self, counting: Callable[..., None]) -> bool:
+        """Leaves only `counting` after each step, until `resume`; whether that could be done: a module may have other hooks."""
         with self._lock:
             shown = bool(STEP_HOOKS) and MODULE_HOOKS
-            if not shown or self._closed or self._resting or not all(one.alone() for one in self._on_modules):
+            if not shown or self._closed or self._suspended or not all(one.alone() for one in self._on_modules):
                 return False
-            self._resting = True
+            self._suspended = True
             self._set_step_hooks(_nothing, counting)
             for one in self._on_modules:
                 one.take_out()
             return True
 
-    def wake(self) -> None:
-        """Ends `rest`; idempotent."""
+    def resume(self) -> None:
+        """Ends `suspend`; idempotent."""
         with self._lock:
-            if self._resting and self._around_step is not None:
+            if self._suspended and self._around_step is not None:
                 self._set_step_hooks(*self._around_step)
                 self._put_back(into_empty=False)
-                self._resting = False
+                self._suspended = False
 
-    def wake_modules(self) -> None:
+    def resume_modules(self) -> None:
         """Puts the hooks around forwards back, while steps are still only counted; idempotent, from any thread."""
         with self._lock:
-            if self._resting:
+            if self._suspended:
                 self._put_back(into_empty=True)
 
     def _put_back(self, *, into_empty: bool) -> None:
@@ -290,7 +113,7 @@ class Hooks:
 
     def disconnect(self) -> None:
         """Makes every hook do nothing, without unregistering any; idempotent. Takes no lock: a fork may have left it held."""
-        if self._resting:
+        if self._suspended:
             self._set_step_hooks(_nothing, _nothing)
         hooks, self._hooks = self._hooks, []
         for hook in hooks:

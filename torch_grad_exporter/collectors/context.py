@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.progress import Counts, StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.collectors.clip_reports import ClipReports
@@ -18,6 +18,7 @@ from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.inspection.layer_times import LayerTimes
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
 from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces
+from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
 from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.resources.devices import DeviceMemory
@@ -51,7 +52,7 @@ class CollectorContext:
     `optimizers`: the optimizers' names by number; more may come. `rank`: the one on the series, which the user may have chosen.
     `expected_devices`: the kinds of devices that the parameters were on at the start. `ended`: "finished" or "failed" once the run
     is over, else `None`. `dead_window`, `moments`: what the user chose to see.
-    `weights`: what was seen of weights, if it is asked for. `local_norms`: this rank's own norms. `notified`: what notifiers have done, if
+    `weights`: what was seen of weights, if it is asked for. `local_norms`: this rank's own norms. `waits`: for other ranks. `notified`: what notifiers have done, if
     there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
     actions freeze. `activations`: what was seen of the outputs of inner modules, if it is asked for. `layer_times`: how
     long layers took, if that is asked for. `watched`: what was seen of the gradients of watched tensors. `origins`: where values have become non-finite.
@@ -73,6 +74,7 @@ class CollectorContext:
     moments: bool
     weights: WeightTotals | None
     local_norms: LocalNormTotals
+    waits: ReductionWaits
     notified: NotifyTotals | None = None
     acted: ActionTotals = field(default_factory=ActionTotals)
     clip: ClipReports | None = None

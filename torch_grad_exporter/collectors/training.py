@@ -123,7 +123,7 @@ class TrainingCollector:
         if clock.phases.by_events or (on_host and clock.phases.known):
             yield from self._phase_seconds()
         if on_host:
-            waits = clock.gradient_waits
+            waits = self._context.waits
             yield scalar(TRAIN_GRADIENT_WAIT_SECONDS, None if waits.rounds is None else waits.seconds)
             yield scalar(TRAIN_GRADIENT_WAITS, waits.rounds)
         counted = counts.examples if clock.examples_known and counts.examples else None

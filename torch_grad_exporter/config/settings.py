@@ -16,7 +16,7 @@ from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.actions.clip.policy import OnFailure, Policy, checked_policies, checked_policy
 from torch_grad_exporter.actions.notify import notifiers
-from torch_grad_exporter.capture.reader import Scaler
+from torch_grad_exporter.capture.loss_scale import Scaler
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config import kinds
 from torch_grad_exporter.config.option import option

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.inspections import Inspection
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
@@ -49,7 +51,7 @@ class _Forward:
     old: bool = False
 
 
-class Activations:
+class Activations(Inspection):
     """An `Inspection`. Belongs to the training thread, and to that of the backward."""
 
     def __init__(
@@ -57,13 +59,13 @@ class Activations:
         *,
         modules: InnerModules,
         hooks: Hooks,
-        reader: GradientReader,
+        loss_scale: LossScale,
         cost: SampleCost,
         mailbox: Mailbox,
         totals: ActivationTotals,
     ) -> None:
         self._cost, self._totals = cost, totals
-        self._tallies = RoundTallies(SOURCE, reader, cost, mailbox)
+        self._tallies = RoundTallies(SOURCE, loss_scale, cost, mailbox)
         self._hooks = RoundHooks(modules, hooks, SOURCE, Moments(ended=self._forward_ended))
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._hooks_gradients = True
@@ -98,13 +100,13 @@ class Activations:
         self._chosen = self._hooks.arm(root, compiled=called_from_compiled(sys._getframe(1)))
         self._tell()
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Confirms the forwards that the backward has passed through, and those of which that cannot show."""
-        if not sampled:
+        if not current.sampled:
             self._tallies.forget_backwards()
             self._pending = {}
             return
-        backward = self._tallies.backward_ended(number)
+        backward = self._tallies.backward_ended(current.number)
         confirmed = [one for one, forward in self._pending.items() if one in backward.forwards or not forward.hooked]
         for one in confirmed:
             self._tallies.confirm(self._pending.pop(one).tallies)

@@ -13,25 +13,20 @@ FORWARD, BACKWARD = PASSES = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """The seconds of one pass of a layer, over `rounds` sampled rounds. `sample`: the last of these, from 1."""
+    """The seconds of one pass of a layer, over `rounds` sampled rounds."""
 
     seconds: float = 0.0
     rounds: int = 0
-    sample: int = 0
-
-    def plus(self, other: PassTime) -> PassTime:
-        """Return both together."""
-        return PassTime(self.seconds + other.seconds, self.rounds + other.rounds, max(self.sample, other.sample))
 
 
+# By layer and pass, those that were timed most recently last.
 Times = dict[tuple[str, str], PassTime]
-"""By layer and pass."""
 
 
 class LayerTimes:
     """From any thread. `most`: layers that are kept at most; the times of those that are gone go on in one remainder.
 
-    `untimed`: sampled rounds that are in none of the times, as of `torch_grad_exporter_untimed_steps_total`.
+    `untimed`: sampled rounds that are in none of the times, see `torch_grad_exporter_untimed_steps_total`.
     """
 
     def __init__(self, most: int) -> None:
@@ -39,18 +34,24 @@ class LayerTimes:
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
         self._times: Times = {}
-        self._samples = 0
         self.untimed = 0
 
     def take(self, record: Inspected, values: object) -> None:  # noqa: ARG002 - like any `Taker`; times need no vectors
-        """Count a round; the data are its seconds by layer and pass."""
+        """Count a round; the data are its seconds by layer and pass. Add the layers timed least recently to the remainder."""
         assert isinstance(record.data, dict)  # noqa: S101 - only `LayerTimer` sends records of this name
         seconds: dict[tuple[str, str], float] = record.data
         with self._lock:
-            self._samples += 1
             for key, new in seconds.items():
-                self._times[key] = self._times.get(key, PassTime()).plus(PassTime(new, 1, self._samples))
-            self._make_room()
+                self._add(key, PassTime(new, 1))
+            recent = dict.fromkeys(layer for layer, _ in reversed(self._times) if layer != REMOVED)
+            for layer in [*recent][self._most :]:
+                for name in PASSES:
+                    if (layer, name) in self._times:
+                        self._add((REMOVED, name), self._times.pop((layer, name)))
+
+    def _add(self, key: tuple[str, str], new: PassTime) -> None:
+        old = self._times.pop(key, PassTime())
+        self._times[key] = PassTime(old.seconds + new.seconds, old.rounds + new.rounds)
 
     def snapshot(self) -> Times:
         """Return all times as of now."""
@@ -58,17 +59,5 @@ class LayerTimes:
             return dict(self._times)
 
     def after_fork_in_child(self) -> None:
-        """The child has none of the threads that may hold the lock."""
+        """Make a lock anew: the child has none of the threads that may hold the old one."""
         self._lock = threading.RLock()
-
-    def _make_room(self) -> None:
-        """Add the layers that were timed least recently to the remainder, while there are too many."""
-        last: dict[str, int] = {}
-        for (layer, _), time in self._times.items():
-            last[layer] = max(last.get(layer, 0), time.sample)
-        last.pop(REMOVED, None)
-        for layer in sorted(last, key=last.__getitem__)[: max(0, len(last) - self._most)]:
-            for name in PASSES:
-                if (layer, name) in self._times:
-                    gone = self._times.pop((layer, name))
-                    self._times[REMOVED, name] = self._times.get((REMOVED, name), PassTime()).plus(gone)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle, Hooks
+from torch_grad_exporter.capture.guarded_hook import GuardedHook, Handle
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given

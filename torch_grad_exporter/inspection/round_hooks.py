@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.inspection.inner_hooks import InnerHooks
 from torch_grad_exporter.inspection.modules import Chosen, InnerModules
 from torch_grad_exporter.torch_compat.autograd import graph_task
 

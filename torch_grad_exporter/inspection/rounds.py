@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.inspection.tallies import SentTallies, Tally, packed
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox
@@ -64,9 +64,9 @@ class _Round:
 class RoundTallies:
     """Sends records of this inspection. Belongs to the training thread and to that of the backward."""
 
-    def __init__(self, inspection: str, reader: GradientReader, cost: SampleCost, mailbox: Mailbox) -> None:
+    def __init__(self, inspection: str, loss_scale: LossScale, cost: SampleCost, mailbox: Mailbox) -> None:
         self._inspection = inspection
-        self._reader, self._cost, self._mailbox = reader, cost, mailbox
+        self._loss_scale, self._cost, self._mailbox = loss_scale, cost, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._backwards: dict[int, Backward] = {}
         """By autograd's number, those that are not over."""
@@ -95,7 +95,7 @@ class RoundTallies:
         if self._round.number != number:
             self._round = _Round(number)
         self.confirm(backward.tallies)
-        scale, self._round.scaler = self._reader.scale, self._reader.knows_scaler
+        scale, self._round.scaler = self._loss_scale.value, self._loss_scale.has_scaler
         self._round.scale = None if scale is None else scale.detach().clone()  # the scaler changes it in place
         return backward
 
@@ -127,7 +127,7 @@ class RoundTallies:
             if tally.peaks is not None:  # else there are gradients only, of outputs that an earlier round has confirmed
                 by_device.setdefault(key.device, []).append(key)
         # A scaler that was found only after the backward has scaled its loss, unless it is disabled.
-        known = over.scaler or (self._reader.scale_known and self._reader.scale is None)
+        known = over.scaler or (self._loss_scale.is_known and self._loss_scale.value is None)
         sent, tickets = [], []
         for device, keys in by_device.items():
             begun = self._cost.timer.begin((device,))

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.compiler import is_compiling
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.inspections import Inspection
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies
@@ -35,7 +37,7 @@ class PartOfGradientError(RuntimeError):
     """This rank has only a part of a gradient, so that it cannot know by what to clip it."""
 
 
-class Watch:
+class Watch(Inspection):
     """An `Inspection`, and what `exporter.watch` calls. Belongs to the training thread, and to that of the backward.
 
     `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays as
@@ -46,18 +48,18 @@ class Watch:
         self,
         *,
         hooks: Hooks,
-        reader: GradientReader,
+        loss_scale: LossScale,
         cost: SampleCost,
         mailbox: Mailbox,
         totals: WatchTotals,
         errors: ErrorLog,
         sampled: bool,
     ) -> None:
-        self._reader, self._cost, self._mailbox = reader, cost, mailbox
+        self._loss_scale, self._cost, self._mailbox = loss_scale, cost, mailbox
         self._totals = totals
         self._guard = errors.boundary(SOURCE, "gradients of watched tensors are no longer clipped")
         self._measuring = errors.boundary(SOURCE, "gradients of watched tensors are no longer measured")
-        self._tallies = RoundTallies(SOURCE, reader, cost, mailbox)
+        self._tallies = RoundTallies(SOURCE, loss_scale, cost, mailbox)
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._sampled = sampled
@@ -88,10 +90,10 @@ class Watch:
         """What is watched from here on is of this round."""
         self._sampled = sampled
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Confirms what the backward has shown."""
-        if sampled:
-            self._tallies.backward_ended(number)
+        if current.sampled:
+            self._tallies.backward_ended(current.number)
         else:
             self._tallies.forget_backwards()
 
@@ -164,7 +166,7 @@ class Watch:
             raise PartOfGradientError("the gradient of a watched tensor is sparse or sharded over ranks, so that it is not clipped")
         with measuring(values.device.type):
             norm = torch.linalg.vector_norm(values, dtype=wide(values.device))
-            scale = self._reader.scale
+            scale = self._loss_scale.value
             limit = max_norm if scale is None else max_norm * scale.to(norm.dtype)
             within = (norm <= limit) | ~norm.isfinite()
             factor = torch.where(within, torch.ones_like(norm), limit / norm)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torch_grad_exporter.capture.weights import WeightMeasurement
+from torch_grad_exporter.inspection.weights import WeightMeasurement
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable

@@ -54,6 +54,7 @@ class Optimizers:
         """Whether two optimizers own the same parameter."""
         self._table: ParameterTable | None = None
         self._groups_seen = -1
+        self._groups_listed: tuple[object, ...] = ()
         self._owners = np.zeros(0, dtype=np.int64)
         self._places: dict[int, list[int]] = {}
         """By optimizer the positions in the table of its parameters, in its own order; -1 of those that are not there."""
@@ -161,10 +162,17 @@ class Optimizers:
         """The optimizers that have a number and are alive."""
         return [(number, optimizer) for optimizer, number in self._numbers.items()]
 
-    def owners(self, table: ParameterTable, stepped: Collection[int] = ()) -> IntArray:
-        """For each parameter of the table its optimizer's number, -1 for none; of several owners one of those that `stepped`."""
+    def owners(self, table: ParameterTable, stepped: Collection[int] = (), *, new_sample: bool = False) -> IntArray:
+        """For each parameter of the table its optimizer's number, -1 for none; of several owners one of those that `stepped`.
+
+        Parameters that were replaced within a group are looked for in each `new_sample` only.
+        """
         groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
+        listed = (self._adopter, *((number, id(parameters), len(parameters)) for number, parameters in groups))
+        if table is self._table and listed == self._groups_listed and not (new_sample or (self._overlap and stepped)):
+            return self._owners
         seen = hash((self._adopter, *((number, tuple(map(id, parameters))) for number, parameters in groups)))
+        self._groups_listed = listed
         if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
             return self._owners
         position = {t.identity: i for i, t in enumerate(table.tracked)}

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,20 @@ from torch_grad_exporter.model.units import UnitLayout, one_of_equal, unit_layou
 from torch_grad_exporter.torch_compat.compiler import never_compile
 from torch_grad_exporter.torch_compat.modules import parameters_in
 from torch_grad_exporter.torch_compat.tensors import local
+
+
+class BackwardListener(Protocol):
+    """What parameters report to.
+
+    Attributes:
+        running: Whether a backward is known to run.
+        fired: The parameters that it has reached.
+        on_first: Is called with the first of them, and what that is about to receive; raises nothing.
+    """
+
+    running: bool
+    fired: list[TrackedParameter]
+    on_first: Callable[[TrackedParameter, tuple[torch.Tensor | None, ...]], None]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -46,15 +61,17 @@ class TrackedParameter:
     """Whether another rank has the same part and counts it in sums over ranks."""
     flat: FlatPart | None = None
     """What this rank has of it, where `FullyShardedDataParallel` keeps it."""
-    told: Callable[[TrackedParameter, tuple[torch.Tensor | None, ...]], None] | None = None
-    """What is called when the parameter is about to receive gradients, while autograd's node for it has this object as a hook."""
+    listener: BackwardListener | None = None
+    """Learns that the parameter is about to receive gradients, while autograd's node for it has this object as a hook."""
 
     def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """The hook itself: an object less for each parameter, which matters where there are thousands."""
-        if is_compiling():
+        """Report to the listener. The hook itself, since another object for each of thousands of parameters costs too much."""
+        listener = self.listener
+        if listener is None or is_compiling():
             return
-        if self.told is not None:
-            self.told(self, gradients)
+        if not listener.running:
+            listener.on_first(self, gradients)
+        listener.fired.append(self)
 
     @classmethod
     def at(
@@ -113,7 +130,7 @@ class TrackedParameter:
 
 never_compile(TrackedParameter.__call__)
 
-_about = operator.attrgetter(*(field.name for field in fields(TrackedParameter) if field.name not in ("module", "told")))
+_about = operator.attrgetter(*(field.name for field in fields(TrackedParameter) if field.name not in ("module", "listener")))
 
 
 _look_up: Callable[[Mapping[str, torch.nn.Parameter | None], str], torch.nn.Parameter | None] = dict.get  # type: ignore[assignment]

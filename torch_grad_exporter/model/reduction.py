@@ -41,6 +41,8 @@ class Reductions:
     """Each wrapper with whether the next backward through it reduces."""
     wrapped: bool = False
     """Whether the last of these forwards ran through a wrapper."""
+    coming: Reduction | None = None
+    """What the backward that began last reduces; `None` if it runs through no wrapper, as far as known."""
 
     def forward_began(self, root: torch.nn.Module) -> None:
         """A training forward of a root has begun, outside of a backward."""
@@ -52,18 +54,18 @@ class Reductions:
         del self._forwards[:-MOST]
         self._forwards += [(weakref.ref(one), one.require_backward_grad_sync) for one in found]
 
-    def coming(self) -> Reduction | None:
-        """What the backward that begins now reduces; `None` if it runs through no wrapper, as far as known. To be called once."""
-        forwards, self._forwards = self._forwards, []
+    def backward_began(self) -> None:
+        """A backward of a sampled round begins."""
+        forwards, self._forwards, self.coming = self._forwards, [], None
         # The last forward through a wrapper decides.
         found = {wrapper: syncs for reference, syncs in forwards if (wrapper := reference()) is not None}
         # A wrapper that computes in another type replaces these parameters by others.
         if not found or any(wrapper.mixed_precision is not None for wrapper in found):
-            return None
+            return
         reducing = [wrapper for wrapper, syncs in found.items() if syncs]
         sizes = {_ranks(wrapper) for wrapper in reducing}
         parameters = frozenset(id(parameter) for wrapper in reducing for parameter in reduced_parameters(wrapper))
-        return Reduction(parameters, sizes.pop() if len(sizes) == 1 else 0)
+        self.coming = Reduction(parameters, sizes.pop() if len(sizes) == 1 else 0)
 
 
 def _ranks(wrapper: DistributedDataParallel) -> int:

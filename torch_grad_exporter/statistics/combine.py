@@ -26,41 +26,26 @@ class Combine(enum.Enum):
             group: The group of each row, ascending from 0; no group is empty.
             starts: Where each group begins.
         """
-        match self:
-            case Combine.SUM:
-                return np.add.reduceat(rows, starts, axis=0)
-            case Combine.MIN:
-                return np.minimum.reduceat(rows, starts, axis=0)
-            case Combine.MAX:
-                return np.maximum.reduceat(rows, starts, axis=0)
-            case Combine.ROOT_OF_SQUARES:
-                largest = np.maximum.reduceat(rows, starts, axis=0)
-                scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-                return np.sqrt(np.add.reduceat(np.square(rows / scale[group]), starts, axis=0)) * scale
+        if self is not Combine.ROOT_OF_SQUARES:
+            return _UFUNCS[self].reduceat(rows, starts, axis=0)
+        scale = _divisor(np.maximum.reduceat(rows, starts, axis=0))
+        return np.sqrt(np.add.reduceat(np.square(rows / scale[group]), starts, axis=0)) * scale
 
     def groups(self, values: FloatArray, group: IntArray, groups: int) -> FloatArray:
         """Like `runs` for one column, shape (n,), whose groups come in any order."""
         order = np.argsort(group, kind="stable")
-        ascending = group[order]
-        starts = np.searchsorted(ascending, np.arange(groups))
-        return self.runs(values[order, None].astype(np.float64), ascending, starts)[:, 0]
+        starts = np.searchsorted(group[order], np.arange(groups))
+        return self.runs(values[order, None].astype(np.float64), group[order], starts)[:, 0]
 
-    def repeated(self, value: float, times: int) -> float:
-        """Return the combined value of this many parts that all have `value`."""
-        match self:
-            case Combine.SUM:
-                return value * times
-            case Combine.MIN | Combine.MAX:
-                return value
-            case Combine.ROOT_OF_SQUARES:
-                return value * math.sqrt(times)
+
+_UFUNCS = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 
 
 def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArray:
     """Return the L2 norm of each group of vectors from the norms of the vectors, without overflow."""
     largest = np.zeros(groups)
     np.maximum.at(largest, group, norms)
-    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+    scale = _divisor(largest)
     return np.sqrt(np.bincount(group, np.square(norms / scale[group]), groups)) * scale
 
 
@@ -70,3 +55,7 @@ def length(norms: FloatArray) -> float:
     if not 0 < largest < math.inf:  # a NaN stays one
         return largest
     return math.sqrt(float(np.square(norms / largest).sum())) * largest
+
+
+def _divisor(largest: FloatArray) -> FloatArray:
+    return np.where((largest > 0) & np.isfinite(largest), largest, 1.0)

@@ -15,12 +15,15 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import Combine
+
+_Values = TypeVar("_Values", torch.Tensor, FloatArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,54 +78,39 @@ class Statistic:
     float64: bool = False
     opt_in: str = ""
 
+    @property
+    def homogeneous(self) -> bool:
+        """Whether all of it is proportional to a power of the gradient."""
+        return all(column.power for column in self.columns)
 
-# The statistics that `host.py` and `device.py` measure together.
+    def on_host(self, block: FloatArray) -> FloatArray:
+        """Return the columns of a block; raises `ValueError` for a wrong shape."""
+        block = block.view()
+        block.flags.writeable = False  # it may be the gradient itself
+        return self._checked(self.host(block))  # type: ignore[misc]  # what has its own measures has both
+
+    def on_device(self, chunk: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
+        """Return the columns of a chunk, shape (tensors, elements), in the type to accumulate in."""
+        return self._checked(self.device(chunk, accumulate)).to(accumulate)  # type: ignore[misc]
+
+    def _checked(self, values: _Values) -> _Values:
+        if values.ndim != 2 or values.shape[1] != len(self.columns):
+            wanted = f"(gradients, {len(self.columns)})"
+            raise ValueError(f"statistic {self.name!r}: expected shape {wanted}, got {tuple(values.shape)}")
+        return values
 
 
-def _has_nan(elements: Elements) -> bool:
-    return any(map(math.isnan, elements.flat))
+def _norm(elements: Elements) -> tuple[float, ...]:
+    return (math.nan if any(map(math.isnan, elements.flat)) else math.hypot(*elements.flat),)
 
 
-def _zero_units(elements: Elements) -> tuple[float, ...]:
+def _counts(elements: Elements) -> tuple[float, ...]:
+    flat = elements.flat
+    zeros, nans, infs = (sum(map(test, flat)) for test in ((0.0).__eq__, math.isnan, math.isinf))
+    low, high = (math.nan, math.nan) if nans else (min(flat, default=0.0), max(flat, default=0.0))
     # Dead units depend on earlier samples, see `units.py`. This is their number for a window of one.
-    zero = float(sum(not any(unit) for unit in elements.units))
-    return zero, zero
-
-
-def _extremes(elements: Elements) -> tuple[float, ...]:
-    if _has_nan(elements):
-        return math.nan, math.nan
-    return min(elements.flat, default=0.0), max(elements.flat, default=0.0)
-
-
-NORM = Statistic(
-    "norm",
-    (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),),
-    lambda elements: (math.nan if _has_nan(elements) else math.hypot(*elements.flat),),
-)
-ZEROS = Statistic(
-    "zeros",
-    (ColumnSpec("zeros", Combine.SUM),),
-    lambda elements: (float(sum(value == 0 for value in elements.flat)),),
-)
-NONFINITE = Statistic(
-    "nonfinite",
-    (ColumnSpec("nans", Combine.SUM), ColumnSpec("infs", Combine.SUM)),
-    lambda elements: tuple(float(sum(map(test, elements.flat))) for test in (math.isnan, math.isinf)),
-)
-EXTREMES = Statistic(
-    "extremes",
-    (ColumnSpec("min", Combine.MIN, power=1), ColumnSpec("max", Combine.MAX, power=1)),
-    _extremes,
-)
-UNITS = Statistic(
-    "units",
-    (ColumnSpec("zero_units", Combine.SUM), ColumnSpec("dead_units", Combine.SUM)),
-    _zero_units,
-)
-TOGETHER = (NORM, ZEROS, NONFINITE, EXTREMES, UNITS)
-
-# The sum of the elements gives, with the norm, their mean and standard deviation.
+    units = sum(not any(unit) for unit in elements.units)
+    return float(zeros), float(nans), float(infs), low, high, float(units), float(units)
 
 
 def _sum(elements: Elements) -> tuple[float, ...]:
@@ -133,6 +121,19 @@ def _sum(elements: Elements) -> tuple[float, ...]:
         return (math.copysign(math.inf, max(elements.flat, key=abs)),)
 
 
+# What `host.py` and `device.py` measure together.
+NORM = Statistic("norm", (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),), _norm)
+COUNTS = Statistic(
+    "counts",
+    (
+        *(ColumnSpec(name, Combine.SUM) for name in ("zeros", "nans", "infs")),
+        ColumnSpec("min", Combine.MIN, power=1),
+        ColumnSpec("max", Combine.MAX, power=1),
+        *(ColumnSpec(name, Combine.SUM) for name in ("zero_units", "dead_units")),
+    ),
+    _counts,
+)
+# The sum of the elements gives, with the norm, their mean and standard deviation.
 MOMENTS = Statistic(
     "moments",
     (ColumnSpec("sum", Combine.SUM, power=1),),

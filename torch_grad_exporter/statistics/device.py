@@ -20,9 +20,8 @@ import torch
 
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.batches import Batch, Group, arranged, resolved, slices
-from torch_grad_exporter.statistics.declared import Statistic
-from torch_grad_exporter.statistics.layout import Layout, expected, homogeneous
+from torch_grad_exporter.statistics.batches import Batch, Group
+from torch_grad_exporter.statistics.layout import Layout
 
 # Bytes of a temporary, at most. Not bounded: a sparse gradient made dense or coalesced, and a few
 # bytes for each output unit.
@@ -47,36 +46,22 @@ def capturing_graph() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What was read of the gradients of a group, before the past of their units is considered.
-
-    Attributes:
-        group: The gradients.
-        pieces: Rows of each, shape (n,); None: one.
-        rows: Shape (all pieces, columns), followed by a scale where the device has no float64.
-        zero: Which units have a gradient that is exactly zero, shape (units of all members,).
-        alive: Which have a nonzero element and no NaN.
-    """
+    """What was read of the gradients of a group, before the past of their units is considered."""
 
     group: Group
-    pieces: IntArray | None
-    rows: torch.Tensor
-    zero: torch.Tensor
-    alive: torch.Tensor
+    pieces: IntArray | None  # rows of each gradient, shape (n,); None: one
+    rows: torch.Tensor  # shape (all pieces, columns), followed by a scale where the device has no float64
+    zero: torch.Tensor  # units whose gradient is exactly zero, shape (units of all members,)
+    alive: torch.Tensor  # units that have a nonzero element and no NaN
 
 
 @dataclass(frozen=True, slots=True)
 class ByTorch:
-    """Reads gradients with operations of torch, in several passes.
-
-    Attributes:
-        layout: What is measured.
-        wide: The widest type that a device computes in.
-        most: Elements that are read at once.
-    """
+    """Reads gradients with operations of torch, in several passes."""
 
     layout: Layout
     wide: Wide
-    most: int
+    most: int  # elements that are read at once
 
     def read(self, group: Group, parts: Sequence[Batch]) -> Reading:
         """Return all that can be said of the gradients without their past."""
@@ -85,8 +70,8 @@ class ByTorch:
         for batch in parts:
             extremes = []
             for chunk in chunks(batch, self.most):
-                low, high = _extremes(chunk, accumulate)
-                rows.append(_row(chunk, low, high, self.layout, accumulate))
+                low, high = _extremes(chunk)
+                rows.append(self._row(chunk, low, high, accumulate))
                 extremes.append(torch.maximum(-low, high))
             pieces.append(len(extremes))
             if batch.units:
@@ -101,19 +86,27 @@ class ByTorch:
     def norms(self, group: Group, parts: Sequence[Batch]) -> tuple[torch.Tensor, IntArray | None]:
         """Return only the norms, with the same rounding, and how many each gradient has."""
         measured = [norms(batch, self.wide(group.device), self.most) for batch in parts]
-        return torch.cat(measured).reshape(-1), pieces_of(
-            parts, [len(rows) // len(batch.tensors) for batch, rows in zip(parts, measured, strict=True)]
-        )
+        pieces = [len(rows) // len(batch.tensors) for batch, rows in zip(parts, measured, strict=True)]
+        return torch.cat(measured).reshape(-1), pieces_of(parts, pieces)
+
+    def _row(self, chunk: torch.Tensor, low: torch.Tensor, high: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
+        """The row of each tensor of a chunk, whose extremes by unit are known."""
+        flat, layout = chunk.reshape(len(chunk), -1), self.layout
+        norm, *scale = _norms(chunk, accumulate, (low, high))
+        columns = [torch.zeros_like(norm)] * layout.width
+        columns[Column.NORM] = norm
+        for column, flags in ((Column.ZEROS, flat == 0), (Column.NANS, flat.isnan()), (Column.INFS, flat.isinf())):
+            columns[column] = flags.sum(dim=1, dtype=accumulate)
+        columns[Column.MIN], columns[Column.MAX] = low.amin(dim=1).to(accumulate), high.amax(dim=1).to(accumulate)
+        for one in layout.apart:
+            values = flat.to(accumulate) / scale[0][:, None] if scale and one.homogeneous else flat
+            columns[layout.places(one)] = one.on_device(values, accumulate).unbind(dim=1)
+        return torch.stack([*columns, *scale], dim=1)
 
 
 def norms(batch: Batch, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> torch.Tensor:
     """Return a norm of each piece of each gradient, shape (pieces, 1), or (pieces, 2) with a scale."""
-    rows = []
-    for chunk in chunks(batch, most):
-        flat = chunk.reshape(len(chunk), -1)
-        scale = _scale(*_extremes(chunk, accumulate)) if _is_scaled(flat, accumulate) else None
-        rows.append(torch.stack(_norms(flat, scale, accumulate), dim=1))
-    return joined(rows)
+    return joined([torch.stack(_norms(chunk, accumulate), dim=1) for chunk in chunks(batch, most)])
 
 
 def pieces_of(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray | None:
@@ -134,66 +127,30 @@ def chunks(batch: Batch, most: int) -> Iterator[torch.Tensor]:
     A row is an output unit or a part of one: a larger unit comes in parts, as many for each. If a
     tensor is cut, it is the only one.
     """
-    if batch.elements <= most:
-        yield resolved(batch.stacked()).reshape(len(batch.tensors), batch.rows, -1)
-        return
-    tensor, width = batch.tensors[0], batch.elements // batch.rows
-    for part in slices(arranged(tensor, batch.layout), most // (4 if tensor.is_complex() else 2)):
-        values = resolved(part)
-        yield values.reshape(1, max(1, values.numel() // width), -1)
+    tensors, width = len(batch.tensors), batch.elements // batch.rows
+    for part in batch.cut(most):
+        yield part.reshape(tensors, max(1, part.numel() // (tensors * width)), -1)
 
 
-def apart(
-    one: Statistic,
-    measure: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-    values: torch.Tensor,
-    accumulate: torch.dtype,
-) -> torch.Tensor:
-    """Return the columns of a statistic with a measure of its own; `values`: (tensors, elements)."""
-    return expected(one, measure(values, accumulate)).to(accumulate)
-
-
-def _row(chunk: torch.Tensor, low: torch.Tensor, high: torch.Tensor, layout: Layout, accumulate: torch.dtype) -> torch.Tensor:
-    """The row of each tensor of a chunk, whose extremes by unit are known."""
-    flat = chunk.reshape(len(chunk), -1)
-    scale = _scale(low, high) if _is_scaled(flat, accumulate) else None
-    norm, *factor = _norms(flat, scale, accumulate)
-    columns = [torch.zeros_like(norm)] * layout.width
-    columns[Column.NORM] = norm
-    for column, flags in ((Column.ZEROS, flat == 0), (Column.NANS, flat.isnan()), (Column.INFS, flat.isinf())):
-        columns[column] = flags.sum(dim=1, dtype=accumulate)
-    columns[Column.MIN] = low.amin(dim=1).to(accumulate)
-    columns[Column.MAX] = high.amax(dim=1).to(accumulate)
-    for one in layout.apart:
-        if one.device is not None:
-            values = flat.to(accumulate) / factor[0][:, None] if factor and homogeneous(one) else flat
-            columns[layout.places(one)] = apart(one, one.device, values, accumulate).unbind(dim=1)
-    return torch.stack([*columns, *factor], dim=1)
-
-
-def _extremes(chunk: torch.Tensor, accumulate: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _extremes(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest and the largest element of each row."""
-    if accumulate is torch.float32:  # older versions of torch have no `aminmax` on MPS
+    if chunk.device.type == "mps":  # older versions of torch have no `aminmax` there
         return chunk.amin(dim=2), chunk.amax(dim=2)
     low, high = chunk.aminmax(dim=2)
     return low, high
 
 
-def _scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each tensor, 1 where that is no divisor."""
-    largest = torch.maximum(-low, high).amax(dim=1)
-    return torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-
-
-def _is_scaled(flat: torch.Tensor, accumulate: torch.dtype) -> bool:
-    return accumulate is torch.float32 or flat.dtype is torch.float64
-
-
-def _norms(flat: torch.Tensor, scale: torch.Tensor | None, accumulate: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _norms(
+    chunk: torch.Tensor, accumulate: torch.dtype, extremes: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, ...]:
     """The norm of each tensor; without float64 that of the tensor divided by its scale, and the scale."""
-    if scale is None:
+    flat = chunk.reshape(len(chunk), -1)
+    if accumulate is torch.float64 and flat.dtype is not torch.float64:
         return (torch.linalg.vector_norm(flat, dim=1, dtype=accumulate),)
-    scale = scale.to(accumulate)
+    low, high = extremes or _extremes(chunk)
+    largest = torch.maximum(-low, high).amax(dim=1)
+    # The largest magnitude of each tensor, 1 where that is no divisor.
+    scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest)).to(accumulate)
     values = flat.to(accumulate) / scale[:, None]
     if accumulate is torch.float64:
         return (torch.linalg.vector_norm(values, dim=1) * scale,)

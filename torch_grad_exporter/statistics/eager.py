@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column, device, host
-from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch, Gradients, Group, Grouping
+from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Group, Grouping
 from torch_grad_exporter.statistics.device import ByTorch, Reading, joined
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
@@ -26,20 +25,12 @@ COUNTS_EVERY = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
-    """What was measured on one device, still on that device.
+    """What was measured on one device, still on that device."""
 
-    Attributes:
-        positions: Of the parameters in their table, shape (n,).
-        elements: Of each (local) gradient, shape (n,).
-        units: Output units of each, shape (n,).
-        vector: The rows, in the widest type of the device.
-        packing: How the rows are packed.
-    """
-
-    positions: IntArray
-    elements: IntArray
-    units: IntArray
-    vector: torch.Tensor
+    positions: IntArray  # of the parameters in their table, shape (n,)
+    elements: IntArray  # of each (local) gradient
+    units: IntArray  # output units of each
+    vector: torch.Tensor  # the rows, in the widest type of the device
     packing: Packing
 
 
@@ -77,7 +68,11 @@ class EagerStatistics:
         self._kernels = kernels
         self._units: dict[torch.device, UnitState] = {}
         self._grouping = Grouping()
-        self._counting = _Counting()
+        # The table of the last sample, and whether its model is small.
+        self._table: ParameterTable | None = None
+        self._small = False
+        self._samples, self._last = 0, -1  # samples that are finished, and the number of the last one
+        self._captures, self._several = 2, True  # of the last sample; whether samples have several
 
     def measure(self, table: ParameterTable, gradients: Gradients, sample: int) -> list[Measurement]:
         """Return full statistics, one measurement per device."""
@@ -86,11 +81,16 @@ class EagerStatistics:
     @torch.no_grad()
     def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
         """Read gradients; those of a sample may be read in several calls."""
+        if table is not self._table:
+            self._table, self._small = table, int(table.elements.sum()) <= SMALL
+        # The number of a sample is known only when it is finished. Where samples have several captures,
+        # this one may belong to the last sample or to a new one, and is counted if either is due.
+        counts = self._small or self._samples % COUNTS_EVERY <= self._several
         readings: list[Reading] = []
         for group, parts in self._grouping.groups(table, gradients):
             if group.device.type in self._on_host:
-                found = host.measure(parts, self.layout, counts=self._counting.due(table))
-                readings.append(Reading(group, None, *map(torch.from_numpy, found)))
+                measured = host.measure(parts, self.layout, counts=counts)
+                readings.append(Reading(group, None, *map(torch.from_numpy, measured)))
             elif self._kernels is not None:
                 readings += self._kernels.read(group, parts, self._by_torch)
             else:
@@ -103,23 +103,47 @@ class EagerStatistics:
 
         The same `sample` again replaces what it has counted before.
         """
-        self._counting.finished(sample)
+        if sample != self._last:
+            self._several, self._captures = self._captures > 1, 0
+            self._samples, self._last = self._samples + 1, sample
+        self._captures += 1
+        self._several |= self._captures > 1
         if self._kernels is not None:
             self._kernels.finished()
-        groups: dict[torch.device, list[Reading]] = {}
+        by_device: dict[torch.device, list[Reading]] = {}
         for reading in readings:
-            groups.setdefault(reading.group.device, []).append(reading)
-        return [self._packed(where, parts, sample) for where, parts in groups.items()]
+            by_device.setdefault(reading.group.device, []).append(reading)
+        measured = []
+        for where, parts in by_device.items():
+            group, pieces = parts[0].group, parts[0].pieces
+            if len(parts) > 1:
+                group = Group.joined([part.group for part in parts])
+                if any(part.pieces is not None for part in parts):
+                    own = (np.ones_like(part.group.positions) if part.pieces is None else part.pieces for part in parts)
+                    pieces = np.concatenate([*own])
+            if group.members:
+                self._count_units(group, parts, sample)
+            packing = self._packing(where, self.layout, pieces, group.implied if group.implied.any() else None)
+            vector = joined([part.rows for part in parts]).reshape(-1)
+            measured.append(Measurement(group.positions, group.elements, group.units, vector, packing))
+        return measured
 
     @torch.no_grad()
     def norms(self, table: ParameterTable, gradients: Gradients) -> list[Measurement]:
         """Return only the norms, with the same rounding: equal gradients give equal bits."""
-        found = []
+        measured = []
+        found: list[tuple[Group, torch.Tensor, IntArray | None]]
         for group, parts in self._grouping.groups(table, gradients):
-            for some, vector, pieces in self._norms(group, parts):
-                packing = self._packing(NORMS, pieces, group.device)
-                found.append(Measurement(some.positions, some.elements, some.units, vector, packing))
-        return found
+            if group.device.type in self._on_host:
+                found = [(group, torch.from_numpy(host.norms(parts, wide=self.layout.float64)), None)]
+            elif self._kernels is not None:
+                found = self._kernels.norms(group, parts, self._by_torch)
+            else:
+                found = [(group, *self._by_torch.norms(group, parts))]
+            for some, vector, pieces in found:
+                packing = self._packing(group.device, NORMS, pieces)
+                measured.append(Measurement(some.positions, some.elements, some.units, vector, packing))
+        return measured
 
     def taken_once(self) -> bool:
         """Return whether the samples since the last call did work that others will not need."""
@@ -132,71 +156,24 @@ class EagerStatistics:
         for state in self._units.values():
             state.forget(foreign, sample)
 
-    def _norms(self, group: Group, parts: Sequence[Batch]) -> list[tuple[Group, torch.Tensor, IntArray | None]]:
-        if group.device.type in self._on_host:
-            return [(group, torch.from_numpy(host.norms(parts, wide=self.layout.float64)), None)]
-        if self._kernels is not None:
-            return self._kernels.norms(group, parts, self._by_torch)
-        return [(group, *self._by_torch.norms(group, parts))]
+    def _count_units(self, group: Group, parts: list[Reading], sample: int) -> None:
+        """Count zero and dead units of one device, and write them into the rows of the readings."""
+        state = self._units.get(group.device)
+        if state is None:
+            state = self._units[group.device] = UnitState(self._window, group.device)
+        zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
+        counts = state.update(group.members, zero, alive, sample)
+        if counts is None:  # as the rows say
+            return
+        counts = counts.to(parts[0].rows.dtype)
+        for part, own in zip(parts, torch.split(counts, [len(part.group.members) for part in parts]), strict=True):
+            columns = part.rows[:, Column.ZERO_UNITS : Column.DEAD_UNITS + 1]
+            if part.pieces is None:
+                columns[: len(own)] = own
+            else:  # into the first row of each; an index would have to be copied to the device
+                for row, pair in zip((np.cumsum(part.pieces) - part.pieces).tolist(), own.unbind(), strict=False):
+                    columns[row] = pair
 
-    def _packed(self, where: torch.device, parts: Sequence[Reading], sample: int) -> Measurement:
-        groups = [part.group for part in parts]
-        if any(group.members for group in groups):
-            state = self._units.get(where)
-            if state is None:
-                state = self._units[where] = UnitState(self._window, where)
-            members = groups[0].members if len(parts) == 1 else tuple(itertools.chain(*(g.members for g in groups)))
-            zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
-            counts = state.update(members, zero, alive, sample).t()
-            for part, mine in zip(parts, torch.split(counts, [len(g.members) for g in groups]), strict=True):
-                # The first row of a gradient has its counts. An index that is made on the host
-                # would have to be copied to the device; views and one launch need no copy.
-                if part.pieces is not None and len(mine):
-                    rests = [torch.zeros_like(mine[:1]).expand(n - 1, 2) for n in part.pieces[: len(mine)].tolist()]
-                    mine = torch.cat([some for pair in zip(torch.split(mine, 1), rests, strict=True) for some in pair])  # noqa: PLW2901
-                part.rows[: len(mine), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = mine.to(part.rows.dtype)
-        pieces = None
-        if any(part.pieces is not None for part in parts):
-            ones = np.ones_like
-            pieces = np.concatenate([ones(p.group.positions) if p.pieces is None else p.pieces for p in parts])
-        positions, elements, units, implied = (
-            getattr(groups[0], name) if len(groups) == 1 else np.concatenate([getattr(group, name) for group in groups])
-            for name in ("positions", "elements", "units", "implied")
-        )
-        packing = self._packing(self.layout, pieces, where, implied if implied.any() else None)
-        return Measurement(positions, elements, units, joined([part.rows for part in parts]).reshape(-1), packing)
-
-    def _packing(self, layout: Layout, pieces: IntArray | None, where: torch.device, implied: IntArray | None = None) -> Packing:
+    def _packing(self, where: torch.device, layout: Layout, pieces: IntArray | None, implied: IntArray | None = None) -> Packing:
         scaled = where.type not in self._on_host and self._by_torch.wide(where) is torch.float32
         return Packing(layout, pieces, scaled, implied)
-
-
-class _Counting:
-    """Decides in which samples zeros and extremes are measured: the first, the fifth and so on.
-
-    The number of a sample is known only when it is finished. While samples are captured several
-    times, as where gradients accumulate, a reading may belong to the last sample or to a new one;
-    it is measured if either is due.
-    """
-
-    def __init__(self) -> None:
-        self._table: ParameterTable | None = None
-        self._small = False
-        self._samples = 0
-        self._last: int | None = None
-        self._captures, self._several = 0, True  # of the last sample; whether samples have several
-
-    def due(self, table: ParameterTable) -> bool:
-        if table is not self._table:
-            self._table, self._small = table, int(table.elements.sum()) <= SMALL
-        again = self._several and self._samples % COUNTS_EVERY == 1
-        return self._small or again or self._samples % COUNTS_EVERY == 0
-
-    def finished(self, sample: int) -> None:
-        if sample == self._last:
-            self._several = True
-        elif self._last is not None:
-            self._several = self._captures > 1
-        self._captures = self._captures + 1 if sample == self._last else 1
-        self._samples += sample != self._last
-        self._last = sample

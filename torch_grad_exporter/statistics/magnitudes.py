@@ -8,7 +8,6 @@ not above the bound: so the counts are those of float64. Nothing is read from a 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,11 +26,11 @@ WIDTH = len(WEIGHT_MAGNITUDES) + 2
 CHUNK_ELEMENTS = 1 << 21
 
 
-@dataclass(slots=True)
 class Magnitudes:
     """Measures tensors. For one thread at a time; the bounds stay on each device that it has seen."""
 
-    _bounds: dict[tuple[torch.device, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._bounds: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def of(self, batch: Batch, accumulate: torch.dtype) -> torch.Tensor:
         """Return rows of shape (parts * tensors, `WIDTH`), which add up to those of the tensors."""
@@ -41,7 +40,13 @@ class Magnitudes:
         rows = np.zeros((len(batch.tensors), WIDTH))
         with np.errstate(all="ignore"):  # a sum beyond the type is infinite
             for block in blocks(batch):
-                rows += _on_host(np.abs(block.reshape(len(rows), -1)))
+                magnitudes = np.abs(block.reshape(len(rows), -1))
+                bounds = _bounds_in(float64=magnitudes.dtype == np.float64)
+                up_to = [count(magnitudes <= bound) for bound in (*bounds, np.finfo(magnitudes.dtype).max)]
+                total = magnitudes.sum(axis=1, dtype=np.float64)
+                if not np.isfinite(total).all():
+                    total = np.where(np.isfinite(magnitudes), magnitudes, 0.0).sum(axis=1, dtype=np.float64)
+                rows += np.column_stack([np.diff(np.stack(up_to, axis=1), prepend=0), total])
         return torch.from_numpy(rows).to(accumulate)
 
     def _on_device(self, flat: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
@@ -57,17 +62,6 @@ class Magnitudes:
         total = torch.where(finite, magnitudes, 0).sum(dim=1, keepdim=True, dtype=accumulate)
         counts = torch.diff(torch.cat([torch.zeros_like(total), up_to, known], dim=1))
         return torch.cat([counts, total], dim=1)
-
-
-def _on_host(magnitudes: FloatArray) -> FloatArray:
-    """The rows of one block, shape (tensors, elements)."""
-    up_to = [count(magnitudes <= bound) for bound in _bounds_in(float64=magnitudes.dtype == np.float64)]
-    total = magnitudes.sum(axis=1, dtype=np.float64)
-    known = np.full(len(magnitudes), magnitudes.shape[1])
-    if not np.isfinite(total).all():
-        finite = np.isfinite(magnitudes)
-        known, total = count(finite), np.where(finite, magnitudes, 0.0).sum(axis=1, dtype=np.float64)
-    return np.column_stack([np.diff(np.stack([*up_to, known], axis=1), prepend=0), total])
 
 
 @functools.cache

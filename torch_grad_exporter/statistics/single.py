@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from torch_grad_exporter.statistics import device, host
-from torch_grad_exporter.statistics.batches import Batch, is_ordinary, plain_local, resolved, slices
+from torch_grad_exporter.statistics.batches import Batch, is_ordinary, plain_local, slices
 
 # A number if the gradient is on the CPU, else a tensor of shape (1,) on its device.
 Norm = float | torch.Tensor
@@ -21,24 +21,19 @@ def norms(gradient: torch.Tensor, added_to: torch.Tensor | None = None, wide: de
     piece, so that the memory needed stays small and neither is changed. What is empty has no part.
     """
     if added_to is None:
-        yield from _norm(gradient, wide)
-        return
-    most = host.BLOCK_ELEMENTS if gradient.device.type == "cpu" else device.CHUNK_ELEMENTS // 2
-    if gradient.numel() <= most or not gradient.layout is added_to.layout is torch.strided:
-        yield from _norm(gradient + added_to, wide)
-        return
-    if gradient.is_contiguous() and added_to.is_contiguous():  # many small rows are then one
-        gradient, added_to = gradient.view(-1), added_to.view(-1)
-    for part, other in zip(slices(gradient, most), slices(added_to, most), strict=True):
-        yield from _norm(part + other, wide)
-
-
-def _norm(gradient: torch.Tensor, wide: device.Wide) -> Iterator[Norm]:
-    values = gradient.detach() if is_ordinary(gradient) else plain_local(gradient, keep_sparse=True)
-    if values.numel() == 0:
-        return
-    if values.device.type == "cpu":
-        yield float(host.norms((Batch((0,), (resolved(values),), None),))[0])
-        return
-    rows = device.norms(Batch((0,), (values,), None), wide(values.device))
-    yield from torch.split(rows.prod(dim=1), 1)  # without float64 a norm comes with its scale
+        parts: Iterable[torch.Tensor] = (gradient,)
+    else:
+        most = host.BLOCK_ELEMENTS if gradient.device.type == "cpu" else device.CHUNK_ELEMENTS // 2
+        if gradient.numel() <= most or not gradient.layout is added_to.layout is torch.strided:
+            parts = (gradient + added_to,)
+        else:
+            if gradient.is_contiguous() and added_to.is_contiguous():  # many small rows are then one
+                gradient, added_to = gradient.view(-1), added_to.view(-1)
+            parts = (one + other for one, other in zip(slices(gradient, most), slices(added_to, most), strict=True))
+    for part in parts:
+        values = part.detach() if is_ordinary(part) else plain_local(part, keep_sparse=True)
+        if values.numel() and values.device.type == "cpu":
+            yield float(host.norms((Batch((0,), (values,), None),))[0])
+        elif values.numel():
+            rows = device.norms(Batch((0,), (values,), None), wide(values.device))
+            yield from torch.split(rows.prod(dim=1), 1)  # without float64 a norm comes with its scale

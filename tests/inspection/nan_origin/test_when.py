@@ -164,3 +164,20 @@ def test_a_model_can_be_freed_after_a_round() -> None:
         del model, output
         gc.collect()
         assert kept() is None
+
+
+def test_an_alarm_ends_the_counting() -> None:
+    """Rounds that were only counted are followed from the alarm on, so that the origin is named within a few steps of it."""
+    chance = torch.Generator().manual_seed(5)
+    model = around()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with start_exporter(model, None, every=4000, collectors=OTHERS, nan_origin=True) as exporter:
+        for number in range(400):
+            exporter.observe(loss=1.0)
+            ordinary(exporter, model, optimizer, number, torch.randn(4, 8, generator=chance))
+        exporter.observe(loss=NAN)
+        exporter.collect()  # which the worker takes in first
+        ordinary(exporter, model, optimizer, 400, torch.randn(4, 8))  # the last round that is only counted
+        ordinary(exporter, model, optimizer, 401, torch.full((4, 8), NAN))
+        exporter.collect()
+        assert list(found(exporter)) == [("batch", "batch", "nan")]

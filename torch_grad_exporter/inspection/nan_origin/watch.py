@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.inspection.inner_hooks import InnerHooks
 from torch_grad_exporter.inspection.nan_origin.backward import Graph
 from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
 from torch_grad_exporter.inspection.nan_origin.origins import SentTape
-from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox
@@ -32,7 +34,7 @@ TOGETHER = 8
 SOURCE = "nan_origin"
 
 
-class NanOrigin:
+class NanOrigin(Inspection):
     """Told of rounds by the capture. `always`: arms each sampled round, too. `scaled`: whether a gradient scaler is in use."""
 
     def __init__(
@@ -43,14 +45,12 @@ class NanOrigin:
         mailbox: Mailbox,
         *,
         models: Mapping[str, torch.nn.Module],
-        requests: Requests,
         steps: Callable[[], int],
         scaled: Callable[[], bool],
         always: bool,
     ) -> None:
         self._cost, self._clock, self._mailbox = cost, clock, mailbox
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
-        self._requests = requests
         self._steps, self._scaled, self._always = steps, scaled, always
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._inner = InnerHooks(hooks, SOURCE, self._entered, self._left)
@@ -63,9 +63,6 @@ class NanOrigin:
 
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
         """Begins to record, where the round is armed."""
-        requested = self._requests.take()
-        if SOURCE in requested:
-            self._rounds, self._forwards = requested[SOURCE], FORWARDS
         if not (self._rounds or (self._always and sampled)):
             return
         if capturing_graph() or within_transform() or compiles_its_call(root):
@@ -86,16 +83,18 @@ class NanOrigin:
         self._inner.arm(inside.modules)
         self._recording.got(args, kwargs)
 
-    def backward_ended(self, number: int, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
+    def requested(self, rounds: Mapping[str, int]) -> None:
+        """Record the next rounds."""
+        if SOURCE in rounds:
+            self._rounds, self._forwards = rounds[SOURCE], FORWARDS
+
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Hands over what was recorded up to now."""
-        self._number = number
+        self._number = current.number
         if self._recording is not None:
             self._hand_over(backward=True)
 
-    def round_over(self, number: int, *, kept: bool) -> None:
-        """Nothing: what was seen is handed over after each backward."""
-
-    def step_over(self, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
+    def step_over(self, *, sampled: bool) -> None:  # noqa: ARG002
         """A step is over: what no backward was seen of is handed over as it is."""
         self._rounds = max(0, self._rounds - 1)
         if self._recording is not None:

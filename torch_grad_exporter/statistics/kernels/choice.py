@@ -234,7 +234,7 @@ def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
 def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, IntArray | None]:
     """The rows of the programs with what they do not measure, by torch: a large gradient has several rows then, see `device.py`."""
     layout = by_torch.layout
-    others = [(one, one.device) for one in layout.apart if one is not MOMENTS and one.device is not None]
+    others = [one for one in layout.apart if one is not MOMENTS]
     if not others:
         return rows, None
     found, pieces = [], []
@@ -245,7 +245,7 @@ def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) ->
             row = own if number == 0 else torch.zeros_like(own)
             if number:
                 row[:, Column.MIN], row[:, Column.MAX] = math.inf, -math.inf
-            for one, measure in others:
-                row[:, layout.places(one)] = device.apart(one, measure, chunk.reshape(len(chunk), -1), torch.float64)
+            for one in others:
+                row[:, layout.places(one)] = one.on_device(chunk.reshape(len(chunk), -1), torch.float64)
             found.append(row)
     return torch.cat(found), pieces_of(parts, pieces)

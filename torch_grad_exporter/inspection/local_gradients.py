@@ -17,13 +17,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.guarded_hook import Handle
+from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.rounds import Round
-from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
-from torch_grad_exporter.model.reduction import Reduction
+from torch_grad_exporter.model.reduction import Reduction, Reductions
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.store.mailbox import Mailbox
@@ -62,15 +65,25 @@ class _Sum:
     found: dict[int, list[single.Norm]] = field(default_factory=dict)
 
 
-class LocalGradients:
+class LocalGradients(Inspection):
     """Measures on sampled rounds and posts a record after the `SampleRead` that it belongs to.
 
     Belongs to the thread of the backward; holds parameters during one only.
     """
 
-    def __init__(self, hooks: Hooks, mailbox: Mailbox, cost: SampleCost, clock: StepClock) -> None:
+    def __init__(
+        self,
+        *,
+        hooks: Hooks,
+        mailbox: Mailbox,
+        cost: SampleCost,
+        clock: StepClock,
+        reductions: Reductions,
+        detection: BackwardDetection,
+    ) -> None:
         self._cost = cost
         self._clock = clock
+        self._reductions, self._detection = reductions, detection
         self._hook = hooks.guarded("backward_hook", self._arrives)
         self._mailbox = mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
@@ -83,22 +96,29 @@ class LocalGradients:
         self._norms: dict[int, list[single.Norm]] = {}
         self._there: set[int] = set()
         self._ready: tuple[Reduction, ParameterTable] | None = None
+        self._table: ParameterTable
         self._samples_before: int | None = 0
         """Training examples of all forwards up to the last backward; `None` while that is not known."""
 
-    def missed(self, *, unfinished: bool) -> None:
-        """There were backwards that were not seen. `unfinished`: of a round that is not over."""
+    def counted(self, *, unfinished: bool) -> None:
+        """Backwards were not seen, so the examples of a round that is not over are unknown."""
         self._samples_before = None if unfinished else self._samples()
 
-    def begin(self, table: ParameterTable, reduction: Reduction | None, *, carries_on: bool) -> None:
-        """A backward of a sampled round begins. `carries_on`: the gradients of the one before are unchanged."""
-        self.disarm()
+    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
+        """Hook the parameters that this backward reduces, in a sampled round; hooks that came since the first one miss it."""
+        self.release()
+        if not (current.sampled and self._detection.sees_backwards):
+            return
+        reduction, self._table = self._reductions.coming, table
+        carries_on = current.backwards > 0 and self._detection.probes.untouched()
         if not carries_on:
             self._sum = _Sum()
         self._begins, self._reduction, self._ready = not carries_on, reduction, None
         self._norms, self._there = {}, set()
         if reduction is not None and (reduction.parameters or self._begins):
             self._arm(table, reduction.parameters)
+            if first is not None and first[0] in self._armed:
+                self._arrives(self._armed[first[0]], *first)
 
     def _arm(self, table: ParameterTable, reduced: frozenset[int]) -> None:
         """Hooks the nodes of what is reduced; where that is nothing, of all, to see what is there before."""
@@ -113,12 +133,6 @@ class LocalGradients:
         for position, node in zip(trained, nodes_of(trained.values()), strict=True):
             self._handles.append(node.register_prehook(functools.partial(self._hook, position, table.tracked[position])))
 
-    def arrives_first(self, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """The node of this parameter is the one that was running when the others were hooked."""
-        position = self._armed.get(tracked)
-        if position is not None:
-            self._arrives(position, tracked, gradients)
-
     def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """A gradient is about to be added to what its parameter has. The last time in a backward counts."""
         start, incoming, present = self._clock.clock(), gradients[0], tracked.gradient()
@@ -132,12 +146,10 @@ class LocalGradients:
             self._norms[position] = [] if present is None else [*single.norms(present)]
         self._cost.spent(start, sampled=True)
 
-    def end(self, current: Round, table: ParameterTable, fired: set[int], *, written: bool) -> None:
-        """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one."""
-        self.disarm()
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
+        """Decide whether what was measured is of this rank alone."""
+        self.release()
         reduction, self._reduction, total = self._reduction, None, self._sum
-        if not written:
-            return
         samples = self._samples()
         before, self._samples_before = self._samples_before, samples
         if not current.sampled:
@@ -145,22 +157,27 @@ class LocalGradients:
         total.samples = _sum(total.samples, before, samples)
         if reduction is None or not reduction.parameters:
             return
-        unseen = (self._there & (current.fired | fired)) - self._norms.keys()
-        if not (total.reduced or unseen or any(table.tracked[i].sharded for i in self._norms)):
-            self._ready = reduction, table
+        unseen = (self._there & current.fired) - self._norms.keys()
+        if not (total.reduced or unseen or any(self._table.tracked[i].sharded for i in self._norms)):
+            self._ready = reduction, self._table
         total.reduced = True
 
-    def post(self, number: int) -> None:
-        """The round's gradients were captured: hands over what was measured of the backward before, which may be nothing."""
+    def backward_dropped(self) -> None:
+        """Remove the hooks."""
+        self.release()
+        self._reduction = None
+
+    def gradients_read(self, current: ArmedRound) -> None:
+        """Hand over what was measured of the backward before, which may be nothing."""
         ready, self._ready = self._ready, None
         sent = None if ready is None else self._sent()
         if ready is None or sent is None:
-            self._mailbox.append(Inspected(LOCAL_NORMS, number, ()))
+            self._mailbox.append(Inspected(LOCAL_NORMS, current.number, ()))
             return
         reduction, table = ready
         reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
         measured = LocalMeasurement(sent[0], reduced, self._sum.samples, reduction.ranks)
-        self._mailbox.append(Inspected(LOCAL_NORMS, number, sent[1], measured))
+        self._mailbox.append(Inspected(LOCAL_NORMS, current.number, sent[1], measured))
 
     def _sent(self) -> tuple[IntArray, tuple[Ticket, ...]] | None:
         """Starts one copy to the host for each device; `None` if too much is under way."""
@@ -187,7 +204,7 @@ class LocalGradients:
         """Training examples of all forwards up to now, `None` if unknown."""
         return self._clock.examples if self._clock.examples_known else None
 
-    def disarm(self) -> None:
+    def release(self) -> None:
         """Removes the hooks; idempotent, from any thread."""
         handles, self._handles, self._armed = self._handles, [], {}
         for handle in handles:

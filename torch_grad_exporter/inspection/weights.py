@@ -11,13 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.armed_round import ArmedRound
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.batches import batches, dense_local
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import Magnitudes
 from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Inspected
 
 LAYERS = 8
@@ -44,49 +48,36 @@ class WeightMeasurement:
     may_be_left_out: bool
 
 
-class WeightProbe:
-    """Measures the next few layers around a sampled step, behind a guard of its own; its time belongs to the sample.
+class WeightProbe(Inspection):
+    """Measures the next few layers around a sampled step. Belongs to the training thread."""
 
-    Belongs to the training thread.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._guard = parts.errors.boundary("weights")
-        self._transfer = HostTransfer(pressed=parts.mailbox.press)
+    def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
+        self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
+        self._transfer = HostTransfer(pressed=mailbox.press)
         self._magnitudes = Magnitudes()
         self._next: dict[int, int] = {}
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
         """By optimizer: the positions of some parameters, and their copies from before its step."""
 
-    def before(self, optimizer: int) -> None:
-        """An optimizer is about to step in a sampled round: copies the parameters of the next layers that it owns."""
-        self._parts.cost.of(self._guard, self._before, optimizer)
-
     @torch.no_grad()
-    def _before(self, optimizer: int) -> None:
-        table, timer = self._parts.reader.table, self._parts.cost.timer
-        owners = self._parts.optimizers.owners(table, {optimizer})
+    def step_began(self, current: ArmedRound, optimizer: int) -> None:
+        """Copy the parameters of the next layers that the optimizer owns."""
+        table, timer = current.table, self._timer
+        owners = self._optimizers.owners(table, {optimizer})
         chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
         copied = [(i, p, local(p)) for i, p in chosen if p is not None]
         begun = timer.begin(dict.fromkeys(now.device for _, _, now in copied))
         self._copies[optimizer] = table, [(i, p, now.clone()) for i, p, now in copied]
         timer.end(begun)
 
-    def after(self, optimizer: int, left_out: torch.Tensor | None = None) -> None:
-        """It has stepped: measures the copied parameters against what the step made of them, and hands over.
-
-        `left_out`: on a device, one number, not zero where the optimizer was told to do nothing.
-        """
-        self._parts.cost.of(self._guard, self._after, optimizer, left_out)
-
     @torch.no_grad()
-    def _after(self, optimizer: int, left_out: torch.Tensor | None) -> None:
+    def step_ended(self, current: ArmedRound, optimizer: int, left_out: torch.Tensor | None) -> None:
+        """Measure the copied parameters against what the step made of them, and hand over."""
         if optimizer not in self._copies:
             return
         table, copies = self._copies.pop(optimizer)
         for device in dict.fromkeys(copy.device for _, _, copy in copies):
-            begun = self._parts.cost.timer.begin((device,))
+            begun = self._timer.begin((device,))
             here = [(i, local(parameter), copy) for i, parameter, copy in copies if copy.device == device]
             norms = [
                 torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
@@ -94,11 +85,11 @@ class WeightProbe:
             spread, rows = self._spread(table, [(position, now) for position, now, _ in here])
             told = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
             ticket = self._transfer.send(torch.cat([torch.stack(norms), *rows, *told]))
-            self._parts.cost.timer.end(begun)
+            self._timer.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
                 measured = WeightMeasurement(table, positions, spread, left_out is not None)
-                self._parts.mailbox.append(Inspected(WEIGHTS, self._parts.rounds.current.number, (ticket,), measured))
+                self._mailbox.append(Inspected(WEIGHTS, current.number, (ticket,), measured))
 
     def _spread(self, table: ParameterTable, here: list[tuple[int, torch.Tensor]]) -> tuple[IntArray, list[torch.Tensor]]:
         """How the elements spread of those parameters that count in sums over ranks: whose each row is, and the rows end to end."""

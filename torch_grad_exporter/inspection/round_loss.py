@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.inspections import Inspection
+from torch_grad_exporter.capture.observations import READ_SECONDS, Observations
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import on_gradient, within_transform
 from torch_grad_exporter.torch_compat.compiler import is_tracing, never_compile
-
-READ_SECONDS = 0.5
-"""Losses that models return, and learning rates, are read in sampled rounds and otherwise this often at most."""
 
 ITEMS = "num_items_in_batch"
 """The keyword argument by which Transformers tells a model the number of items in the whole round."""
@@ -92,15 +95,24 @@ class _Round:
         return _sum(self.values) / self.count
 
 
-class RoundLoss:
-    """Reads the losses of rounds that are due. Belongs to the training thread, but for `given`.
+class RoundLoss(Inspection):
+    """Reads the losses of rounds that are due, and posts each when its round is over. Belongs to the training thread.
 
-    Each method returns the losses of rounds that are over, in their order.
+    Where the user gives the loss, those of the model are shown neither in that round nor in the next one.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._clock = parts.clock
+    def __init__(
+        self,
+        *,
+        rounds: RoundTracker,
+        detection: BackwardDetection,
+        clock: StepClock,
+        index: LayerIndex,
+        observations: Observations,
+        errors: ErrorLog,
+    ) -> None:
+        self._rounds, self._detection, self._clock = rounds, detection, clock
+        self._index, self._observations = index, observations
         self._reading = False
         self._read_at = float("-inf")
         self._waiting: list[_Loss] = []
@@ -108,51 +120,48 @@ class RoundLoss:
         self._round: _Round | None = None
         self._trained = False
         """Whether there was a forward since the last step."""
-        self._rounds_given = 0
-        self._asks = functools.partial(parts.errors.boundary("backward_hook", limit=None).result, self._cleared)
+        self._given = 0
+        """Rounds of which the losses of the model are not shown."""
+        self._asks = functools.partial(errors.boundary("backward_hook", limit=None).result, self._cleared)
 
-    def given(self) -> None:
-        """The user gives the loss: those of the model are not shown in this round and in the next one."""
-        self._rounds_given = 2
-
-    def forward(self, model: int, output: object, kwargs: Mapping[str, object]) -> list[Value]:
-        """A training forward of the root of this number is over."""
+    def forward_ended(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
+        """Keep the loss in the output, if it is due."""
         # Where no backward is seen, which round this is shows at its step only.
-        over = self._sorted() if self._parts.mode.sees_backwards else []
+        if self._detection.sees_backwards:
+            self._post(self._sorted())
         first_forward, self._trained = not self._trained, True
-        if not self._reading and not self._due():
-            return over
+        due = self._reading or self._rounds.next_is_sampled or self._clock.clock() - self._read_at > READ_SECONDS
+        if not due:
+            return
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor) or not _readable(loss):
-            return over
+            return
         if not self._reading:
             self._reading, self._read_at = True, self._clock.clock()
         if len(self._waiting) == MOST:
             self._forget()
         self._waiting.append(self._seen(loss, model, whole=kwargs.get(ITEMS) is not None, first_forward=first_forward))
-        return over
 
-    def step_over(self) -> list[Value]:
-        """A round's first step is done."""
-        over = [*self._sorted(), *self._taken()]
+    def round_stepped(self) -> None:
+        """Post the loss of the round."""
+        self._post([*self._sorted(), *self._taken()])
         self._reading = self._trained = False
-        self._rounds_given = max(0, self._rounds_given - 1)
+        self._given = max(0, self._given - 1)
         if self._waiting:  # a backward through them may still come, but not after another step
             self._waiting = [loss for loss in self._waiting if not loss.old]
             for loss in self._waiting:
                 loss.old = True
-        return over
 
-    def training_over(self) -> list[float]:
-        """The exporter is being closed, on any thread: of a round without a step, what is on the host."""
-        return [loss for loss in (*self._sorted(), *self._taken()) if isinstance(loss, float)]
+    def training_over(self) -> None:
+        """Post the loss of a round without a step, if it is on the host."""
+        self._post([loss for loss in (*self._sorted(), *self._taken()) if isinstance(loss, float)])
 
-    def _due(self) -> bool:
-        return self._parts.rounds.next_is_sampled or self._clock.clock() - self._read_at > READ_SECONDS
+    def _post(self, losses: list[Value]) -> None:
+        for loss in losses:
+            self._observations.post("loss", loss, step=self._clock.number)
 
     def _seen(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> _Loss:
-        parts, current = self._parts, self._parts.rounds.current
-        seen = parts.mode.sees_backwards
+        current, seen = self._rounds.current, self._detection.sees_backwards
         first = bool(current.stepped) or not current.backwards if seen else first_forward
         found = _Loss(_copy(loss), model, whole, current.number, first, self._asks if self._clock.stepping else None)
         if seen and loss.grad_fn is not None:
@@ -163,7 +172,7 @@ class RoundLoss:
 
     def _cleared(self) -> bool:
         """Whether the gradients of the last backward were thrown away; not known of those that FSDP2 keeps elsewhere."""
-        return not self._parts.index.fully_sharded and self._parts.probes.cleared()
+        return not self._index.fully_sharded and self._detection.probes.cleared()
 
     def _forget(self) -> None:
         """There were too many forwards that no backward has passed through."""
@@ -175,13 +184,13 @@ class RoundLoss:
         """Takes in the losses that backwards have passed through since the last call; returns what is over by that."""
         if not self._waiting and self._round is None:
             return []
-        current = self._parts.rounds.current
+        current = self._rounds.current
         # It ended without a step, or with one that no hook saw.
         over = self._taken() if self._round is not None and self._round.number != current.number else []
         waiting, self._waiting = self._waiting, []
         for loss in waiting:
             if loss.passes is not None:
-                loss.used = not self._parts.mode.sees_backwards or self._clock.backward_passes > loss.passes
+                loss.used = not self._detection.sees_backwards or self._clock.backward_passes > loss.passes
             if loss.used:
                 self._take_in(loss, current.number)
             elif loss.passes is None:
@@ -196,8 +205,10 @@ class RoundLoss:
 
     def _taken(self) -> list[Value]:
         """Ends the round; its loss, if there is one."""
+        if self._observations.loss_given:
+            self._observations.loss_given, self._given = False, 2
         found, self._round = self._round, None
-        loss = None if found is None or self._rounds_given else found.loss()
+        loss = None if found is None or self._given else found.loss()
         return [] if loss is None else [loss]
 
 

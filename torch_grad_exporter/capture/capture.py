@@ -1,0 +1,209 @@
+"""Capture: builds the side that runs on the training thread, in the order of the data, and shows it to others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+
+from torch_grad_exporter.capture.backward import BackwardHooks
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.counted_rounds import CountedRounds
+from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.forwards import ForwardHooks
+from torch_grad_exporter.capture.fused_optimizer import FusedSteps
+from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.capture.observations import Number, Observations
+from torch_grad_exporter.capture.outcomes import Lost, Mode
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.step_readings import StepReadings
+from torch_grad_exporter.capture.steps import StepHooks
+from torch_grad_exporter.capture.thread import TrainingThread
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.errors import ErrorLog, Guard
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.reduction import Reductions
+from torch_grad_exporter.requests import Requests
+from torch_grad_exporter.store.mailbox import Mailbox
+
+
+class Capture:
+    """The hooks of PyTorch, the rounds that they follow, and what is read in them.
+
+    Args:
+        index: The parameters of the models.
+        optimizers: The optimizers that own them.
+        clock: Counts and times.
+        cost: What samples cost.
+        schedule: Which rounds to sample.
+        reader: Measures gradients.
+        loss_scale: The gradient scaler.
+        hooks: Where PyTorch calls.
+        mailbox: The queue to the worker.
+        requests: What the worker asks for.
+        errors: Counts failures.
+        periodic: Something else to do on the training thread after steps, and after the forwards of an evaluation.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: LayerIndex,
+        optimizers: Optimizers,
+        clock: StepClock,
+        cost: SampleCost,
+        schedule: SamplingSchedule,
+        reader: GradientReader,
+        loss_scale: LossScale,
+        hooks: Hooks,
+        mailbox: Mailbox,
+        requests: Requests,
+        errors: ErrorLog,
+        periodic: Callable[[], None] | None,
+    ) -> None:
+        self._index, self._schedule, self._reader, self._hooks = index, schedule, reader, hooks
+        self.reductions, thread = Reductions(), TrainingThread()
+        self._inspections = inspections = Inspections(cost)
+        self._fused = fused = FusedSteps(clock)
+        self.rounds = rounds = RoundTracker(
+            index=index, optimizers=optimizers, schedule=schedule, clock=clock, mailbox=mailbox, reader=reader,
+            inspections=inspections, fused=fused,
+        )  # fmt: skip
+        self.detection = detection = BackwardDetection(index, optimizers, cost, inspections)
+        self._counted = counted = CountedRounds(
+            optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks, inspections=inspections, rounds=rounds,
+            detection=detection, requests=requests,
+        )  # fmt: skip
+        self._forwards = forwards = ForwardHooks(
+            index=index, optimizers=optimizers, clock=clock, cost=cost, hooks=hooks, loss_scale=loss_scale,
+            inspections=inspections, rounds=rounds, detection=detection, reductions=self.reductions, counted=counted,
+            thread=thread, requests=requests,
+            errors=errors,
+        )  # fmt: skip
+        self._backward = backward = BackwardHooks(
+            index=index, clock=clock, cost=cost, hooks=hooks, reader=reader, inspections=inspections, rounds=rounds,
+            detection=detection, reductions=self.reductions, counted=counted, forwards=forwards, thread=thread, errors=errors,
+            periodic=periodic,
+        )  # fmt: skip
+        self.observations = Observations(
+            optimizers=optimizers, clock=clock, mailbox=mailbox, reader=reader, loss_scale=loss_scale, rounds=rounds,
+            detection=detection, counted=counted, thread=thread,
+        )  # fmt: skip
+        readings = StepReadings(
+            optimizers=optimizers, cost=cost, reader=reader, rounds=rounds, detection=detection, forwards=forwards,
+            backward=backward,
+        )  # fmt: skip
+        self._steps = StepHooks(
+            index=index, optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks, reader=reader,
+            loss_scale=loss_scale, inspections=inspections, rounds=rounds, detection=detection, fused=fused,
+            counted=counted, forwards=forwards, backward=backward, readings=readings, observations=self.observations,
+            thread=thread, periodic=periodic,
+        )  # fmt: skip
+
+    def inspect(self, inspection: Inspection, guard: Guard) -> None:
+        """Add an inspection. `guard`: its boundary."""
+        self._inspections.add(inspection, guard)
+
+    def watch(self, models: Iterable[torch.nn.Module]) -> None:
+        """Hook the forwards of the roots, in the order of their numbers, and the steps of all optimizers."""
+        for number, module in enumerate(models):
+            self._hooks.on_module(module, self._forwards.began, functools.partial(self._backward.forward_ended, number))
+        self._hooks.on_optimizers(self._steps.began, self._steps.ended)
+        self._backward.watch()
+        self._forwards.follow_device()
+
+    # What others see
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the round of a forward that begins now is due to be sampled."""
+        return self.rounds.next_is_sampled
+
+    @property
+    def mode(self) -> Mode:
+        """Where gradients are read."""
+        return self.detection.mode
+
+    @property
+    def models(self) -> int:
+        """How many models are watched."""
+        return self._index.models
+
+    @property
+    def samples(self) -> int:
+        """Rounds whose gradients were read."""
+        return self.rounds.samples
+
+    @property
+    def skipped(self) -> Mapping[Lost, int]:
+        """Rounds that were due to be sampled and were not, by the reason."""
+        return self.rounds.lost
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """The kinds of devices that gradients were read from, such as `cpu` and `cuda`."""
+        return self._reader.devices
+
+    # What the user reports
+
+    def observe(self, values: Iterator[tuple[str, Number]]) -> None:
+        """Take observed values by name, see `Observations.observe`. From any thread, but for what belongs to a round."""
+        self.observations.observe(values)
+
+    def backward_comes(self, loss: torch.Tensor) -> None:
+        """A backward of this loss is about to begin, which no forward of a root may have shown."""
+        self._backward.comes(loss)
+
+    def manual_step(self, number: int | None) -> None:
+        """The user says that a step is done."""
+        self._steps.manual_step(number)
+
+    def step_skipped(self) -> None:
+        """The user says that a step was skipped."""
+        self._counted.settle()
+        self.rounds.step_skipped()
+
+    def gradients_elsewhere(self) -> None:
+        """Parameters do not have the gradients that they are trained with: no round is sampled any more."""
+        self._counted.settle()
+        self._schedule.never()
+        self.rounds.gradients_elsewhere()
+        table = self._index.table
+        self.detection.follow(table, set(range(len(table.tracked))))
+        self.detection.arm(sampled=False)
+
+    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+        """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is told to skip the step."""
+        self._steps.clipped(optimizer, skip)
+
+    def look(self) -> float:
+        """Let an evaluation show while rounds are only counted; return the seconds until the next call. From any thread."""
+        return self._counted.look()
+
+    # The end
+
+    def settle(self, *, failed: bool) -> None:
+        """End the counting and remove the hook of a single step; idempotent. `failed`: an exception has ended the training."""
+        self._steps.close(failed=failed)
+
+    def close(self, *, failed: bool) -> None:
+        """Hand over what is still open and remove the hooks of this round; idempotent. `failed`: like in `settle`."""
+        self._fused.settle(-1)
+        self.rounds.training_over(failed=failed)
+        self.release()
+        self._inspections.tell(Inspection.training_over)
+
+    def release(self) -> None:
+        """Release everything that keeps a parameter alive; idempotent, from any thread."""
+        self.detection.nodes.release()
+        self._inspections.tell(Inspection.release)
+
+    def release_witness(self) -> None:
+        """Release the parameter that reports backwards in counted rounds; idempotent, from any thread."""
+        self._counted.release()

@@ -1,0 +1,184 @@
+"""BackwardDetection: how backwards are seen, and where gradients are read.
+
+All AccumulateGrad nodes are hooked in sampled rounds, those of a few parameters in other followed ones. Where backwards cannot be
+seen that way, gradients are read when an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.gradient_probes import PROBES, GradientProbes
+from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.outcomes import Mode
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
+from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, within_transform
+from torch_grad_exporter.torch_compat.compiler import compiled_backwards
+
+logger = logging.getLogger("torch_grad_exporter")
+
+MISSES = 2
+"""Rounds in a row in which all nodes were hooked and no backward was seen, after which gradients are read at the step."""
+
+DETECTORS = 16
+"""Parameters at most that report backwards in rounds that are not sampled."""
+
+
+class BackwardDetection:
+    """Hooks what shows the next backward. Belongs to the training thread and that of the backward.
+
+    Attributes:
+        mode: Where gradients are read; it changes once at most.
+        nodes: The hooks.
+        probes: A few parameters of each model, whose gradients show whether they were cleared.
+        around_roots: Whether the last backward ran through the output of a root.
+        trusts_backwards: Whether a loop that reduces gradients by itself has done so by the end of a backward.
+    """
+
+    def __init__(self, index: LayerIndex, optimizers: Optimizers, cost: SampleCost, inspections: Inspections) -> None:
+        self._index, self._optimizers, self._cost, self._inspections = index, optimizers, cost, inspections
+        self.mode = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
+        self.nodes = AccumulateGradNodes()
+        self.probes = GradientProbes()
+        self.around_roots = False
+        self.trusts_backwards = False
+        self._unsure = False  # a step came without a backward that was seen: all parameters are to report the next ones
+        self._misses = 0
+        self._compiled_before = compiled_backwards()
+        self._followed: tuple[ParameterTable, set[int]] | None = None
+        self._detectors: dict[tuple[int, int, int], TrackedParameter] = {}  # by model, optimizer, and first or last
+        self._replaced = False  # parameters were out of their places when the last forward began, or lazy
+
+    @property
+    def sees_backwards(self) -> bool:
+        """Whether gradients are read after the backward."""
+        return self.mode is Mode.BACKWARD
+
+    @property
+    def by_nodes(self) -> bool:
+        """Whether nodes show what comes into gradients; those of gathered parameters do not show it of the sharded ones."""
+        return self.sees_backwards and not self._index.fully_sharded
+
+    # What is hooked
+
+    def arm(self, *, sampled: bool) -> None:
+        """After a step: hook all nodes for a round that is sampled, else those of a few parameters that report its backwards."""
+        nodes = self.nodes
+        if not self.by_nodes:
+            nodes.disarm()
+        elif not (sampled or self._unsure) and self._detectors:
+            nodes.arm_some(dict.fromkeys(self._detectors.values()))
+        elif not (self.around_roots and nodes.table is self._index.table):
+            # Where roots are called, a forward will come that looks for what has changed since.
+            self._cost.of(self._arm_all)
+
+    def _arm_all(self, *, in_place: bool = False) -> None:
+        """Hook the nodes of all parameters that are trained now, until the round ends. `in_place`: like `LayerIndex.refresh`."""
+        if not self.nodes.armed:  # else a change shows by the nodes
+            self._index.look_at_shapes()
+        table = self._index.refresh(in_place=in_place)
+        if not self.nodes.hooks_all_of(table) and table.parameters() is not None:
+            self.nodes.arm(table)
+
+    def forward_began(self, *, sampled: bool) -> None:
+        """Before a forward: hook what was added or thawed since the step, and use no node whose parameter has another shape."""
+        if sampled:
+            self._cost.of(self._look_for_thawed)
+        elif self.nodes.keeps_any and self._drop_changed(None):
+            self.nodes.arm_some(dict.fromkeys(self._detectors.values()))
+
+    def _look_for_thawed(self) -> None:
+        index, nodes = self._index, self.nodes
+        if capturing_graph():
+            nodes.release()  # they were made for another stream
+            return
+        # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
+        looks = self.by_nodes and not within_transform()
+        present = index.present() if looks and nodes.keeps_any else None
+        changed = self._drop_changed(present)
+        if looks and (changed or present is None or not nodes.hooks_all_of(index.table)):
+            self._arm_all(in_place=True)
+            self._replaced = index.has_lazy or index.table.parameters() is None
+
+    def _drop_changed(self, present: list[torch.nn.Parameter | None] | None) -> bool:
+        changed = self.nodes.keeps_any and self.nodes.drop_changed(self._index.table, present)
+        if changed:
+            self._index.look_at_shapes()
+        return changed
+
+    def output_reached(self, *, sampled: bool) -> None:
+        """A backward has reached the output of a root and no parameter yet: hook what its forward could not show.
+
+        Such as parameters that were replaced before it, or all of them if the exporter was started within it.
+        """
+        unseen = self._replaced or not self.nodes.armed
+        if unseen and self.by_nodes and sampled:
+            self._cost.of(self._arm_all)
+        self._replaced = False
+
+    # What was seen
+
+    def follow(self, table: ParameterTable, fired: set[int]) -> None:
+        """After a round in which `fired` got gradients: choose what shows backwards, and clearing, until the next sample.
+
+        The first and the last parameter of each optimizer and model show backwards; probes are spread over what got a gradient.
+        """
+        self._unsure = False
+        if (table, fired) == self._followed:
+            return
+        self._followed = table, set(fired)
+        owners = self._optimizers.owners(table)
+        by_model: dict[int, list[int]] = {}
+        for i in sorted(fired):
+            by_model.setdefault(table.tracked[i].model, []).append(i)
+        for model, positions in by_model.items():
+            spread = dict.fromkeys(round(place) for place in np.linspace(0, len(positions) - 1, PROBES))  # weights and biases
+            self.probes.choose(model, [table.tracked[positions[place]] for place in spread])
+            for owner in np.unique(owners[positions]).tolist():
+                owned = [i for i in positions if owners[i] == owner]
+                for place, i in enumerate(dict.fromkeys((owned[0], owned[-1]))):
+                    key = model, owner, place
+                    if key in self._detectors or len(self._detectors) < DETECTORS:
+                        self._detectors[key] = table.tracked[i]
+
+    def backward_seen(self, models: set[int]) -> None:
+        """A backward that has written gradients of these models is over."""
+        self._misses = 0
+        self.probes.backward_over(models)
+
+    def step_without_backward(self) -> None:
+        """A step was taken, and no backward was seen before it."""
+        if not self.sees_backwards:
+            return
+        table = self._index.refresh(within_step=True)
+        has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
+        if not (has_gradients and self.probes.written_between_steps(table)):
+            return
+        compiled, complete = compiled_backwards() > self._compiled_before, self.nodes.hooks_all_of(table)
+        self.nodes.disarm()  # they may be those of tensors that were replaced
+        self._unsure = True
+        if compiled:
+            self.read_at_steps("backwards are compiled; norms are those after clipping")
+        elif complete or self._index.fully_sharded:
+            # Where hooked nodes saw nothing, gradients do not come from autograd.
+            self._misses += 1
+            if self._misses >= MISSES:
+                self.read_at_steps("steps were seen, but no backward; norms are those after clipping")
+
+    def read_at_steps(self, why: str) -> None:
+        """Read gradients at the step from now on."""
+        say(logger, logging.INFO, "gradients are read at the step from now on: %s", why)
+        self.mode = Mode.OPTIMIZER
+        self._followed, self._detectors = None, {}
+        self.probes.forget()
+        self.nodes.release()
+        self._inspections.tell(Inspection.backward_dropped)  # no end of a backward will do it

@@ -1,0 +1,88 @@
+"""ModuleHooks: the hooks around one module's forward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.capture.guarded_hook import GuardedHook
+
+_keys = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleHooks:
+    """The hooks around one module's forward, under a key of our own in the module's dictionaries.
+
+    PyTorch's numbers would do harm: a pickled module keeps those of hooks that take keyword arguments, and in another
+    process the first hooks of other code get the same numbers.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    before: GuardedHook
+    after: GuardedHook
+    key: Any
+
+    @classmethod
+    def set_on(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> ModuleHooks:
+        """Registers both."""
+        one = cls.add_to(module, before, after)
+        one.come_first()
+        return one
+
+    @classmethod
+    def add_to(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> ModuleHooks:
+        """Registers both, behind all others: what they see is what the module gets, and what it gives."""
+        one = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
+        module._forward_pre_hooks_with_kwargs[one.key] = module._forward_hooks_with_kwargs[one.key] = True
+        for hooks, hook in one._places():
+            hooks[one.key] = hook
+        return one
+
+    def _places(self) -> list[tuple[dict[Any, Any], GuardedHook]]:
+        """The module's dictionaries with what belongs there; none of a module that is gone."""
+        module = self.module()
+        return [] if module is None else [(module._forward_pre_hooks, self.before), (module._forward_hooks, self.after)]
+
+    def remove(self) -> None:
+        """Takes the registration back; idempotent."""
+        self.take_out()
+        module = self.module()
+        if module is not None:
+            module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+            module._forward_hooks_with_kwargs.pop(self.key, None)
+
+    def alone(self) -> bool:
+        """Whether the module has both, and no other hooks."""
+        places = self._places()
+        return bool(places) and all([*hooks] == [self.key] for hooks, _ in places)
+
+    def take_out(self) -> None:
+        """Lets the module's forward run as if there were none; nothing else is forgotten."""
+        for hooks, _ in self._places():
+            hooks.pop(self.key, None)
+
+    def put_back(self, *, into_empty: bool) -> None:
+        """Ends `take_out`, before which there were no others; those that came since stay behind ours.
+
+        `into_empty`: only where there are no others. Then any thread may do this: no thread iterates over an empty dictionary.
+        """
+        if into_empty and any(hooks for hooks, _ in self._places()):
+            return
+        for hooks, hook in self._places():
+            if self.key not in hooks:
+                hooks[self.key] = hook
+                self._put_first(hooks)
+
+    def come_first(self) -> None:
+        """Puts the hook before the forward in front of all others."""
+        for hooks, _ in self._places()[:1]:
+            self._put_first(hooks)
+
+    def _put_first(self, hooks: Any) -> None:  # noqa: ANN401 - an OrderedDict, by PyTorch's types a dict
+        if self.key in hooks and len(hooks) > 1:
+            hooks.move_to_end(self.key, last=False)
