@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,26 +27,60 @@ from torch_grad_exporter.store.worker import Worker
 REMEMBER_SECONDS = 15.0
 """Between two readings of the counters by which problems are judged."""
 
-_ROUNDS = round(REMEMBER_SECONDS / RECORD_SECONDS)
+# Between two looks of the recorder while nobody looks at the page, of a training that is fast or does nothing. Each look costs about
+# half a millisecond, of which waking up is a part.
+UNSEEN_SECONDS = 5.0
+
+# Steps a second from which on a training is fast. Slower steps have a record each.
+FAST = 4.0
+
+# How long the page counts as open after a request. It makes one every other second.
+OPEN_SECONDS = 10.0
 
 
-def recorder(
-    record: Callable[[], None],
-    remember: Callable[[], None],
-    *,
-    on_error: Callable[[BaseException], None],
-    last: Callable[[], None] | None = None,
-    interval: float = RECORD_SECONDS,
-) -> BackgroundLoop:
-    """A loop that calls `record` each second, `remember` each fifteen, and at its end `last`. `on_error` takes what they raise."""
-    rounds = itertools.count()
+class Recorder(BackgroundLoop):
+    """A loop that calls `record` each second or less often, `remember` each fifteen, and at its end `last`.
 
-    def remember_now_and_then() -> None:
-        if next(rounds) % _ROUNDS == 0:
-            remember()
+    `on_error` takes what they raise. `steps`: how many there have been. `clock`: in seconds.
+    """
 
-    guard = Guard(unless_late(on_error))
-    return BackgroundLoop("history", record, remember_now_and_then, guard=guard, pause=interval, last=last or record)
+    def __init__(
+        self,
+        record: Callable[[], None],
+        remember: Callable[[], None],
+        steps: Callable[[], int],
+        *,
+        on_error: Callable[[BaseException], None],
+        last: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._remember, self._steps, self._clock = remember, steps, clock
+        self._remember_at, self._open_until = -math.inf, -math.inf
+        self._stepped, self._fast = (clock(), 0), False  # when there was last a new step, and how many there were
+        super().__init__(
+            "history", record, self._remember_now_and_then, guard=Guard(unless_late(on_error)), pause=self._pause, last=last
+        )
+
+    def looked_at(self) -> None:
+        """Somebody looks at the page. From any thread."""
+        now = self._clock()
+        if now > self._open_until:
+            self.wake()
+        self._open_until = now + OPEN_SECONDS
+
+    def _remember_now_and_then(self) -> None:
+        now = self._clock()
+        if now >= self._remember_at:
+            self._remember_at = now + REMEMBER_SECONDS
+            self._remember()
+
+    def _pause(self) -> float:
+        now, steps = self._clock(), self._steps()
+        before, known = self._stepped
+        if steps != known:
+            self._fast, self._stepped = steps - known >= FAST * (now - before), (now, steps)
+        idle = now - self._stepped[0] >= UNSEEN_SECONDS
+        return UNSEEN_SECONDS if now > self._open_until and (self._fast or idle) else RECORD_SECONDS
 
 
 def unless_late(on_error: Callable[[BaseException], None]) -> Callable[[Exception], None]:
