@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from tests.support.otlp_receiver import GrpcReceiver, HttpReceiver
 from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
+from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundLoop, BackgroundThread, ThreadTime
 
 LONG = 3600.0
 """A pause, in seconds, that no test waits for."""
@@ -146,3 +147,38 @@ def test_no_background_thread_imports_a_module(protocol: str, tmp_path: Path) ->
             assert eventually(lambda: receiver.latest("torch_train_steps_total") == 8 or process.poll() is not None)
             said, _ = process.communicate("go\n", PATIENCE)
     assert said.splitlines() == ["trained", "closed"]
+
+
+def test_cpu_time_of_threads_is_counted() -> None:
+    """What a thread spends is counted at its end, and that of a loop after each iteration; waiting costs nothing."""
+
+    def busy(seconds: float = 0.05) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    before = THREAD_TIME.seconds
+    thread = BackgroundThread("busy", busy)
+    thread.start()
+    assert thread.join(PATIENCE)
+    assert THREAD_TIME.seconds - before >= 0.05
+    loop, before = BackgroundLoop("busy", busy, guard=Guard(lambda _: None)), THREAD_TIME.seconds
+    loop.start()
+    loop.wake()
+    assert eventually(lambda: THREAD_TIME.seconds - before >= 0.05)
+    assert loop.close(PATIENCE)
+
+
+def test_the_share_of_threads_is_of_the_last_minute() -> None:
+    """Each thread notes what it spent since its last note; the share forgets what was a minute ago."""
+    now = 0.0
+    spent = iter([0.5, 0.75])
+    threads = ThreadTime(lambda: now, lambda: next(spent))
+    threads.note()
+    now = 50.0
+    threads.note()
+    assert threads.seconds == 0.75
+    assert threads.share == 0.75 / 50
+    for now in (65.0, 80.0, 95.0, 110.0):  # noqa: B007 - the clock
+        assert threads.seconds == 0.75
+    assert threads.share == 0.0

@@ -6,6 +6,8 @@ import contextlib
 import os
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 from torch_grad_exporter.errors import Guard
@@ -54,6 +56,54 @@ class Ending:
                 self.state = "failed" if failed else "finished"
 
 
+class ThreadTime:
+    """CPU time of the package's own threads in this process. From any thread, also from a signal's handler: nothing waits."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, spent: Callable[[], float] = time.thread_time) -> None:
+        self._clock, self._spent = clock, spent
+        self._noted = threading.local()
+        self._news: deque[float] = deque(maxlen=1000)
+        self._adding = threading.Lock()
+        self._seconds = 0.0
+        self._past = deque([(clock(), 0.0)], maxlen=5)  # times, and the seconds until then, over the last minute
+
+    def note(self) -> None:
+        """Count what this thread, which is one of ours, has spent since it last did so."""
+        spent = self._spent()
+        self._news.append(spent - getattr(self._noted, "at", 0.0))
+        self._noted.at = spent
+        self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._adding.acquire(blocking=False):
+            return  # another thread is at it; what it does not see any more is added next time
+        try:
+            while self._news:
+                self._seconds += self._news.popleft()
+            now = self._clock()
+            if now - self._past[-1][0] >= PAST_SECONDS:
+                self._past.append((now, self._seconds))
+        finally:
+            self._adding.release()
+
+    @property
+    def seconds(self) -> float:
+        """All that was noted."""
+        self._add_up()
+        return self._seconds
+
+    @property
+    def share(self) -> float:
+        """The share of one processor in the last minute, or since the package is there."""
+        seconds, (since, before) = self.seconds, self._past[0]
+        return (seconds - before) / max(self._clock() - since, PAST_SECONDS)
+
+
+PAST_SECONDS = 15.0
+
+THREAD_TIME = ThreadTime()
+
+
 class BackgroundThread:
     """Runs `body` once, in a daemon thread named `torch-grad-exporter-<role>`.
 
@@ -63,8 +113,15 @@ class BackgroundThread:
     """
 
     def __init__(self, role: str, body: Callable[[], object]) -> None:
-        self._thread = threading.Thread(target=body, name=f"torch-grad-exporter-{role}", daemon=True)
+        self._body = body
+        self._thread = threading.Thread(target=self._timed, name=f"torch-grad-exporter-{role}", daemon=True)
         self._process = os.getpid()
+
+    def _timed(self) -> None:
+        try:
+            self._body()
+        finally:
+            THREAD_TIME.note()
 
     def start(self) -> None:
         """Starts it, once. Raises `RuntimeError` where there are no more threads to be had."""
@@ -135,6 +192,7 @@ class BackgroundLoop(BackgroundThread):
         while self._goes_on():
             for action in self._work:
                 self._guard(action)
+            THREAD_TIME.note()
         if self._last is not None:
             self._guard(self._last)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch_grad_exporter.capture.outcomes import Lost, Mode
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.lifecycle import THREAD_TIME
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 
@@ -39,6 +40,11 @@ EXPORTER_CAPTURE_MODE = METRICS.gauge(
 EXPORTER_OVERHEAD_SECONDS = METRICS.counter(
     "torch_grad_exporter_overhead_seconds_total",
     "Time the exporter took on the training thread, and on devices: as timed, with a fixed allowance for PyTorch's calls of hooks.",
+    unit="seconds",
+)
+EXPORTER_THREADS_CPU_SECONDS = METRICS.counter(
+    "torch_grad_exporter_threads_cpu_seconds_total",
+    "CPU time of the exporter's own threads, which run beside the training, from the first scrape to the last pause of each.",
     unit="seconds",
 )
 EXPORTER_CAPTURES = METRICS.counter("torch_grad_exporter_captures_total", "Samples taken.")
@@ -90,9 +96,13 @@ class ExporterCollector:
     def __init__(self, context: CollectorContext) -> None:
         self._context = context
         self._rows = LabelledRows()
+        self._threads_before: float | None = None
 
     def collect(self) -> Iterator[Family]:
         """The families as of now."""
+        threads = THREAD_TIME.seconds
+        if self._threads_before is None:  # a counter begins with 0, and there may have been another exporter in this process
+            self._threads_before = threads
         snapshot, schedule, capture = self._context.snapshots.latest, self._context.schedule, self._context.capture
         table = snapshot.gradients.table
         # Before there were steps it has taken nothing of their time.
@@ -105,6 +115,7 @@ class ExporterCollector:
         yield scalar(EXPORTER_LAYERS_FOLDED, table.folded)
         yield self._rows.family(EXPORTER_CAPTURE_MODE, {(mode.value,): float(mode is capture.mode) for mode in Mode})
         yield scalar(EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
+        yield scalar(EXPORTER_THREADS_CPU_SECONDS, threads - self._threads_before)
         yield scalar(EXPORTER_CAPTURES, capture.samples)
         gradients = snapshot.gradients
         lost = {**capture.skipped, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}

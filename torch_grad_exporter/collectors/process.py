@@ -70,7 +70,7 @@ PROCESS_IO_WRITE = METRICS.counter(
 )
 PROCESS_UNIQUE_MEMORY = METRICS.gauge(
     "torch_process_unique_memory_bytes",
-    "Memory that only this process uses, which its end would free; what it shares with forked workers is left out. Some seconds old, or minutes where the process has hundreds of gigabytes.",
+    "Memory that only this process uses, which its end would free; what it shares with forked workers is left out. Up to a minute old, or minutes where the process has tens of gigabytes.",
     unit="bytes",
 )
 PROCESS_CHILDREN = METRICS.gauge(
@@ -79,7 +79,7 @@ PROCESS_CHILDREN = METRICS.gauge(
 )
 PROCESS_CHILDREN_MEMORY = METRICS.gauge(
     "torch_process_children_memory_bytes",
-    "Memory of the child processes that run, without what a forked worker shares with its parent. Some seconds old, or minutes where they have hundreds of gigabytes.",
+    "Memory of the child processes that run, without what a forked worker shares with its parent. Up to a minute old, or minutes where they have tens of gigabytes.",
     unit="bytes",
 )
 PROCESS_CHILDREN_CPU_SECONDS = METRICS.counter(

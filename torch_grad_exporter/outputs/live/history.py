@@ -6,6 +6,7 @@ each sample has a record of its own, and so has each step of which a value of th
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio
 
 RECORD_SECONDS = 1.0
 """Between two records, at least."""
+
+# Samples that are recorded at a time: of large models each takes much memory, of small ones each alone much time.
+TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,17 +159,20 @@ class History:
         moment = self._moment()
         with self._lock:
             samples, steps = self._seen
-            for at, sample in moment.earlier:
-                self._recorded, samples = min(max(at, self._recorded), now), sample.samples
-                self._record_layers(self._recorded, sample)
-                self._rows.add(self._sample_step, self._recorded, sample.scalars, sample.scalars_nonfinite)
+            for layers, earlier in itertools.groupby(moment.earlier, key=lambda pair: pair[1].layers):
+                while some := list(itertools.islice(earlier, TOGETHER)):
+                    times = list(itertools.accumulate((at for at, _ in some), max, initial=self._recorded))[1:]
+                    times, those = [min(at, now) for at in times], [sample for _, sample in some]
+                    for step, at, sample in zip(self._record_layers(times, layers, those), times, those, strict=True):
+                        self._rows.add(step, at, sample.scalars, sample.scalars_nonfinite)
+                    self._recorded, samples = times[-1], those[-1].samples
             new = moment.samples != samples
             if moment.by_step or self._rows or moment.singles:
                 self._record_steps(now, moment, due=moment.steps != steps, every=last or not moment.by_step)
             else:
                 self._record_run(now, moment, new=new, due=moment.steps != steps, last=last)
             if new:
-                self._record_layers(now, moment)
+                self._record_layers([now], moment.layers, [moment])
             self._seen, self._recorded = (moment.samples, moment.steps), now
 
     def _record_steps(self, now: float, moment: Moment, *, due: bool, every: bool) -> None:
@@ -190,18 +197,22 @@ class History:
             self._scalars.append(now, moment.steps, values, flags)
             self._late = scalars()
 
-    def _record_layers(self, now: float, moment: Moment) -> None:
-        self._forget(moment.layers)
-        for name in moment.layers:
+    def _record_layers(self, times: Sequence[float], layers: Sequence[str], moments: Sequence[Moment]) -> list[int]:
+        """Records moments of the same layers; returns the step of each."""
+        self._forget(layers)
+        for name in layers:
             self._column.setdefault(name, len(self._column))
-        self._sharded = moment.sharded
+        self._sharded = moments[-1].sharded
         self._make_room()
-        shape, rows = (len(self._column), len(self.quantities)), [self._column[name] for name in moment.layers]
-        row, flags = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
-        row[rows] = moment.values
-        if moment.nonfinite is not None:
-            flags[rows] = moment.nonfinite
-        self._layers.append(now, self._step_of(moment), row.ravel(), flags.ravel())
+        shape, columns = (len(moments), len(self._column), len(self.quantities)), [self._column[name] for name in layers]
+        values, flags = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
+        for place, moment in enumerate(moments):
+            values[place, columns] = moment.values
+            if moment.nonfinite is not None:
+                flags[place, columns] = moment.nonfinite
+        steps = [self._step_of(moment) for moment in moments]
+        self._layers.extend(times, steps, values.reshape(len(moments), -1), flags.reshape(len(moments), -1))
+        return steps
 
     def _forget(self, present: Sequence[str]) -> None:
         """Forgets layers that are gone, where these are too many."""

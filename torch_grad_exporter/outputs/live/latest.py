@@ -19,8 +19,9 @@ FIRST_SECONDS = 1.0
 SHOWN_SECONDS = 30.0
 """How long a scrape of everything is shown while another one is under way, rather than a newer one of what rules read."""
 
+# Of this many scrapes for the rules the last one has everything, so that a collector which no rule needs shows if it fails. Not the
+# first: memory takes milliseconds to read, and nobody may ever look at it.
 WHOLE_TURNS = 20
-"""Of so many scrapes in turn for the rules one is of everything, so that a collector which no rule needs shows if it fails."""
 
 Scrape = Callable[[], Iterable[Family]]
 
@@ -38,7 +39,7 @@ class Latest:
         self._for_rules = for_rules
         self._tell = taken
         self._now = now
-        self._turns = itertools.count()
+        self._turns = itertools.count(1)
         self._scraping = threading.Lock()
         self._values: Values | None = None
         self._at = float("-inf")

@@ -75,7 +75,8 @@ class StepRows:
 
     def add(self, step: int, at: float, values: Values, nonfinite: Flags | None = None) -> None:
         """Takes values of a step, if there are any; one whose row was taken before is of the last step that was."""
-        found, marks = values.tolist(), [] if nonfinite is None else np.flatnonzero(nonfinite).tolist()
+        found = values.tolist()
+        marks = [] if nonfinite is None else [place for place, bad in enumerate(nonfinite.tolist()) if bad]
         if marks or not all(map(math.isnan, found)):
             row = self._row(step, at)
             for place, value in enumerate(found):

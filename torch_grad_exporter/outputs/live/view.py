@@ -17,7 +17,7 @@ from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Looks, Moments, recorder, unless_late
+from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Looks, Moments, Recorder, unless_late
 from torch_grad_exporter.rules import Record, Values
 from torch_grad_exporter.store.snapshots import Reading
 from torch_grad_exporter.store.worker import Worker
@@ -80,7 +80,7 @@ class View:
             for_rules=for_rules,
         )
         self._pages = Pages(self.live)
-        self._recorder = recorder(self._record, self.live.remember, on_error=on_error, last=self._finish)
+        self._recorder = Recorder(self._record, self.live.remember, steps, on_error=on_error, last=self._finish)
 
     def _record(self) -> None:
         for history in self._histories:
@@ -102,7 +102,10 @@ class View:
 
     def page(self, request: Request) -> Response | None:
         """The page's answer to a request, `None` where it has none."""
-        return self._pages.answer(request)
+        answer = self._pages.answer(request)
+        if answer is not None:
+            self._recorder.looked_at()
+        return answer
 
     def save(self, path: str) -> None:
         """Writes all of it as JSON, compressed where the name ends in `.gz`; the file is whole or not there. Raises `OSError`."""
