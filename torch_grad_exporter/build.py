@@ -59,7 +59,7 @@ from torch_grad_exporter.inspection.watch import Watch
 from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.inspection.weights import WeightProbe
-from torch_grad_exporter.lifecycle import Ending
+from torch_grad_exporter.lifecycle import THREAD_TIME, Ending
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
@@ -131,7 +131,7 @@ class Stages:
         events = EventPool(errors.boundary("timing"))
         self._hooks = hooks = Hooks(errors)
         self.clock = clock = StepClock(mailbox, events=events)
-        self._schedule = schedule = SamplingSchedule(settings.every, settings.overhead_budget)
+        self._schedule = schedule = SamplingSchedule(settings.every, settings.overhead_budget, THREAD_TIME)
         self._cost = cost = SampleCost(clock, schedule, DeviceTimer(events))
         self.optimizers = optimizers = Optimizers(checked.index, arguments.optimizers)
         kernels = None

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_grad_exporter.capture.round_costs import COUNTED_ROUNDS, RoundCosts
+from torch_grad_exporter.lifecycle import ThreadTime
 
 # At the start every round is sampled, at most this many and until they took this long together.
 FIRST_SAMPLES = 10
@@ -48,13 +49,14 @@ class SamplingSchedule:
     """Decides with `due`, learns from `stepped`, `counted` and `sampled`. Belongs to the training thread.
 
     `every`: a fixed interval in rounds, or None to follow `budget`, the share of step time that the exporter may take, in (0, 1).
-    `counting`: what it knows of the costs of rounds.
+    `counting`: what it knows of the costs of rounds. `threads`: the CPU time of our own threads, which counts in the budget.
     """
 
-    def __init__(self, every: int | None = None, budget: float = 0.01) -> None:
+    def __init__(self, every: int | None = None, budget: float = 0.01, threads: ThreadTime | None = None) -> None:
         self.every = every
         self.budget = budget
         self.interval = every or 1
+        self._threads = threads
         self.counting = RoundCosts()
         self._first, self._first_spent = FIRST_SAMPLES, 0.0
         # Since the interval changed: samples, what they cost, rounds, how long these took. Older ones count half.
@@ -125,9 +127,11 @@ class SamplingSchedule:
         self._samples += 1
         self._spent += cost
         share = costs.share()
-        # What samples may take of the budget, once all rounds have cost what those cost that are not sampled.
+        # What samples may take of the budget, once our threads have taken theirs, and all rounds have cost what those cost that are
+        # not sampled.
         followed, rest = costs.not_sampled()
-        available = max(self.budget - (rest / step if step else 0.0), LEFT_AT_LEAST * self.budget)
+        threads = 0.0 if self._threads is None else self._threads.share
+        available = max(self.budget - threads - (rest / step if step else 0.0), LEFT_AT_LEAST * self.budget)
         if self._first:
             self._first -= 1
             self._first_spent += cost
