@@ -379,7 +379,7 @@ def test_each_call_into_a_library_fails(name: str, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "share"), [("plain", 12), pytest.param("observed", 12, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("name", "share"), [("plain", 4), pytest.param("observed", 4, marks=pytest.mark.full)])
 def test_a_library_function_that_always_fails(name: str, share: int, caplog: pytest.LogCaptureFixture) -> None:
     """A function that fails in each step costs training nothing; each source is logged once, and `close` works."""
     sites, _ = recorded(name, 12)

@@ -234,10 +234,13 @@ class BackwardHooks:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
             complete = self._rounds.backward_ended(fired)
             self._inspections.tell(Inspection.backward_ended, current, start)
-            # Gradients that the loop reduces after the backward are read at the step, see `StepReadings`.
-            if complete and (not sampled or self._detection.trusts_backwards or not self.reduces_by_itself):
+            # Gradients that the loop reduces after the backward are read at the step, see `StepReadings.reduced_since`.
+            by_loop = sampled and self.reduces_by_itself
+            if complete and (not by_loop or self._detection.trusts_backwards):
                 self.read(now=now)
-            if current.behind or (sampled and self.reduces_by_itself):
+            elif current.behind:
+                current.left = GradientVersions.of(table.tracked)
+            if by_loop:
                 current.left = GradientVersions.of(table.tracked)
             if nodes.table is not None and not sampled:  # it is not known which parameters report backwards
                 self._detection.follow(nodes.table, nodes.positions(nodes.table))
