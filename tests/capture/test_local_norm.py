@@ -481,3 +481,28 @@ def test_the_wait_is_part_of_the_backward(kind: str, waits: list[dict[str, Waite
     assert fast.phases["outside"] <= fast.elapsed - idle
     assert slow.phases["outside"] >= 0.9 * slept
     assert slow.phases["backward"] <= sum(step.seconds for step in slow.steps)
+
+
+def seldom(rank: int, folder: str) -> None:
+    """Train for long enough that most rounds are only counted, and write the waits and the samples."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    wrapped = DistributedDataParallel(Perceptron())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    with start_exporter(wrapped, port=None, every=8, collectors=OFF) as exporter:
+        for _ in range(200):
+            optimizer.zero_grad()
+            wrapped(torch.ones(5, 6)).square().mean().backward()
+            optimizer.step()
+        names = ("torch_train_gradient_waits_total", "torch_grad_exporter_captures_total")
+        Path(folder, str(rank)).write_text(" ".join(str(value(exporter, name)) for name in names))
+    dist.destroy_process_group()
+
+
+@pytest.mark.process
+def test_waits_between_counted_rounds(tmp_path: Path) -> None:
+    """A sample behind rounds that were only counted has its wait."""
+    run_ranks(seldom, str(tmp_path))
+    for rank in range(2):
+        waits, samples = map(float, (tmp_path / str(rank)).read_text().split())
+        assert samples >= 20
+        assert waits >= samples - WARM

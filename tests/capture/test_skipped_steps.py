@@ -27,6 +27,8 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import norm
 from tests.support.scrape import lost, value
 
+TIMING = "torch_grad_exporter_timing_interval_steps"
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("regime", "set_to_none"), [("sampled", True), ("mixed", False), ("counted", True)])
@@ -206,3 +208,22 @@ def test_a_cleared_backward_around_the_root() -> None:
             assert value(exporter, MISSING, layer="first") == 2
             assert value(exporter, "torch_grad_norm", layer="second") == pytest.approx(seen)
         assert lost(exporter) == {}
+
+
+@pytest.mark.slow
+def test_counting_goes_on_after_a_skipped_step() -> None:
+    """After a skipped step some rounds are followed, and then most are only counted again."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(*, skipped: bool = False) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        if not skipped:
+            optimizer.step()
+
+    with watching(model, every=4096) as exporter:
+        for number in range(900):
+            step(skipped=number == 300)
+        assert value(exporter, SKIPPED) == 1
+        assert (value(exporter, TIMING) or 0) > 4

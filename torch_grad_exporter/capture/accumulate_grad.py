@@ -153,7 +153,7 @@ class AccumulateGradNodes:
         """
         self.drop_changed()
         trained = _trained(table.tracked)
-        if late and self._held.tracked:  # else none was hooked before, as in a round that is sampled in addition
+        if late and self.table is not None:  # else not all were hooked before, as in a round that is sampled in addition
             self._at_times |= trained.keys() - {*self._held.tracked}
         self._hook_all(table.tracked, trained)
         self.table = table

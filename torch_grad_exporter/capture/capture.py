@@ -202,7 +202,7 @@ class Capture:
     def release(self) -> None:
         """Release everything that keeps a parameter alive; idempotent, from any thread."""
         self.detection.nodes.release()
-        self._inspections.tell(Inspection.release)
+        self._inspections.release()
 
     def release_witness(self) -> None:
         """Release the parameter that reports backwards in counted rounds; idempotent, from any thread."""

@@ -15,7 +15,7 @@ import torch
 from torch_grad_exporter.capture.accumulate_grad import Gradients
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import Guard, caught
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 
 P = ParamSpec("P")
@@ -119,6 +119,13 @@ class Inspections:
         """Call this method of all inspections that override it. The calling hook charges its time to the sample itself."""
         for guard, handler in self._handlers[event.__name__]:
             guard(functools.partial(handler, *arguments, **named))
+
+    def release(self) -> None:
+        """Release what all inspections hold, also those that have failed too often; idempotent, from any thread."""
+        for guard, handler in self._handlers["release"]:
+            error = caught(handler)
+            if error is not None:
+                guard.failed(error)
 
     def tell_and_charge(self, event: Callable[Concatenate[Inspection, P], None], *arguments: P.args, **named: P.kwargs) -> None:
         """Call this method likewise, and charge the time to the sample."""

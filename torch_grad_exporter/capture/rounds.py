@@ -245,8 +245,8 @@ class RoundTracker:
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled
         sampled = due or ((surprising or self._postponed) and self._readable)
         self._skipped_unseen = self._postponed = False
-        self._reader.settle_cost()
         self.current = ArmedRound(number, sampled=sampled, table=self._index.table, extra=not due)
+        self._reader.settle_cost()
         if last.stepped:
             self._optimizers.round_over()
 

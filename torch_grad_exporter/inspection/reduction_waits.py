@@ -5,7 +5,7 @@ before the wrapper's own, which waits for the other ranks and the network and wr
 the wait. Host clock, so on the CPU only: on CUDA the host does not wait there.
 
 A reentrant checkpoint runs backwards within the backward, and the wrapper may wait in one of those. Autograd numbers the
-backwards: where two in a row have consecutive numbers, none ran within the first. So a wait is timed only after two such.
+backwards: where two in a row have consecutive numbers, none ran within the first. A wait is timed only where that was so lately.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ class ReductionWaits(Inspection):
         self._clock, self._reductions, self._reader = clock, reductions, reader
         self._hook = hooks.guarded("backward_hook", self._gradients_are_there)
         self._last_task: int | None = None
+        self._alone = False
         self._since: float | None = None
         self._timed_round: int | None = None
 
     def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
         """Queue the callback, if this backward reduces and none seems to run within it."""
-        alone = self._last_task is not None and task == self._last_task + 1
+        if self._last_task is not None:  # else it is as it was lately
+            self._alone = task == self._last_task + 1
         self._last_task, self._since = task, None
         reduction = self._reductions.coming if current.sampled else None
         if reduction is not None and reduction.parameters and self._reader.devices <= {"cpu"}:
             self.rounds = self.rounds or 0
-            if alone:
+            if self._alone:
                 after_backward(self._hook)
 
     def _gradients_are_there(self) -> None:

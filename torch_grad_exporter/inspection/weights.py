@@ -91,6 +91,10 @@ class WeightProbe(Inspection):
                 measured = WeightMeasurement(table, positions, spread, left_out is not None)
                 self._mailbox.append(Inspected(WEIGHTS, current.number, (ticket,), measured))
 
+    def release(self) -> None:
+        """Drop the copies; idempotent, from any thread."""
+        self._copies = {}
+
     def _spread(self, table: ParameterTable, here: list[tuple[int, torch.Tensor]]) -> tuple[IntArray, list[torch.Tensor]]:
         """How the elements spread of those parameters that count in sums over ranks: whose each row is, and the rows end to end."""
         owners: list[int] = []
