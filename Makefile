@@ -32,7 +32,7 @@ COMPAT ?= 2.4.0 2.6.0 2.9.1
 COMPAT_PIP ?=
 COMPAT_NEEDS ?=
 # The tests of what the package does with PyTorch.
-COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/statistics tests/transfer tests/aggregation tests/model \
+COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/statistics tests/store tests/model \
 	tests/collectors/test_training_values.py tests/distributed/test_ranks.py tests/distributed/test_store.py \
 	tests/test_traps.py tests/test_training_unchanged.py tests/test_full_stages.py tests/test_lifecycle.py tests/test_ending.py \
 	tests/test_exits.py

@@ -55,7 +55,7 @@ from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces, Orig
 from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
 from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
-from torch_grad_exporter.inspection.watch import Watch
+from torch_grad_exporter.inspection.watch import WatchedTensors
 from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.inspection.weights import WeightProbe
@@ -198,7 +198,7 @@ class Stages:
             )  # fmt: skip
             capture.inspect(watch, errors.boundary("activations"))
         self._watched_totals = WatchTotals()
-        self._watch: Watch | None = None
+        self._watch: WatchedTensors | None = None
 
         # Clipping, right before each step and after the gradients were read.
         self.clip = None
@@ -435,7 +435,7 @@ class Stages:
         """Measure the gradient of a tensor; see `Exporter.watch`."""
         if self._watch is None:
             # Not before the first call: an inspection costs each round.
-            self._watch = Watch(
+            self._watch = WatchedTensors(
                 hooks=self._hooks, loss_scale=self._loss_scale, cost=self._cost, mailbox=self._mailbox,
                 totals=self._watched_totals, errors=self.errors, sampled=self.capture.is_sampled,
             )  # fmt: skip

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from torch_grad_exporter.capture.gradient_versions import GradientsAsRead, GradientVersions
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics.device import Reading
-from torch_grad_exporter.store.records import OptimizerView, Part
+from torch_grad_exporter.statistics.device import GroupReading
+from torch_grad_exporter.store.records import OptimizerView, SamplePart
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +54,8 @@ class ArmedRound:
     open: bool = True
     """Whether the outcome of the sample is still unknown."""
     as_read: GradientsAsRead | None = None
-    parts: tuple[Part, ...] = ()
-    early: list[Reading] = field(default_factory=list)
+    parts: tuple[SamplePart, ...] = ()
+    early: list[GroupReading] = field(default_factory=list)
     """Gradients that optimizers used before the backward was over, or without a backward that was seen."""
     early_fired: set[int] = field(default_factory=set)
     """Positions in the table of these."""

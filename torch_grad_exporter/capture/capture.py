@@ -12,7 +12,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
-from torch_grad_exporter.capture.fused_optimizer import FusedSteps
+from torch_grad_exporter.capture.fused_optimizer import FusedStepCounter
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.observations import Number, Observations
@@ -70,7 +70,7 @@ class Capture:
         self._index, self._schedule, self._reader, self._hooks = index, schedule, reader, hooks
         self.reductions, thread = Reductions(), TrainingThread()
         self._inspections = inspections = Inspections(cost)
-        self._fused = fused = FusedSteps(clock)
+        self._fused = fused = FusedStepCounter(clock)
         self.rounds = rounds = RoundTracker(
             index=index, optimizers=optimizers, schedule=schedule, clock=clock, mailbox=mailbox, reader=reader,
             inspections=inspections, fused=fused,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_grad_exporter.capture.device_events import DeviceEvents, Event, EventPool
+from torch_grad_exporter.capture.device_events import DeviceEvent, DeviceEvents, EventPool
 
 if TYPE_CHECKING:
     from torch_grad_exporter.capture.progress import StepClock
@@ -25,10 +25,10 @@ PAIRS = 64
 SAMPLES = 64
 
 # Devices on which a piece of work has begun, and when.
-Begun = list[tuple[DeviceEvents, Event]]
+Begun = list[tuple[DeviceEvents, DeviceEvent]]
 
 # Events of a device before and after work, and how many pieces of work it stands for.
-Pair = tuple[DeviceEvents, Event, Event, int]
+Pair = tuple[DeviceEvents, DeviceEvent, DeviceEvent, int]
 
 
 class DeviceTimer:

@@ -26,7 +26,7 @@ EVENTS = 1 << 14
 WITHOUT = frozenset(("cpu", "meta", "mps"))
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """Like `torch.cuda.Event`."""
 
     def record(self, stream: Any) -> None:  # noqa: ANN401 - of the device's own kind
@@ -73,10 +73,10 @@ class DeviceEvents:
         self._device, self._module, self._guard, self._most = device, module, guard, most
         # While a graph is being captured nothing may be recorded or asked.
         self._capturing: Callable[[], bool] = getattr(module, "is_current_stream_capturing", bool)
-        self._free: list[Event] = []
+        self._free: list[DeviceEvent] = []
         self._made = 0
 
-    def now(self) -> Event | None:
+    def now(self) -> DeviceEvent | None:
         """Record an event in the current stream; None if too many are in use, or a graph is being captured."""
         if self._guard.off:
             return None
@@ -94,20 +94,20 @@ class DeviceEvents:
         self._guard.succeeded()
         return event
 
-    def passed(self, moments: Sequence[Event]) -> bool:
+    def passed(self, moments: Sequence[DeviceEvent]) -> bool:
         """Return whether the device has passed all of them."""
         # The last one first: mostly it decides.
         done = self._guard.result(lambda: not self._capturing() and all(moment.query() for moment in reversed(moments)))
         return done or False
 
-    def between(self, moments: Sequence[Event]) -> list[float] | None:
+    def between(self, moments: Sequence[DeviceEvent]) -> list[float] | None:
         """Return the seconds from each event to the next, all of them passed; None if the device fails.
 
         They are 0 where another stream was ahead.
         """
         return self._guard.result(lambda: [max(0.0, begin.elapsed_time(end) / 1000) for begin, end in itertools.pairwise(moments)])
 
-    def give_back(self, moments: Iterable[Event]) -> None:
+    def give_back(self, moments: Iterable[DeviceEvent]) -> None:
         """Take events that are not needed any more, passed or not."""
         self._free.extend(moments)
 
@@ -129,13 +129,13 @@ class EventPool:
 
     def of_host(self, clock: Callable[[], float], most: int) -> DeviceEvents:
         """Return moments of the host's clock in the same form. `clock`: seconds from any origin; `most`: in use at once."""
-        module = SimpleNamespace(Event=lambda *, enable_timing: _HostEvent(clock), current_stream=lambda _: None)  # noqa: ARG005 - like `torch.cuda.Event`
+        module = SimpleNamespace(DeviceEvent=lambda *, enable_timing: _HostEvent(clock), current_stream=lambda _: None)  # noqa: ARG005 - like `torch.cuda.Event`
         # With a guard of its own, so that a success here does not end the row of failures of a device.
         return DeviceEvents(torch.device("cpu"), module, Guard(self._guard.failed, limit=None), most)
 
 
 # From this moment on it was this, until the next mark; None for nothing that counts.
-Mark = tuple[Key | None, Event]
+Mark = tuple[Key | None, DeviceEvent]
 
 
 class Stretch(Generic[Key]):

@@ -20,7 +20,7 @@ UNDECIDED = 64
 
 
 @dataclass(slots=True)
-class _Round:
+class _UndecidedRound:
     """What its optimizers found: the answers under way, and how many of them were steps after all."""
 
     number: int
@@ -29,14 +29,14 @@ class _Round:
 
 
 @dataclass(slots=True)
-class FusedSteps:
+class FusedStepCounter:
     """Corrects the clock's counts of steps and of skipped steps."""
 
     clock: StepClock
     transfer: HostTransfer = field(default_factory=lambda: HostTransfer(ring=UNDECIDED))
     answering: set[int] = field(default_factory=set)
     """The optimizers that were ever given an answer."""
-    _rounds: deque[_Round] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
+    _rounds: deque[_UndecidedRound] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
 
     @property
     def waiting(self) -> bool:
@@ -54,7 +54,7 @@ class FusedSteps:
         if found_inf is not None:
             self.answering.add(optimizer)
         if not self._rounds or self._rounds[-1].number != round_number:
-            self._rounds.append(_Round(round_number))
+            self._rounds.append(_UndecidedRound(round_number))
         current = self._rounds[-1]
         if ticket is not None and answer is None:
             current.waiting[optimizer] = ticket

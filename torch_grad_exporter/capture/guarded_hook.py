@@ -19,7 +19,7 @@ from torch_grad_exporter.torch_compat.autograd import dispatch_is_intercepted, o
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 
 
-class Handle(Protocol):
+class HookHandle(Protocol):
     """What a registration returns; `remove` is idempotent."""
 
     def remove(self) -> None:

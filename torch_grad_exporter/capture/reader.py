@@ -25,7 +25,7 @@ from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
 from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import OptimizerView, Outcome, Part, RoundEnded, SampleRead
+from torch_grad_exporter.store.records import OptimizerView, Outcome, RoundEnded, SamplePart, SampleRead
 from torch_grad_exporter.store.sample import rows_of
 
 IN_FULL = 8
@@ -217,7 +217,7 @@ class GradientReader:
         self._looks[optimizer] += 1
         compared = current.as_read is not None and not ours and optimizer not in self._bypass
         unchanged = compared and current.as_read.unchanged(mine, now.gradients)  # type: ignore[union-attr]
-        parts: tuple[Part, ...] = ()
+        parts: tuple[SamplePart, ...] = ()
         if unchanged and not in_full:
             scale = None if loss_scale is None else self._send_one(loss_scale)
         else:
@@ -241,7 +241,7 @@ class GradientReader:
     def _send_one(self, value: torch.Tensor) -> Ticket | None:
         return self._transfer.send(value.detach().reshape(1))
 
-    def _sent(self, measured: Iterable[Measurement], value: torch.Tensor | None) -> tuple[tuple[Part, ...], Ticket | None]:
+    def _sent(self, measured: Iterable[Measurement], value: torch.Tensor | None) -> tuple[tuple[SamplePart, ...], Ticket | None]:
         """Start the copies to the host, one per device; the loss scale travels with the first of its device."""
         parts, scale = [], None
         for measurement in measured:
@@ -254,7 +254,7 @@ class GradientReader:
             if ticket is None:
                 return (), None
             scale = Tail(ticket) if rides else scale
-            parts.append(Part(measurement.positions, measurement.elements, measurement.units, ticket, measurement.packing))
+            parts.append(SamplePart(measurement.positions, measurement.elements, measurement.units, ticket, measurement.packing))
         return tuple(parts), scale
 
     # The end of a sample
@@ -322,7 +322,7 @@ class GradientReader:
             self._cost.settle()
 
 
-def _same_norms(before: Iterable[Part], after: Iterable[Part], parameters: int) -> bool:
+def _same_norms(before: Iterable[SamplePart], after: Iterable[SamplePart], parameters: int) -> bool:
     """Return whether the norms in `after` equal those in `before`; both are on the host already."""
     known = np.zeros(parameters)
     for part in before:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.fused_optimizer import FusedSteps
+from torch_grad_exporter.capture.fused_optimizer import FusedStepCounter
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.progress import StepClock
@@ -48,7 +48,7 @@ class RoundTracker:
         mailbox: Mailbox,
         reader: GradientReader,
         inspections: Inspections,
-        fused: FusedSteps,
+        fused: FusedStepCounter,
     ) -> None:
         self._index, self._optimizers, self._schedule = index, optimizers, schedule
         self._clock, self._mailbox, self._reader = clock, mailbox, reader

@@ -13,8 +13,8 @@ from torch_grad_exporter.capture.backward import BackwardHooks
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
-from torch_grad_exporter.capture.fused_optimizer import FusedSteps
-from torch_grad_exporter.capture.guarded_hook import Handle
+from torch_grad_exporter.capture.fused_optimizer import FusedStepCounter
+from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.observations import Observations
@@ -49,7 +49,7 @@ class StepHooks:
         inspections: Inspections,
         rounds: RoundTracker,
         detection: BackwardDetection,
-        fused: FusedSteps,
+        fused: FusedStepCounter,
         counted: CountedRounds,
         forwards: ForwardHooks,
         backward: BackwardHooks,
@@ -66,7 +66,7 @@ class StepHooks:
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
         self._look_hook = hooks.guarded("optimizer_hook", self._look)
         self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
-        self._late_hook: Handle | None = None
+        self._late_hook: HookHandle | None = None
         self._found_inf: dict[int, torch.Tensor | None] = {}  # by optimizer, a scaler's answer for the step under way
         self._nested: set[int] = set()  # optimizers whose step calls that of their base class, which PyTorch reports as two
         self._within: tuple[int, set[int]] = -1, set()  # the last backward in which optimizers have stepped, and which

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torch_grad_exporter.capture.guarded_hook import GuardedHook, Handle
+from torch_grad_exporter.capture.guarded_hook import GuardedHook, HookHandle
 from torch_grad_exporter.capture.module_hooks import ModuleHooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.torch_compat.compiler import never_compile
@@ -28,7 +28,7 @@ class Hooks:
 
     def __init__(self, errors: ErrorLog) -> None:
         self._errors = errors
-        self._handles: list[Handle] = []
+        self._handles: list[HookHandle] = []
         self._hooks: list[GuardedHook] = []
         self._on_modules: list[ModuleHooks] = []
         self._around_step: tuple[GuardedHook, GuardedHook] | None = None

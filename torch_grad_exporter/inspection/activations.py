@@ -24,7 +24,7 @@ from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.inspection.modules import Chosen, InnerModules
 from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHooks
-from torch_grad_exporter.inspection.rounds import Key, RoundTallies, Tallies
+from torch_grad_exporter.inspection.round_tallies import Key, RoundTallies, Tallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
 from torch_grad_exporter.statistics.device import capturing_graph

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from torch_grad_exporter.capture.guarded_hook import Handle
+from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.capture.module_hooks import ModuleHooks
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
@@ -21,7 +21,7 @@ class InnerHooks:
 
     def __init__(self, hooks: Hooks, source: str, before: Callable[..., None], after: Callable[..., None]) -> None:
         self._before, self._after = hooks.guarded(source, before), hooks.guarded(source, after)
-        self._handles: list[Handle] = []
+        self._handles: list[HookHandle] = []
 
     def arm(self, modules: Iterable[torch.nn.Module]) -> None:
         """Hooks these modules, in the place of those before."""

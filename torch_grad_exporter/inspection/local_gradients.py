@@ -20,7 +20,7 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.detection import BackwardDetection
-from torch_grad_exporter.capture.guarded_hook import Handle
+from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
@@ -87,7 +87,7 @@ class LocalGradients(Inspection):
         self._hook = hooks.guarded("backward_hook", self._arrives)
         self._mailbox = mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
-        self._handles: list[Handle] = []
+        self._handles: list[HookHandle] = []
         self._armed: dict[TrackedParameter, int] = {}
         """What is hooked, with its position."""
         self._sum = _Sum()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.capture.guarded_hook import GuardedHook, Handle
+from torch_grad_exporter.capture.guarded_hook import GuardedHook, HookHandle
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
@@ -75,7 +75,7 @@ class _Recording(AbstractContextManager[Calls]):
         self._calls = Calls(wanted, limit)
         self._errors = ErrorLog(())
         self._hooks = Hooks(self._errors)
-        self._tensor_hooks: list[tuple[GuardedHook, Handle]] = []
+        self._tensor_hooks: list[tuple[GuardedHook, HookHandle]] = []
         self._slots: Any = WeakTensorKeyDictionary()
         self._running = threading.local()
 

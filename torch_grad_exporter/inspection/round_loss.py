@@ -68,7 +68,7 @@ never_compile(_Loss.__call__)
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
+class _RoundLosses:
     """The losses of a round that were used. `complete`: it began with the first of them. `kinds`: models, and whether divided."""
 
     number: int
@@ -117,7 +117,7 @@ class RoundLoss(Inspection):
         self._read_at = float("-inf")
         self._waiting: list[_Loss] = []
         """Those that no backward has passed through yet."""
-        self._round: _Round | None = None
+        self._round: _RoundLosses | None = None
         self._trained = False
         """Whether there was a forward since the last step."""
         self._given = 0
@@ -200,7 +200,7 @@ class RoundLoss(Inspection):
     def _take_in(self, loss: _Loss, number: int) -> None:
         """A backward of the round of this number has passed through a loss."""
         if self._round is None or loss.cleared:
-            self._round = _Round(number, complete=loss.first or loss.cleared or loss.number != number)
+            self._round = _RoundLosses(number, complete=loss.first or loss.cleared or loss.number != number)
         self._round.add(loss)
 
     def _taken(self) -> list[Value]:

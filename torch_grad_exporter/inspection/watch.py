@@ -1,4 +1,4 @@
-"""Watch: the gradients of single tensors, which `exporter.watch` was given; clipped on request, which changes the training.
+"""WatchedTensors: the gradients of tensors that `exporter.watch` was given; clipped on request, which changes the training.
 
 Measured are those of sampled rounds. Clipped is in every backward, by a tensor hook that returns the gradient times a factor; the
 factor stays on the device, and is exactly 1 where nothing is to be clipped.
@@ -19,7 +19,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.inspection.rounds import Key, RoundTallies
+from torch_grad_exporter.inspection.round_tallies import Key, RoundTallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.inspection.watch_totals import ClipCounts, WatchTotals
@@ -37,7 +37,7 @@ class PartOfGradientError(RuntimeError):
     """This rank has only a part of a gradient, so that it cannot know by what to clip it."""
 
 
-class Watch(Inspection):
+class WatchedTensors(Inspection):
     """An `Inspection`, and what `exporter.watch` calls. Belongs to the training thread, and to that of the backward.
 
     `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays as
@@ -181,7 +181,7 @@ class Watch(Inspection):
         self._counts[key] = new if count is None else count + new
 
 
-never_compile(Watch._clip_hook)
+never_compile(WatchedTensors._clip_hook)
 
 
 def check(name: object, tensor: object, max_norm: object) -> None:

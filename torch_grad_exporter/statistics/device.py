@@ -45,7 +45,7 @@ def capturing_graph() -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class GroupReading:
     """What was read of the gradients of a group, before the past of their units is considered."""
 
     group: Group
@@ -63,7 +63,7 @@ class ByTorch:
     wide: Wide
     most: int  # elements that are read at once
 
-    def read(self, group: Group, parts: Sequence[Batch]) -> Reading:
+    def read(self, group: Group, parts: Sequence[Batch]) -> GroupReading:
         """Return all that can be said of the gradients without their past."""
         accumulate = self.wide(group.device)
         rows, pieces, magnitudes = [], [], []
@@ -81,7 +81,7 @@ class ByTorch:
                 magnitudes.append(units.reshape(-1))
         # The widest of their types rounds none of them to zero. A NaN is neither zero nor more.
         largest = torch.cat(magnitudes or [rows[0].new_zeros(0)])
-        return Reading(group, pieces_of(parts, pieces), torch.cat(rows), largest == 0, largest > 0)
+        return GroupReading(group, pieces_of(parts, pieces), torch.cat(rows), largest == 0, largest > 0)
 
     def norms(self, group: Group, parts: Sequence[Batch]) -> tuple[torch.Tensor, IntArray | None]:
         """Return only the norms, with the same rounding, and how many each gradient has."""

@@ -12,7 +12,7 @@ from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column, device, host
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Group, Grouping
-from torch_grad_exporter.statistics.device import ByTorch, Reading, joined
+from torch_grad_exporter.statistics.device import ByTorch, GroupReading, joined
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
 from torch_grad_exporter.statistics.units import UnitState
@@ -79,18 +79,18 @@ class EagerStatistics:
         return self.finish(self.read(table, gradients), sample)
 
     @torch.no_grad()
-    def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
+    def read(self, table: ParameterTable, gradients: Gradients) -> list[GroupReading]:
         """Read gradients; those of a sample may be read in several calls."""
         if table is not self._table:
             self._table, self._small = table, int(table.elements.sum()) <= SMALL
         # The number of a sample is known only when it is finished. Where samples have several captures,
         # this one may belong to the last sample or to a new one, and is counted if either is due.
         counts = self._small or self._samples % COUNTS_EVERY <= self._several
-        readings: list[Reading] = []
+        readings: list[GroupReading] = []
         for group, parts in self._grouping.groups(table, gradients):
             if group.device.type in self._on_host:
                 measured = host.measure(parts, self.layout, counts=counts)
-                readings.append(Reading(group, None, *map(torch.from_numpy, measured)))
+                readings.append(GroupReading(group, None, *map(torch.from_numpy, measured)))
             elif self._kernels is not None:
                 readings += self._kernels.read(group, parts, self._by_torch)
             else:
@@ -98,7 +98,7 @@ class EagerStatistics:
         return readings
 
     @torch.no_grad()
-    def finish(self, readings: Iterable[Reading], sample: int) -> list[Measurement]:
+    def finish(self, readings: Iterable[GroupReading], sample: int) -> list[Measurement]:
         """Count the sample's dead units and pack what was read, one measurement per device.
 
         The same `sample` again replaces what it has counted before.
@@ -110,7 +110,7 @@ class EagerStatistics:
         self._several |= self._captures > 1
         if self._kernels is not None:
             self._kernels.finished()
-        by_device: dict[torch.device, list[Reading]] = {}
+        by_device: dict[torch.device, list[GroupReading]] = {}
         for reading in readings:
             by_device.setdefault(reading.group.device, []).append(reading)
         measured = []
@@ -156,7 +156,7 @@ class EagerStatistics:
         for state in self._units.values():
             state.forget(foreign, sample)
 
-    def _count_units(self, group: Group, parts: list[Reading], sample: int) -> None:
+    def _count_units(self, group: Group, parts: list[GroupReading], sample: int) -> None:
         """Count zero and dead units of one device, and write them into the rows of the readings."""
         state = self._units.get(group.device)
         if state is None:

@@ -20,7 +20,7 @@ COARSE_MATCHES, COARSE_SPREAD = 8, 5e-3  # in bfloat16 norms come close by chanc
 
 
 @dataclass(frozen=True, slots=True)
-class Clipping:
+class ClipVerdict:
     """Judgement for one optimizer: the clip coefficient and the norm that it saw, None if unknown."""
 
     coefficient: float | None
@@ -53,38 +53,38 @@ class ClipDetection:
 
     def judge(
         self, sample: int, edits: Mapping[int, Edit], *, norm: float | None, divided: bool, part: bool
-    ) -> dict[int, Clipping]:
+    ) -> dict[int, ClipVerdict]:
         """Judge what each optimizer saw of a sample of this number, which may come again.
 
         `norm`: the global norm that the loop gave; `part`: of more than this rank has; `divided`: no division is left.
         """
         clippings = {o: self._judge(sample, o, edit, norm, divided=divided, part=part) for o, edit in edits.items()}
-        unknown = [o for o, clip in clippings.items() if clip == Clipping(None, edits[o].seen) and edits[o].shorter]
+        unknown = [o for o, clip in clippings.items() if clip == ClipVerdict(None, edits[o].seen) and edits[o].shorter]
         if len(unknown) > 1 and not part:  # they may be clipped together
             ratios, seen = [edits[o].ratio for o in unknown], math.hypot(*(edits[o].seen for o in unknown))
             coarse, alike = any(edits[o].coarse for o in unknown), max(ratios) - min(ratios) <= AGREE * max(ratios)
             if alike and self._repeats(sample, frozenset(unknown), seen, ratios[0], coarse=coarse):
-                clippings |= {o: Clipping(edits[o].ratio, edits[o].seen, clipped=True) for o in unknown}
+                clippings |= {o: ClipVerdict(edits[o].ratio, edits[o].seen, clipped=True) for o in unknown}
         return clippings
 
-    def _judge(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, divided: bool, part: bool) -> Clipping:
+    def _judge(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, divided: bool, part: bool) -> ClipVerdict:
         ratio, seen = edit.ratio, edit.seen
         if not 0 < edit.whole < math.inf:  # there is nothing to compare
-            return Clipping(None, None if edit.whole else seen)
+            return ClipVerdict(None, None if edit.whole else seen)
         if edit.untouched or not edit.alike or not math.isfinite(seen) or (divided and ratio <= 1 + AGREE):
             # Clipping makes no gradient longer, and may make only some of them shorter.
             shorter = edit.most <= 1 + UNTOUCHED and (not edit.alike or ratio < 1 - AGREE)
-            return Clipping(ratio, seen, clipped=shorter and not edit.untouched)
+            return ClipVerdict(ratio, seen, clipped=shorter and not edit.untouched)
         whole, given = (norm, None) if part else (edit.whole, norm)
         if not edit.shorter or whole is None:
-            return Clipping(None, seen)
+            return ClipVerdict(None, seen)
         if given is not None and math.isclose(given, whole, rel_tol=AGREE):
-            return Clipping(ratio, seen, clipped=True)
+            return ClipVerdict(ratio, seen, clipped=True)
         if given is not None and math.isclose(given, seen, rel_tol=REPEATS):
-            return Clipping(seen / given, seen)  # the norm was taken after a division, and nothing was clipped
+            return ClipVerdict(seen / given, seen)  # the norm was taken after a division, and nothing was clipped
         limit = self._repeats(sample, frozenset({optimizer}), ratio * whole, ratio, coarse=edit.coarse)
         # Another given norm shows that there was a division as well, by an unknown divisor.
-        return Clipping(ratio if limit and given is None else None, seen, clipped=limit)
+        return ClipVerdict(ratio if limit and given is None else None, seen, clipped=limit)
 
     def _repeats(self, sample: int, optimizers: frozenset[int], norm: float, factor: float, *, coarse: bool) -> bool:
         """Return whether the norm after a common factor repeats earlier ones, and not only because the gradients do."""
@@ -101,7 +101,7 @@ class ClipDetection:
 
 
 def with_ours(
-    norms: FloatArray, seen: FloatArray, own: Mapping[int, BoolArray], by_us: set[int], clippings: dict[int, Clipping]
+    norms: FloatArray, seen: FloatArray, own: Mapping[int, BoolArray], by_us: set[int], clippings: dict[int, ClipVerdict]
 ) -> FloatArray:
     """Add the clipping of `clip=` to the judgements; return the norms before and after, shape (2, parameters).
 
@@ -113,12 +113,12 @@ def with_ours(
         before = norms if loop is None else after
         if optimizer in by_us:
             edited[:, mine] = before[mine], clipped[mine]
-            ours, loop = Edit(before[mine], clipped[mine]), loop or Clipping(1.0)
+            ours, loop = Edit(before[mine], clipped[mine]), loop or ClipVerdict(1.0)
             coefficient, was_clipped = loop.coefficient, loop.clipped
             if 0 < ours.whole < math.inf and math.isfinite(ours.seen):
                 coefficient = ours.ratio if coefficient is None else coefficient * ours.ratio
                 was_clipped |= ours.least < 1 - UNTOUCHED
-            clippings[optimizer] = Clipping(coefficient, ours.seen, was_clipped)
+            clippings[optimizer] = ClipVerdict(coefficient, ours.seen, was_clipped)
         elif loop is not None and loop.coefficient is not None:  # within a closure the two cannot be told apart
             edited[:, mine] = norms[mine], after[mine]
     return edited

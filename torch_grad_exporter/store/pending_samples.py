@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.store.clip_detection import ClipDetection, Clipping, Edit, with_ours
+from torch_grad_exporter.store.clip_detection import ClipDetection, ClipVerdict, Edit, with_ours
 from torch_grad_exporter.store.records import UNOWNED, Outcome, RoundEnded, SampleRead
 from torch_grad_exporter.store.sample import Sample, number_of, rows_of
 
@@ -34,7 +34,7 @@ class CountedSample:
     left_out: frozenset[int]  # those whose step a gradient scaler left out
     new: frozenset[int]  # those whose part of the round was not counted before
     newly_sized: frozenset[int]  # those whose norms were not counted before
-    clippings: Mapping[int, Clipping]  # by optimizer
+    clippings: Mapping[int, ClipVerdict]  # by optimizer
     clipped: FloatArray | None  # with `clip=`: norms before and after, shape (2, parameters), NaN if unknown
 
     def owned(self, optimizers: frozenset[int]) -> BoolArray:
@@ -154,7 +154,7 @@ class PendingSamples:
         scale_is_known = sample.unscaled or sample.read.scale_known or stepped
         if not (complete and divisor_is_known and scale_is_known):
             sample = sample.without_sizes()
-            clippings = {o: Clipping(None, clipped=clip.clipped) for o, clip in clippings.items()}
+            clippings = {o: ClipVerdict(None, clipped=clip.clipped) for o, clip in clippings.items()}
         shown = ended.stepped | left_out
         new, newly_sized = shown - self._counted, shown - self._sized
         self._counted |= shown

@@ -30,7 +30,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SamplePart:
     """One device's share of a measurement; the fields are those of `Measurement`, its vector is under way."""
 
     positions: IntArray
@@ -46,7 +46,7 @@ class SampleRead:
 
     round: int
     table: ParameterTable
-    parts: tuple[Part, ...]
+    parts: tuple[SamplePart, ...]
     missing: IntArray  # positions of parameters that require a gradient and got none in this round
     owners: IntArray  # shape (parameters,): the number of the owning optimizer, UNOWNED for none
     at: float  # Unix time
@@ -64,7 +64,7 @@ class OptimizerView:
     """Norms of the gradients as an optimizer saw them, part of a `RoundEnded`."""
 
     optimizer: int
-    parts: tuple[Part, ...]
+    parts: tuple[SamplePart, ...]
     unchanged: bool = False  # nothing has written to the gradients since the sample: its norms are these
     loss_scale: Ticket | None = None  # by which the backward was multiplied, if that is known only now
     own_scale: Ticket | None = None  # which these norms still contain, as the optimizer divides by it itself

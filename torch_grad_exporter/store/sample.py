@@ -11,7 +11,7 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.store.host_transfer import Ticket
-from torch_grad_exporter.store.records import Part, SampleRead
+from torch_grad_exporter.store.records import SamplePart, SampleRead
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Sample:
                 self.columns[:, place] *= factor**power
 
 
-def rows_of(part: Part) -> FloatArray:
+def rows_of(part: SamplePart) -> FloatArray:
     """Return the rows of a part whose vector has arrived, shape (positions, columns)."""
     return part.packing.rows(values_of(part.ticket), len(part.positions))  # a loss scale may follow
 

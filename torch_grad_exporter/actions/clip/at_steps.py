@@ -27,7 +27,7 @@ from torch_grad_exporter.actions.clip.owned import NothingOwnedError
 from torch_grad_exporter.actions.clip.policy import Policy, policy_name
 from torch_grad_exporter.actions.clip.reporting import Reporter
 from torch_grad_exporter.actions.clip.skipping import SkipAbove, is_fused, remove_gradients, tell_to_skip, untell
-from torch_grad_exporter.capture.guarded_hook import Handle
+from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.errors import ErrorLog, Guard, raised_by_handler
 from torch_grad_exporter.statistics.device import capturing_graph
@@ -141,7 +141,7 @@ class ClipAtSteps:
         self._known = KnownOptimizers(models, named or {}, self._gone)
         self._hook = _Hook(self._before_step)
         self._hooks = _Hook(self._step_begins), _Hook(self._step_ended)
-        self._handles: list[Handle] = []
+        self._handles: list[HookHandle] = []
         self._observed: deque[tuple[float | torch.Tensor, float | None]] = deque(maxlen=OBSERVED)
         self._epoch: float | None = None
         self._observes = any(one.observes for one in wanted.policies)

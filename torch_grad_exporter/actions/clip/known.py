@@ -18,7 +18,7 @@ import torch
 from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.owned import OwnedParameters
 from torch_grad_exporter.actions.clip.skipping import Told, untell
-from torch_grad_exporter.capture.guarded_hook import Handle
+from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.model.optimizers import owned_by
 
 
@@ -34,7 +34,7 @@ class KnownOptimizer:
     parameters: OwnedParameters
     name: str = ""
     clipping: Clipping | None = None
-    handle: Handle | None = None
+    handle: HookHandle | None = None
     wraps: bool = False
     covered: bool = False
     told: list[Told] = field(default_factory=list)

@@ -28,7 +28,7 @@ from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.statistics import Column, device
 from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.declared import MOMENTS
-from torch_grad_exporter.statistics.device import ByTorch, Reading, pieces_of
+from torch_grad_exporter.statistics.device import ByTorch, GroupReading, pieces_of
 from torch_grad_exporter.statistics.kernels import launch
 from torch_grad_exporter.statistics.kernels.probe import probe
 from torch_grad_exporter.statistics.kernels.tables import Read
@@ -110,7 +110,7 @@ class Kernels:
         """All gradients of a sample are read; their norms may follow."""
         self._between = True
 
-    def read(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Reading]:
+    def read(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[GroupReading]:
         """All that can be said of the gradients of one device without their past."""
         if group.device.type not in self._kinds or self._capturing():
             return [by_torch.read(group, parts)]
@@ -162,7 +162,7 @@ class Kernels:
         self._compare(state, by_torch.read(group, parts), parts, by_torch)
         state.seconds = time.perf_counter() - start
 
-    def _compare(self, state: _Device, expected: Reading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
+    def _compare(self, state: _Device, expected: GroupReading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
         """Begins a trial, if it can be sent now."""
         self._once = True
         if state.launcher is None:
@@ -188,10 +188,10 @@ class Kernels:
             message = "programs in Triton measure the gradients on %s from now on; compiling and trying them took %.1f s, once"
             say(logger, logging.INFO, message, where, state.seconds)
 
-    def _launched(self, run: launch.Launcher, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
+    def _launched(self, run: launch.Launcher, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> GroupReading:
         found = run(gradients_of(parts), same(group, parts))
         rows, pieces = with_apart(found.rows, parts, by_torch)
-        return Reading(group, pieces, rows, found.zero, found.alive)
+        return GroupReading(group, pieces, rows, found.zero, found.alive)
 
 
 Norms = tuple[Group, torch.Tensor, IntArray | None]

@@ -10,7 +10,7 @@ import torch
 
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.device import Reading
+from torch_grad_exporter.statistics.device import GroupReading
 from torch_grad_exporter.statistics.layout import Layout, Packing
 
 Send = Callable[[torch.Tensor], Callable[[], FloatArray | None] | None]
@@ -40,7 +40,7 @@ class Trial:
     elements: FloatArray
 
     @classmethod
-    def of(cls, expected: Reading, found: Reading, layout: Layout, send: Send) -> Trial | None:
+    def of(cls, expected: GroupReading, found: GroupReading, layout: Layout, send: Send) -> Trial | None:
         """Sends what is to be compared, without waiting; `None` if it cannot be sent now."""
         different = ((expected.zero != found.zero) | (expected.alive != found.alive)).sum(dtype=torch.float64).reshape(1)
         arrived = send(torch.cat((expected.rows.reshape(-1), found.rows.reshape(-1), different)))

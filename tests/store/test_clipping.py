@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.aggregation.support import Training, by_layer
+from tests.store.support import Training, by_layer
 from tests.support.scrape import errors
 from tests.support.tools import eventually
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.aggregation.support import Given, Training, by_layer
+from tests.store.support import Given, Training, by_layer
 from tests.support.scrape import errors, key, values
 from tests.support.tools import eventually
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES

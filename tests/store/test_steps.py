@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from tests.aggregation.support import QUIET
+from tests.store.support import QUIET
 from tests.support.loops import PlainLoop
 from tests.support.models import batch
 from tests.support.scrape import Key, errors, key, value, values

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.aggregation.support import QUIET, Training
+from tests.store.support import QUIET, Training
 from tests.support.otlp_receiver import HttpReceiver
 from tests.support.scrape import errors, value, values
 

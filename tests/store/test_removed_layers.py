@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.aggregation.support import Given, Training
+from tests.store.support import Given, Training
 from tests.support.scrape import Key, errors, key, values
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter

@@ -52,7 +52,7 @@ class Backward:
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
+class _ConfirmedRound:
     """What backwards have confirmed. `scale`: of the loss, if a gradient scaler was known that has one; `scaler`: if one was."""
 
     number: int = -1
@@ -70,7 +70,7 @@ class RoundTallies:
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._backwards: dict[int, Backward] = {}
         """By autograd's number, those that are not over."""
-        self._round = _Round()
+        self._round = _ConfirmedRound()
         self._measured = 0
         self._every = 1
 
@@ -93,7 +93,7 @@ class RoundTallies:
         found, self._backwards = self._backwards, {}
         backward = found.get(graph_task(), found[max(found)]) if found else Backward()
         if self._round.number != number:
-            self._round = _Round(number)
+            self._round = _ConfirmedRound(number)
         self.confirm(backward.tallies)
         scale, self._round.scaler = self._loss_scale.value, self._loss_scale.has_scaler
         self._round.scale = None if scale is None else scale.detach().clone()  # the scaler changes it in place
@@ -109,19 +109,19 @@ class RoundTallies:
 
     def forget(self) -> None:
         """Nothing is to be sent."""
-        self._backwards, self._round = {}, _Round()
+        self._backwards, self._round = {}, _ConfirmedRound()
 
     def round_over(self, number: int, *, kept: bool) -> None:
         """Send what the round of this number has shown to the host, if it is to be shown."""
         if number != self._round.number:
             return
-        over, self._round = self._round, _Round()
+        over, self._round = self._round, _ConfirmedRound()
         self._every, self._measured = max(1, self._measured // TIMED), 0
         if kept:
             with torch.no_grad():
                 self._send(over)
 
-    def _send(self, over: _Round) -> None:
+    def _send(self, over: _ConfirmedRound) -> None:
         by_device: dict[torch.device, list[Key]] = {}
         for key, tally in over.tallies.items():
             if tally.peaks is not None:  # else there are gradients only, of outputs that an earlier round has confirmed

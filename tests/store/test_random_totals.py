@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.aggregation.support import Training
+from tests.store.support import Training
 from tests.support.properties import PROFILE, both_formats, no_timeout_in_a_soak
 from tests.support.scrape import Key, errors_in, key, values
 from torch_grad_exporter.metrics.families import REMOVED
