@@ -129,7 +129,7 @@ class EventPool:
 
     def of_host(self, clock: Callable[[], float], most: int) -> DeviceEvents:
         """Return moments of the host's clock in the same form. `clock`: seconds from any origin; `most`: in use at once."""
-        module = SimpleNamespace(DeviceEvent=lambda *, enable_timing: _HostEvent(clock), current_stream=lambda _: None)  # noqa: ARG005 - like `torch.cuda.Event`
+        module = SimpleNamespace(Event=lambda *, enable_timing: _HostEvent(clock), current_stream=lambda _: None)  # noqa: ARG005 - like `torch.cuda.Event`
         # With a guard of its own, so that a success here does not end the row of failures of a device.
         return DeviceEvents(torch.device("cpu"), module, Guard(self._guard.failed, limit=None), most)
 
