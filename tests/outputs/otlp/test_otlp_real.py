@@ -34,7 +34,7 @@ DIGITS = 1e-11
 
 EACH_READING = {
     *("torch_grad_exporter_collector_duration_seconds", "torch_grad_exporter_series", "torch_host_cpu_ratio"),
-    *("torch_gpu_utilization_ratio", "torch_gpu_power_watts"),
+    *("torch_gpu_utilization_ratio", "torch_gpu_power_watts", "torch_grad_exporter_threads_cpu_seconds_total"),
 }
 """Metrics that each reading measures again, or that describe the reading before."""
 
