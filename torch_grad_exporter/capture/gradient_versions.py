@@ -124,11 +124,10 @@ class GradientsAsRead:
     """Gradients as a sample has read them, to see at the step whether anything has written to them since.
 
     An edit shows by the tensor or its version. One that bypasses versions, as by `.data` or NumPy, shows in a few elements, other
-    ones in each sample. Only plain tensors on the host are compared, where no device is to be waited for: all others always count
-    as written to.
+    ones in each sample.
 
     Args:
-        gradients: What was read, by position in the table.
+        gradients: What was read, by position in the table: plain tensors on the host, where no device is to be waited for.
         sample: The number of the sample, by which other elements are chosen in each.
     """
 
@@ -137,7 +136,7 @@ class GradientsAsRead:
         values = [*gradients.values()]
         self._columns = _columns(values)  # identity, memory and version of each; all three, since an `id` may be used again
         self._elements: list[tuple[int, int, float]] = []  # place among them, index of an element, and its value
-        for number in range(min(ELEMENTS, len(values)) if self._columns is not None else 0):
+        for number in range(min(ELEMENTS, len(values))):
             place = (sample * ELEMENTS + number) % len(values)
             if values[place].is_contiguous() and values[place].numel():
                 index = sample * _STRIDE % values[place].numel()
@@ -145,8 +144,6 @@ class GradientsAsRead:
 
     def unchanged(self, positions: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether these gradients, those of the parameters at `positions`, are as they were read."""
-        if self._columns is None:
-            return False
         columns, elements = self._columns, self._elements
         if positions != self._positions:
             wanted = dict(zip(positions, range(len(positions)), strict=True))
@@ -165,20 +162,9 @@ class GradientsAsRead:
         return all(_element(same[place], index) == value for place, index, value in elements if not math.isnan(value))
 
 
-def _columns(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]] | None:
-    """Identities, memory and versions, without a line of Python for each; `None` where not all are plain tensors on the host."""
-    if {*map(type, tensors)} - {torch.Tensor, torch.nn.Parameter}:
-        return None
-    if {*map(_kind_of, tensors)} - COMPARED or not all(map(_is_on_host, tensors)):
-        return None
+def _columns(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Return identities, memory and versions, without a line of Python for each."""
     return [*map(id, tensors)], [*map(torch.Tensor.data_ptr, tensors)], [*map(version_of, tensors)]
-
-
-COMPARED = {(torch.strided, dtype) for dtype in (torch.float16, torch.float32, torch.float64)}
-"""Gradients of which NumPy can read an element."""
-
-_kind_of: Callable[[torch.Tensor], tuple[torch.layout, torch.dtype]] = operator.attrgetter("layout", "dtype")
-_is_on_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 
 
 def _element(gradient: torch.Tensor, index: int) -> float:

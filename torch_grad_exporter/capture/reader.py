@@ -146,7 +146,9 @@ class GradientReader:
         if not parts:
             return False
         self._samples += 1
-        current.as_read, current.parts = GradientsAsRead(present, self._samples), parts
+        current.parts = parts
+        readable = all(reading.group.readable for reading in readings)
+        current.as_read = GradientsAsRead(present, self._samples) if readable else None
         # A gradient that a hook of the user removed at once counts as none.
         there = current.early_fired | gradients.keys()
         every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()

@@ -92,22 +92,27 @@ class Group:
     elements: IntArray  # of each gradient
     units: IntArray  # output units of each
     implied: IntArray  # zeros of each that a sparse gradient does not store
+    readable: bool  # all are plain tensors on the host, of types that NumPy has
 
     @classmethod
-    def of(cls, device: torch.device, table: ParameterTable, ordered: Sequence[Batch]) -> Self:
-        """Return the group of these batches, of which those with units come first."""
+    def of(cls, device: torch.device, table: ParameterTable, ordered: Sequence[Batch], *, ordinary: bool) -> Self:
+        """Return the group of these batches, of which those with units come first. `ordinary`: all gradients are."""
         positions = np.array([position for batch in ordered for position in batch.positions], dtype=np.int64)
         implied = np.repeat([batch.implied_zeros for batch in ordered], [len(batch.positions) for batch in ordered])
         units = table.units[positions]
         members = tuple((table.tracked[p], n) for p, n in zip(positions.tolist(), units.tolist(), strict=True) if n)
-        return cls(device, members, positions, table.elements[positions], units, implied)
+        readable = ordinary and device.type == "cpu" and all(b.tensors[0].dtype is not torch.bfloat16 for b in ordered)
+        return cls(device, members, positions, table.elements[positions], units, implied, readable)
 
     @classmethod
     def joined(cls, groups: Sequence[Self]) -> Self:
         """Return several groups of one device as one."""
-        names = ("positions", "elements", "units", "implied")
-        arrays = (np.concatenate([getattr(group, name) for group in groups]) for name in names)
-        return cls(groups[0].device, tuple(itertools.chain(*(group.members for group in groups))), *arrays)
+        positions, elements, units, implied = (
+            np.concatenate([getattr(group, name) for group in groups]) for name in ("positions", "elements", "units", "implied")
+        )
+        members = tuple(itertools.chain(*(group.members for group in groups)))
+        readable = all(group.readable for group in groups)
+        return cls(groups[0].device, members, positions, elements, units, implied, readable)
 
 
 def slices(values: _Values, most: int) -> Iterator[_Values]:
@@ -205,12 +210,12 @@ class Grouping:
         # The norm of a sum does not follow from one summand.
         for batch in batches(table, ((i, gradient) for i, gradient in wanted.items() if not is_partial(gradient))):
             by_device.setdefault(batch.tensors[0].device, []).append(batch)
-        grouped = []
+        grouped, ordinary = [], all(map(is_ordinary, values))
         for device, found in by_device.items():
             ordered = sorted(found, key=lambda batch: not batch.units)
-            grouped.append((Group.of(device, table, ordered), tuple(ordered)))
+            grouped.append((Group.of(device, table, ordered, ordinary=ordinary), tuple(ordered)))
         # How other gradients are grouped does not follow from their kind alone.
-        if all(map(is_ordinary, values)):
+        if ordinary:
             shared: dict[tuple[object, ...], tuple[object, ...]] = {}
             kinds = [shared.setdefault(kind, kind) for kind in map(_kind, values)]
             kept = [(group, tuple(replace(batch, tensors=()) for batch in parts)) for group, parts in grouped]

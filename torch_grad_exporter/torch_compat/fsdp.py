@@ -67,6 +67,11 @@ def is_flattened(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
+def is_imported() -> bool:
+    """Return whether anything has imported FSDP, so that a module may be managed by it. Importing torch alone does not."""
+    return "torch.distributed.fsdp" in sys.modules or "torch.distributed._composable.fsdp" in sys.modules
+
+
 def is_managed(module: torch.nn.Module) -> bool:
     """Whether FSDP, of either kind, gathers the parameters of a module for its forward and backward."""
     # Not by `hasattr`: a module's own look-up costs a microsecond where there is no such attribute.

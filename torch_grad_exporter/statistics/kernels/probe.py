@@ -35,7 +35,7 @@ def probe(device: torch.device) -> tuple[Group, tuple[Batch, ...]]:
     parts = tuple(Batch((place,), (tensor,), layout) for place, (tensor, layout) in enumerate(made))
     sizes = np.array([(one.elements, one.rows if one.units else 0) for one in parts], dtype=np.int64)
     positions = np.arange(len(parts), dtype=np.int64)
-    return Group(device, (), positions, sizes[:, 0], sizes[:, 1], np.zeros_like(positions)), parts
+    return Group(device, (), positions, sizes[:, 0], sizes[:, 1], np.zeros_like(positions), readable=False), parts
 
 
 def _of(shape: tuple[int, ...], kind: torch.dtype, seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
