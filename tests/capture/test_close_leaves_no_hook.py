@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.capture.scenes import COUNTED, OFF, REGIMES, Loop, each_regime
 from tests.support.models import batch
 from tests.support.scrape import errors
 from tests.support.torch_hooks import all_hooks
-from torch_grad_exporter import start_exporter
+from torch_grad_exporter import Exporter, start_exporter
 
 
 def mark(*_given: object) -> None:
@@ -97,3 +101,47 @@ def test_an_exporter_after_another_one() -> None:
                 loop.step()
         assert all_hooks(loop.model, loop.optimizer) == before
     assert all_hooks(other) == all_hooks(torch.nn.Linear(6, 3))
+
+
+def closed_within_a_step(kind: str, act: Callable[[Exporter], object]) -> None:
+    """Train; in one step a hook of the user, of its optimizer or of all, lets `act` close the exporter, and others follow."""
+    loop, before = hooked()
+    exporter = start_exporter(loop.model, port=None, collectors=OFF, every=1)
+    calls = []
+
+    def close(*_given: object) -> None:
+        calls.append(kind)
+        if len(calls) == 4:
+            act(exporter)
+
+    register = register_optimizer_step_pre_hook if kind == "all" else loop.optimizer.register_step_pre_hook
+    handles = [register(close), register(mark)]
+    for _ in range(8):
+        loop.step()
+    for handle in handles:
+        handle.remove()
+    assert len(calls) == 8
+    with start_exporter(loop.model, port=None, collectors=OFF):
+        pass  # removes what had to be left within the step
+    assert all_hooks(loop.model, loop.optimizer) == before
+    assert errors(exporter) == {}
+
+
+@pytest.mark.parametrize("kind", ["own", "all"])
+def test_within_a_hook_of_a_step(kind: str) -> None:
+    """`close()` in the user's own hook of a step does not make PyTorch raise into the loop."""
+    closed_within_a_step(kind, Exporter.close)
+
+
+@pytest.mark.parametrize("kind", ["own", "all"])
+def test_on_another_thread_during_a_step(kind: str) -> None:
+    """`close()` on another thread, while hooks of a step are called, does not make PyTorch raise into the loop."""
+    threads = []
+
+    def close(exporter: Exporter) -> None:
+        threads.append(threading.Thread(target=exporter.close))
+        threads[0].start()
+        threads[0].join(0.2)  # it ends at once, or waits for the step
+
+    closed_within_a_step(kind, close)
+    threads[0].join()

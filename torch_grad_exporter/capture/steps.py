@@ -30,7 +30,7 @@ from torch_grad_exporter.capture.tracing import active_trace
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
-from torch_grad_exporter.torch_compat.optimizers import called_from_step
+from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
 
 
 class StepHooks:
@@ -255,7 +255,8 @@ class StepHooks:
     def close(self, *, failed: bool) -> None:
         """End the counting, and remove the hook of a single step; idempotent. `failed`: an exception has ended the training."""
         self._counted.settle(over=not failed)
-        self.release()
+        hook, self._late_hook = self._late_hook, None
+        remove_step_hooks([] if hook is None else [hook])
 
     def release(self) -> None:
         """Remove the hook of a single step; idempotent."""

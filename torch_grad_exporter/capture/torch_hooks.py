@@ -13,7 +13,7 @@ from torch_grad_exporter.capture.module_hooks import ModuleHooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.torch_compat.compiler import never_compile
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
-from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks
+from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks, remove_step_hooks
 
 
 def _nothing(*_arguments: object) -> None:
@@ -29,6 +29,7 @@ class Hooks:
     def __init__(self, errors: ErrorLog) -> None:
         self._errors = errors
         self._handles: list[HookHandle] = []
+        self._step_handles: list[HookHandle] = []
         self._hooks: list[GuardedHook] = []
         self._on_modules: list[ModuleHooks] = []
         self._around_step: tuple[GuardedHook, GuardedHook] | None = None
@@ -59,9 +60,9 @@ class Hooks:
         self._around_step = self.guarded("optimizer_hook", before), self.guarded("optimizer_hook", after)
         # One after the other: if the second cannot be set, `close` takes off the first.
         first = register_optimizer_step_pre_hook(self._around_step[0])
-        self._handles.append(first)
+        self._step_handles.append(first)
         second = register_optimizer_step_post_hook(self._around_step[1])
-        self._handles.append(second)
+        self._step_handles.append(second)
         self._step_numbers = first.id, second.id
 
     def come_first(self) -> None:
@@ -127,3 +128,5 @@ class Hooks:
             handles, self._handles = self._handles, []
             for handle in handles:
                 handle.remove()
+        step_handles, self._step_handles = self._step_handles, []
+        remove_step_hooks(step_handles)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +60,30 @@ def _step_around(frame: types.FrameType | None) -> types.FrameType | None:
 
 def _is_step(frame: types.FrameType) -> bool:
     return frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+
+
+WAIT_SECONDS = 1.0
+"""For steps of other threads, before their hooks are removed."""
+
+_left: list[Any] = []  # handles that could not be removed yet
+
+
+def remove_step_hooks(handles: Iterable[Any]) -> None:
+    """Remove hooks of optimizers, unless a step is under way: PyTorch's iteration over them would raise into the training.
+
+    A step of another thread is waited for. If it takes too long, or the calling thread itself is in a step, the hooks stay until
+    the next call; they have to be disconnected before.
+    """
+    _left.extend(handles)
+    give_up_at, own = time.monotonic() + WAIT_SECONDS, threading.get_ident()
+    while _left:
+        stepping = [thread for thread, frame in sys._current_frames().items() if called_from_step(frame)]
+        if not stepping:
+            _left.pop().remove()
+        elif own in stepping or time.monotonic() > give_up_at:
+            return
+        else:
+            time.sleep(0.001)
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - an object that may be a gradient scaler

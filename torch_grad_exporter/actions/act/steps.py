@@ -26,7 +26,7 @@ from torch_grad_exporter.errors import ErrorLog, Guard, caught
 from torch_grad_exporter.rules import Rule
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
-from torch_grad_exporter.torch_compat.optimizers import called_from_step
+from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
 
 HOOK_SECONDS = 2e-6
 """What a call of the hook takes before and after what a clock inside of it measures."""
@@ -181,8 +181,7 @@ class BetweenTheSteps:
         self._slots, self._hook, self._handle = (), None, None
         if hook is not None:
             hook.disconnect()
-        if handle is not None:
-            handle.remove()
+        remove_step_hooks([] if handle is None else [handle])
         for slot in slots:
             self._end(slot)
 

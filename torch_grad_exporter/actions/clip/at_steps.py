@@ -33,7 +33,7 @@ from torch_grad_exporter.errors import ErrorLog, Guard, raised_by_handler
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, stop_compiling
-from torch_grad_exporter.torch_compat.optimizers import hooked_last, stepping_around
+from torch_grad_exporter.torch_compat.optimizers import hooked_last, remove_step_hooks, stepping_around
 
 SOURCE, TRIED, SHOWN = SOURCES = "clip", "clip_dry_run", "clip_report"
 """Of its failures: of steps that were not clipped, of policies that are only tried, and of what is told of them."""
@@ -167,8 +167,7 @@ class ClipAtSteps:
             one.untell(optimizer)
             if one.clipping is not None:
                 self._gone(one.name, one.clipping)
-        for handle in handles:
-            handle.remove()
+        remove_step_hooks(handles)
         self._known.clear()
 
     def disconnect(self) -> None:
