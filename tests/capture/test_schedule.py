@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.lifecycle import ThreadTime
 
 FIRST = 10
 """Samples in a row at the start."""
@@ -232,3 +233,16 @@ def test_the_timing_interval_is_that_of_the_last_rounds() -> None:
     for _ in range(6_000):
         schedule.stepped(0.1, 1e-5)
     assert schedule.counting.timing_interval == 1
+
+
+def test_own_threads_are_part_of_the_budget() -> None:
+    """What the exporter's own threads take of a core leaves less of the budget to samples."""
+    now, spent = 0.0, 0.0
+    threads = ThreadTime(lambda: now, lambda: spent)
+    alone, beside = SamplingSchedule(budget=0.02), SamplingSchedule(budget=0.02, threads=threads)
+    now, spent = 100.0, 1.2  # 1.2 % of a core
+    threads.note()
+    assert threads.share == pytest.approx(0.012)
+    for schedule in (alone, beside):
+        train(schedule, 20_000, always(0.01), always(0.001))
+    assert beside.interval >= 2 * alone.interval

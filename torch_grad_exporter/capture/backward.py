@@ -268,7 +268,7 @@ class BackwardHooks:
         return self._index.replicas.by_hand and not self._reductions.wrapped and not self._index.fully_sharded
 
     def catch_up(self) -> None:
-        """At the step of a round with fewer backwards than any lately: read its gradients, if they are untouched since."""
+        """At the step of a round with fewer backwards than any recent one: read its gradients, if they are untouched since."""
         left = self._rounds.current.left
         if left is not None and left.unchanged():
             self.read()

@@ -179,7 +179,7 @@ class Capture:
         self.detection.arm(sampled=False)
 
     def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
-        """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is told to skip the step."""
+        """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is to skip the step."""
         self._steps.clipped(optimizer, skip)
 
     def look(self) -> float:

@@ -184,7 +184,7 @@ class ForwardHooks:
     # When a backward begins
 
     def backward_began(self) -> Lost | None:
-        """A backward of a sampled round begins: why its gradients cannot be read, or told from earlier ones; `None` if they can.
+        """A backward of a sampled round begins: why its gradients cannot be read or distinguished from earlier ones, or None.
 
         Where all nodes are yet to be hooked, as right after a skipped step, a later round is sampled instead.
         """

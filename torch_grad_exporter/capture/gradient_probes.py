@@ -44,12 +44,8 @@ class GradientProbes:
         self._between_steps: GradientVersions | None = None
 
     def choose(self, model: int, probes: list[TrackedParameter]) -> None:
-        """Takes these parameters, which got a gradient lately, for a model's probes."""
+        """Take these parameters, which recently received a gradient, as the probes of a model."""
         self._probes[model] = probes
-
-    def prefer(self, model: int, probe: TrackedParameter) -> None:
-        """Takes this parameter for a model's first probe."""
-        self._probes.setdefault(model, []).insert(0, probe)
 
     def forget(self) -> None:
         """Drops all probes."""

@@ -73,7 +73,7 @@ class Inspection:
         """An optimizer is about to step in a sampled round."""
 
     def step_ended(self, current: ArmedRound, optimizer: int, left_out: torch.Tensor | None) -> None:
-        """It has. `left_out`: on a device, not zero if the optimizer was told to skip its step."""
+        """It has. `left_out`: on a device, not zero if the optimizer had to skip its step."""
 
     def round_stepped(self) -> None:
         """The first step of a round is over."""

@@ -29,7 +29,7 @@ from torch_grad_exporter.store.records import OptimizerView, Outcome, RoundEnded
 from torch_grad_exporter.store.sample import rows_of
 
 IN_FULL = 8
-"""Of so many samples of an optimizer, one is measured again at the step although nothing seems to have written to it."""
+"""Of this many samples of an optimizer, one is measured again at the step although nothing seems to have written to it."""
 
 CROWDED = 1 << 12
 """Records in the mailbox, half of what it takes, beyond which no sample is taken: the worker has fallen behind."""
@@ -153,7 +153,7 @@ class GradientReader:
         there = current.early_fired | gradients.keys()
         every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
         missing = [i for i, parameter in every if i not in there and parameter is not None and parameter.requires_grad]
-        # Where no backward is seen, each optimizer's step reads the round anew, with what those before have left.
+        # Where no backward is seen, each optimizer's step reads the round again, with what those before have left.
         current.views = [view for view in current.views if view.ours and step is not None and current.captured]
         current.divided_again = False
         self._mailbox.append(

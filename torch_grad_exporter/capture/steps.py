@@ -156,7 +156,7 @@ class StepHooks:
             self._readings.before_step(seen)
 
     def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
-        """`clip=` has clipped gradients right before a step. `skip`: whether the optimizer is told to skip it."""
+        """`clip=` has clipped gradients right before a step. `skip`: whether the optimizer is to skip it."""
         number, clock = self._optimizers.number(optimizer), self._clock
         if number is None or not (self._rounds.current.sampled or skip is not None):
             return

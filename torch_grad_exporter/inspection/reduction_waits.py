@@ -5,7 +5,8 @@ before the wrapper's own, which waits for the other ranks and the network and wr
 the wait. Host clock, so on the CPU only: on CUDA the host does not wait there.
 
 A reentrant checkpoint runs backwards within the backward, and the wrapper may wait in one of those. Autograd numbers the
-backwards: where two in a row have consecutive numbers, none ran within the first. A wait is timed only where that was so lately.
+backwards: where two in a row have consecutive numbers, none ran within the first. A wait is timed only where that was the case for
+the last two that were seen.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ReductionWaits(Inspection):
 
     def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
         """Queue the callback, if this backward reduces and none seems to run within it."""
-        if self._last_task is not None:  # else it is as it was lately
+        if self._last_task is not None:  # else as for the last two that were seen
             self._alone = task == self._last_task + 1
         self._last_task, self._since = task, None
         reduction = self._reductions.coming if current.sampled else None

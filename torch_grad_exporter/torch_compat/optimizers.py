@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -79,7 +80,8 @@ def remove_step_hooks(handles: Iterable[Any]) -> None:
     while _left:
         stepping = [thread for thread, frame in sys._current_frames().items() if called_from_step(frame)]
         if not stepping:
-            _left.pop().remove()
+            with contextlib.suppress(IndexError):  # another thread is at it, too
+                _left.pop().remove()
         elif own in stepping or time.monotonic() > give_up_at:
             return
         else:
