@@ -201,6 +201,7 @@ def test_a_graph_is_captured_during_scrapes() -> None:
                 loss = model(inputs).square().mean()
                 loss.backward()
                 optimizer.step()
+            graph.replay()  # its capture computes nothing
             before = loss.item()
             for _ in range(50):
                 graph.replay()
@@ -365,6 +366,7 @@ def test_phases_are_those_of_the_gpu(every: int) -> None:
         assert found["backward"] / found["forward"] == pytest.approx(2.0, rel=0.1)
         assert found["optimizer"] / found["forward"] == pytest.approx(4.0, rel=0.1)
         assert found["data"] == 0
-        assert sum(found[phase] for phase in CYCLES) >= begin.elapsed_time(end) / 1000
+        if every == 1:  # else most rounds are only counted, and in no phase
+            assert sum(found[phase] for phase in CYCLES) >= begin.elapsed_time(end) / 1000
         assert value(exporter, "torch_grad_exporter_untimed_steps_total", what="phases") == 0
         assert errors(exporter) == {}

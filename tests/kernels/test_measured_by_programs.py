@@ -56,6 +56,7 @@ def test_the_probe_is_read_rightly() -> None:
     assert norms.vector.shape == (1,)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of older versions of torch, once in a process
 @given(drawn=models(SMALL | LARGE))
 def test_any_gradients_of_any_model(trusted: Kernels, drawn: Sequence[Drawn]) -> None:
     """Of whatever gradients, those for the programs and others: counts and extremes exactly, norms and sums within rounding.

@@ -507,7 +507,7 @@ class Recorder:
             pairs = [pair for sample in layer.samples for pair in sample.gradients]
             history = torch.stack([one.units(g) for other, g in pairs if other.parameter is one.parameter])
             silent = (history == 0).all(2)
-            told = ~history.isnan().any(2) | (history.nan_to_num(0) != 0).any(2)
+            told = ~history.isnan().any(2)
             for row in range(history.shape[1]):
                 last = silent[told[:, row], row][-self._dead_window :]
                 dead += last.numel() > 0 and bool(last.all())
