@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ WIDE_LOADS = {"cuda": ("ld.global.v4", 8), "hip": ("buffer_load_dwordx4", 4)}
 
 INSTRUCTIONS = {"one unit": 12, "several units": 17}
 """For each element, at most, in the loop over whole blocks: where a block is of one unit or of none, and with all else in it."""
+
+MACHINE_CODE = "3.9."
+"""The version of Triton whose compiler it is, that of the Makefile. That of 3.6 spills registers in these loops."""
 
 PER_THREAD = 16
 """Elements of a block that a thread reads."""
@@ -101,6 +105,8 @@ def test_it_compiles(backend: str, architecture: str, threads: int, moments: boo
 
 def test_the_loop_over_whole_blocks_is_short(tmp_path: Path) -> None:
     """In the machine code for sm_90: of each type nothing is spilled, no thread waits for another, and few instructions."""
+    if not version("triton").startswith(MACHINE_CODE):
+        pytest.skip(f"the machine code is that of Triton {MACHINE_CODE}")
     wide = [loop for loop in loops(compiled("cuda", "90", 32, False, tmp_path)[0]["machine code"]) if has(loop, "LDG.E.128")]
     lengths = sorted(len(loop) / PER_THREAD for loop in wide)
     assert len(wide) == 2 * len(tables.KINDS)

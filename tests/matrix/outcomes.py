@@ -42,7 +42,10 @@ def steps_skipped_in_a_row(run: Run, set_to_none: bool) -> None:
 
 @regime()
 def steps_skipped_at_the_start(run: Run) -> None:
-    """Before the first step three are skipped, for overflows as under a loss scale that is yet too large: shown after two steps."""
+    """Before the first step three are skipped, for overflows as under a loss scale that is yet too large: shown after two steps.
+
+    Until then these rounds may be an accumulation, so that they are one sample for the units as well.
+    """
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -53,7 +56,7 @@ def steps_skipped_at_the_start(run: Run) -> None:
                 run.skipped()
             else:
                 run.step(optimizer)
-                run.check(without=["torch_train_skipped_steps_total"] if step < 5 else [])
+                run.check(without=["torch_train_skipped_steps_total", "torch_grad_dead_ratio"] if step < 5 else [])
 
 
 @regime(set_to_none=[True, False])
