@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.support.record import gradients_of, norm
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.actions import Measurements
+from torch_grad_exporter.lifecycle import BackgroundLoop
 
 NORM, LAYER_NORM = "torch_grad_global_norm", "torch_grad_norm"
 STEPS = 250
@@ -160,3 +162,19 @@ def test_a_removed_condition_is_not_fed() -> None:
         for _ in range(STEPS):
             training.step()
         assert judged.next()["mean"] == pytest.approx(np.mean(training.norms[-50:]), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_condition_after_a_removed_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that judges sleeps while there are no conditions; a new one wakes it, however soon the thread runs then."""
+    wake = BackgroundLoop.wake
+
+    def runs_at_once(loop: BackgroundLoop) -> None:
+        wake(loop)
+        time.sleep(0.1)  # so that the thread wakes up and looks before the call goes on
+
+    with watching(Recorded().model) as exporter:
+        handle = exporter.on(lambda _: False, lambda _event: None)
+        handle.remove()
+        monkeypatch.setattr(BackgroundLoop, "wake", runs_at_once)
+        assert Judged(exporter).next(0) == {}

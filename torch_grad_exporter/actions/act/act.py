@@ -99,8 +99,6 @@ class Act:
         steps: BetweenTheSteps,
         totals: ActionTotals,
         errors: ErrorLog,
-        *,
-        loop: type[BackgroundLoop] = BackgroundLoop,
     ) -> None:
         self._sources = sources
         self._steps = steps
@@ -112,7 +110,6 @@ class Act:
         self._episodes: Episodes | None = None
         self._taken: Judged | None = None
         self._due, self._exchange_due, self._closed = 0.0, 0.0, False
-        self._make_loop = loop
         self._loop: BackgroundLoop | None = None
         self._guard = errors.boundary(SOURCE, "judging")
         self._actions = ActionQueue(errors.boundary(SOURCE, "running", limit=None), sources.clock)
@@ -133,13 +130,14 @@ class Act:
             if isinstance(chosen, BetweenSteps):
                 self._slots[trigger] = self._steps.add(trigger, chosen, functools.partial(self._done, trigger))
             try:
-                self._start()
+                loop = self._started()
             except RuntimeError:
                 self._remove(trigger)
                 raise
             if rule is not None and self._episodes is None:
                 self._episodes = Episodes()
             self._triggers = (*self._triggers, trigger)
+            loop.wake()  # only now: the thread would go back to sleep for good where it finds no trigger
         try:
             self._check_open()  # or just now, by a signal's handler
         except RuntimeError:
@@ -167,14 +165,14 @@ class Act:
             actions=self._failures.guard(f"the action {of_action} on {name}"),
         )
 
-    def _start(self) -> None:
-        """Starts the thread that judges. Raises `RuntimeError` where there are no more to be had."""
+    def _started(self) -> BackgroundLoop:
+        """Returns the thread that judges, running. Raises `RuntimeError` where there are no more to be had."""
         if self._loop is None:
-            loop = self._make_loop("act", self._in_turn, guard=self._guard, pause=self._until_due, last=self._judge_last)
+            loop = BackgroundLoop("act", self._in_turn, guard=self._guard, pause=self._until_due, last=self._judge_last)
             loop.start()
             self._loop = loop
             self._due = self._sources.clock() + (FED_SECONDS if self._sources.fed else 0.0)
-        self._loop.wake()
+        return self._loop
 
     def _remove(self, trigger: Trigger) -> None:
         trigger.removed = True
