@@ -13,7 +13,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -258,22 +258,25 @@ def host_time(arm: Arm, plain: Arm) -> record.Table:
     )
 
 
-def run(size: Size, device: torch.device, seconds: float) -> list[record.Table]:
-    """All tables."""
+def run(size: Size, device: torch.device, seconds: float) -> Iterator[record.Table]:
+    """Each table, as soon as it is measured."""
     arms = {name: Arm(size, device) for name in ARMS}
     elements = sum(p.numel() for p in arms["plain"].model.parameters())
-    tables = [overhead(arms, seconds)]
-    tables[0]["notes"].append(f"{elements / 1e9:.3f} billion parameters in bfloat16, {size.batch} x {size.length} tokens.")
+    steps = overhead(arms, seconds)
+    steps["notes"].append(f"{elements / 1e9:.3f} billion parameters in bfloat16, {size.batch} x {size.length} tokens.")
+    yield steps
     for name in ("control", "defaults"):
         arms.pop(name).close()  # what follows needs the room
-    tables += [sample(arms["plain"]), host_time(arms["every=1"], arms["plain"])]
+    yield sample(arms["plain"])
+    yield host_time(arms["every=1"], arms["plain"])
     if device.type == "cuda":
-        tables.append(cuda_cuts.table(arms["plain"].model, device))
+        yield cuda_cuts.table(arms["plain"].model, device)
     arms.pop("every=1").close()
-    tables.append(small_tensors(device, SMALL if size is not TINY else 50))
+    yield small_tensors(device, SMALL if size is not TINY else 50)
     arms.clear()
     large = large_model(device, *(LARGE if size is not TINY else (32, 1)))
-    return tables if large is None else [*tables, large]
+    if large is not None:
+        yield large
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -289,13 +292,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if chosen.device == "cpu":
         torch.set_num_threads(1)
-    tables = run(TINY if chosen.tiny else Size(layers=chosen.layers), torch.device(chosen.device), chosen.seconds)
-    for table in tables:
+    name = "cuda-trial" if chosen.tiny or chosen.device == "cpu" else "cuda"
+    tables: list[record.Table] = []
+    for table in run(TINY if chosen.tiny else Size(layers=chosen.layers), torch.device(chosen.device), chosen.seconds):
+        tables.append(table)
         print(f"\n{table['title']}")
         for row in (table["columns"], *table["rows"], *table["notes"]):
             print(row if isinstance(row, str) else " | ".join(map(str, row)))
-    name = "cuda-trial" if chosen.tiny or chosen.device == "cpu" else "cuda"
-    print(f"written to {record.save(name, {'tables': tables})}")
+        written = record.save(name, {"tables": tables})  # each time anew: whoever ends it has what there is
+    print(f"written to {written}")
     return 0
 
 
