@@ -73,7 +73,7 @@ from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
-from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernels
+from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox
@@ -135,7 +135,7 @@ class Stages:
         self._cost = cost = SampleCost(clock, schedule, DeviceTimer(events))
         self.optimizers = optimizers = Optimizers(checked.index, arguments.optimizers)
         kernels = None
-        if settings.statistics is Implementation.TRITON:
+        if settings.statistics.by_programs:
             kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
         self._loss_scale = loss_scale = LossScale(arguments.grad_scaler)
         reader = GradientReader(

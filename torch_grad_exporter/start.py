@@ -106,9 +106,10 @@ def start_exporter(
         nan_origin: Look for the place where a value became NaN or Inf, once there is one (default:
             off). "always" looks in every sampled round, and so finds the first one. See
             docs/nan-origin.md.
-        statistics: What measures gradients on CUDA devices (default: "auto"). "auto", "torch":
-            operations of torch, which read each gradient several times; "triton": programs that
-            read it once, where Triton is installed and they pass a comparison in the first samples.
+        statistics: What measures gradients on CUDA devices (default: "auto"). "torch": operations
+            of torch, which read each gradient several times; "triton": programs that read it once,
+            if they pass a comparison in the first samples; "auto": these on NVIDIA's GPUs where
+            Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}`, or to enable (default: all but
             whole_run). There are gradients, activations, nan_origin, layer_times, watched,
             training, whole_run, cuda_memory, gpu, process, host, container, exporter.

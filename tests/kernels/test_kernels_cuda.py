@@ -82,7 +82,7 @@ def test_the_training_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
         plain = trained(12)
         by_torch = trained(12, statistics="torch")
         assert TRUSTED not in caplog.text
-        by_programs = trained(12, statistics="triton", moments=True)
+        by_programs = trained(12, moments=True)
         assert TRUSTED in caplog.text
     finally:
         torch.use_deterministic_algorithms(False)
@@ -96,7 +96,7 @@ def test_nothing_waits_for_the_programs(caplog: pytest.LogCaptureFixture) -> Non
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
     inputs = torch.randn(5, 6)
-    with start_exporter(model, port=None, every=1, statistics="triton") as exporter:
+    with start_exporter(model, port=None, every=1) as exporter:
         for _ in range(6):  # libraries initialise themselves, the programs are compiled and compared
             optimizer.zero_grad()
             model(inputs).square().mean().backward()

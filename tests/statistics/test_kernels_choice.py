@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.eager import EagerStatistics
-from torch_grad_exporter.statistics.kernels.choice import Kernels
+from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernels
 from torch_grad_exporter.statistics.kernels.probe import probe
 
 PROBE = len(probe(torch.device("cpu"))[1])
@@ -149,6 +151,20 @@ def test_nothing_is_launched_while_a_graph_is_captured() -> None:
     assert scene.kernels.trusted == {torch.device("cpu")}
     capturing[0] = True
     assert scene.sample() == 0
+
+
+@pytest.mark.parametrize(("hip", "installed", "chosen"), [(None, True, True), (None, False, False), ("6.4", True, False)])
+def test_auto_is_triton_where_it_was_measured(
+    hip: str | None, installed: bool, chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default programs measure where torch is built for NVIDIA's GPUs and Triton can be imported."""
+    if installed:
+        (tmp_path / "triton.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert Implementation.AUTO.by_programs is chosen
+    assert Implementation.TRITON.by_programs
+    assert not Implementation.TORCH.by_programs
 
 
 TRAINS = """

@@ -79,9 +79,9 @@ class Settings:
         kind=kinds.ORIGIN)
     statistics: Implementation = option(Implementation.AUTO,
         "what measures gradients on CUDA devices",
-        '"auto", "torch": operations of torch, which read each gradient several times; "triton": '
-        "programs that read it once, where Triton is installed and they pass a comparison in the "
-        "first samples.")
+        '"torch": operations of torch, which read each gradient several times; "triton": programs '
+        "that read it once, if they pass a comparison in the first samples; "
+        '"auto": these on NVIDIA\'s GPUs where Triton is installed, as it is with torch\'s own builds for Linux.')
     collectors: frozenset[str] = option(lambda: REGISTRY.on_by_default,
         'collectors to disable, such as `{"host": False}`, or to enable',
         f"There are {', '.join(REGISTRY.names)}. "

@@ -12,6 +12,7 @@ could spoil the capture of a CUDA graph. `once` tells of it, so that the interva
 from __future__ import annotations
 
 import enum
+import importlib.util
 import itertools
 import logging
 import math
@@ -42,6 +43,13 @@ class Implementation(enum.Enum):
     AUTO = "auto"
     TORCH = "torch"
     TRITON = "triton"
+
+    @property
+    def by_programs(self) -> bool:
+        """Whether programs are to measure; `AUTO`: on NVIDIA's GPUs, where they are known to be faster, if Triton is there."""
+        if self is Implementation.AUTO:
+            return torch.version.hip is None and importlib.util.find_spec("triton") is not None
+        return self is Implementation.TRITON
 
 
 class _Stage(enum.Enum):
