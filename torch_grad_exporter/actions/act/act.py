@@ -99,6 +99,8 @@ class Act:
         steps: BetweenTheSteps,
         totals: ActionTotals,
         errors: ErrorLog,
+        *,
+        loop: type[BackgroundLoop] = BackgroundLoop,
     ) -> None:
         self._sources = sources
         self._steps = steps
@@ -110,6 +112,7 @@ class Act:
         self._episodes: Episodes | None = None
         self._taken: Judged | None = None
         self._due, self._exchange_due, self._closed = 0.0, 0.0, False
+        self._make_loop = loop
         self._loop: BackgroundLoop | None = None
         self._guard = errors.boundary(SOURCE, "judging")
         self._actions = ActionQueue(errors.boundary(SOURCE, "running", limit=None), sources.clock)
@@ -168,7 +171,7 @@ class Act:
     def _started(self) -> BackgroundLoop:
         """Returns the thread that judges, running. Raises `RuntimeError` where there are no more to be had."""
         if self._loop is None:
-            loop = BackgroundLoop("act", self._in_turn, guard=self._guard, pause=self._until_due, last=self._judge_last)
+            loop = self._make_loop("act", self._in_turn, guard=self._guard, pause=self._until_due, last=self._judge_last)
             loop.start()
             self._loop = loop
             self._due = self._sources.clock() + (FED_SECONDS if self._sources.fed else 0.0)
