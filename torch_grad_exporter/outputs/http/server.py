@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import selectors
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,7 +81,8 @@ class MetricsServer:
         self.port: int = listener.getsockname()[1]
         self.scheme = "https" if web_config is not None and web_config.current.tls is not None else "http"
         self.open_to_all = (web_config is None or not web_config.authenticates) and not is_loopback(listener)
-        self._loop = asyncio.SelectorEventLoop()
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_exception_handler(self._loop_failed)
         self._workers = Workers(WORKERS, self._loop)
         self._clients = Clients(
@@ -121,10 +123,15 @@ class MetricsServer:
     def after_fork_in_child(self) -> None:
         """Close the sockets that a forked child inherits, else the port stays taken when the parent is gone.
 
-        Touches no lock and no thread: the child has none of the threads, and a lock may be held permanently.
+        Touches no lock and no thread: the child has none of the threads, and a lock may be held permanently. The loop itself would
+        take what it waits for out of the parent's list as well.
         """
         self._closed = True
         self._clients.abandon()
+        self._selector.close()
+        for name in ("_ssock", "_csock"):  # by which threads wake the loop; asyncio has no public name for them
+            if (sock := getattr(self._loop, name, None)) is not None:
+                sock.close()
 
     # In the thread of the loop
 
