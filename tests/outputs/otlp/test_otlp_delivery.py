@@ -71,6 +71,7 @@ def test_every_point_arrives(protocol: str) -> None:
 ANSWERS: dict[str, tuple[str, Answer, str]] = {
     "401": ("http/protobuf", Answer(401), "401"),
     "web page": ("http/protobuf", Answer(body=b"<html>log in</html>", kind="text/html; charset=utf-8"), "web page"),
+    "redirect": ("http/protobuf", Answer(307, {"Location": "http://localhost:1/"}), "307"),
     "partial": ("http/protobuf", Answer(rejected=3), "3 points were rejected"),
     "RESOURCE_EXHAUSTED": ("grpc", BUSY, "RESOURCE_EXHAUSTED"),
 }

@@ -62,8 +62,12 @@ class Delivery:
 
     def send(self, data: MetricsData) -> None:
         """Return when a request has arrived. Raises `DeliveryError` or `RejectedError`."""
+        result = MetricExportResult.FAILURE
         with unheard() as said:
-            result = self._exporter.export(data)
+            try:
+                result = self._exporter.export(data)
+            except Exception as error:  # noqa: BLE001 - some versions raise where others return a failure
+                said.append(f"{type(error).__name__}: {error}")
         text = _shown("; ".join(dict.fromkeys(said)) or "the export failed")
         if result is not MetricExportResult.SUCCESS:
             raise DeliveryError(text)
@@ -107,8 +111,10 @@ class _Session(requests.Session):
 
     def request(self, *arguments: Any, **options: Any) -> requests.Response:  # noqa: ANN401 - as `requests.Session` has it
         """See `requests.Session`. Raises `requests.RequestException` where the answer is that of no receiver."""
-        response = super().request(*arguments, **options | self._trusted)
+        response = super().request(*arguments, **options | self._trusted | {"allow_redirects": False})
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if 300 <= response.status_code < 400:
+            raise requests.RequestException(f"redirected with status {response.status_code}, which is not followed")
         if response.ok and kind == "text/html":
             raise requests.RequestException("the answer is a web page, so that this is no OTLP receiver")
         if response.ok and kind == "application/x-protobuf":
