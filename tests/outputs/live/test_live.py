@@ -211,9 +211,9 @@ def test_wrong_queries_get_a_4xx(trained: Trained) -> None:
     for query in (
         "run?since=-1", "run?since=NaN", "run?view=all", f"run?stride=-{long}", "layers?quantity=__class__", "run?since=%00",
         "layers?quantity=activation_rms", "run?" + "&".join(f"k{i}=1" for i in range(50)), "layer?name=%ff%fe",
+        f"run?since={'9' * 5000}",
     ):  # fmt: skip
         assert trained.get(f"/api/v1/{query}")[0] == 400, query
-    assert trained.get(f"/api/v1/run?since={'9' * 5000}")[0] == 414
     for name in ("", "third", "first%2F", "FIRST", long):
         assert trained.get(f"/api/v1/layer?name={name}")[0] == 404
     assert errors(trained.exporter) == {}

@@ -71,7 +71,8 @@ def test_every_point_arrives(protocol: str) -> None:
 ANSWERS: dict[str, tuple[str, Answer, str]] = {
     "401": ("http/protobuf", Answer(401), "401"),
     "web page": ("http/protobuf", Answer(body=b"<html>log in</html>", kind="text/html; charset=utf-8"), "web page"),
-    "partial over gRPC": ("grpc", Answer(rejected=3), "3 points were rejected"),
+    "redirect": ("http/protobuf", Answer(307, {"Location": "http://localhost:1/"}), "307"),
+    "partial": ("http/protobuf", Answer(rejected=3), "3 points were rejected"),
     "RESOURCE_EXHAUSTED": ("grpc", BUSY, "RESOURCE_EXHAUSTED"),
 }
 
@@ -116,7 +117,7 @@ def test_no_secret_is_shown(protocol: str, caplog: pytest.LogCaptureFixture) -> 
     secret = "" if protocol == "grpc" else "?key=hunter2"
     with caplog.at_level(logging.DEBUG):
         endpoint = refused() if protocol == "grpc" else refused().replace("//", "//me:hunter2@")
-        failed = failure(endpoint + secret, protocol, EXPORTER_OTLP_TIMEOUT="0.5")
+        failed = failure(endpoint + secret, protocol, EXPORTER_OTLP_TIMEOUT="1.5")
     assert "efused" in failed or "UNAVAILABLE" in failed
     assert "hunter2" not in failed + caplog.text
 
@@ -176,7 +177,7 @@ def test_wrong_certificates_get_nothing(
     """Nothing is sent to a server of an unknown authority, or with another one's name."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_CERTIFICATE", str(files / f"{trusted}.crt"))
     with tls_receiver(protocol, files, name) as receiver:
-        failed = failure(receiver.endpoint, protocol, EXPORTER_OTLP_TIMEOUT="0.5")
+        failed = failure(receiver.endpoint, protocol, EXPORTER_OTLP_TIMEOUT="1.5")
     assert "ertificate" in failed or "UNAVAILABLE" in failed
     assert receiver.received == []
 

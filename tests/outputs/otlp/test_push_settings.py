@@ -17,7 +17,7 @@ import torch
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.families import Kind
-from torch_grad_exporter.outputs.otlp.otlp import Temporality
+from torch_grad_exporter.outputs.otlp.points import Temporality
 from torch_grad_exporter.outputs.otlp.push import resource
 from torch_grad_exporter.outputs.otlp.push_settings import Compression, Protocol, PushSettings, resolve
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import http
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +15,7 @@ from torch_grad_exporter.actions.notify.address import Address
 from torch_grad_exporter.actions.notify.sending import SendError
 from torch_grad_exporter.errors import caught
 from torch_grad_exporter.lifecycle import BackgroundThread
-from torch_grad_exporter.outputs.otlp.delivery import AGENT, GROWING, mute, unheard
-from torch_grad_exporter.outputs.otlp.delivery_http import retry_after
+from torch_grad_exporter.outputs.otlp.delivery import AGENT, mute, unheard
 
 LEFT_BEHIND = 3
 """Requests of a receiver that hang, at most; while there are so many, none is begun."""
@@ -103,8 +103,17 @@ def _judge(response: requests.Response) -> None:
         phrase = f" {http.HTTPStatus(status).phrase}"
     if 300 <= status < 400:
         raise SendError(f"HTTP {status}{phrase}: a redirect, which is not followed; give the address that it leads to")
-    told = retry_after(response.headers.get("Retry-After", ""))
-    raise SendError(f"HTTP {status}{phrase}", passing=status >= 500 or status in _PASSING, pause=None if told == GROWING else told)
+    pause = retry_after(response.headers.get("Retry-After", ""))
+    raise SendError(f"HTTP {status}{phrase}", passing=status >= 500 or status in _PASSING, pause=pause)
+
+
+def retry_after(text: str) -> float | None:
+    """Return the seconds until the next try, which a receiver gives as a number or as a date; None if it gives none."""
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(text))
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    return None
 
 
 def _late(seconds: float) -> str:

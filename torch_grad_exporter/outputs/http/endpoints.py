@@ -1,80 +1,72 @@
-"""What is served: `/metrics`, `/healthz`, `/sd`, and the live page."""
+"""Endpoints: what is served, `/metrics`, `/healthz`, `/sd` and the live page."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 
-from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape
+from torch_grad_exporter.outputs.http.workers import Workers
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
 
-_METHODS = ("GET", "HEAD")
-
-Respond = Callable[[Response | None], None]
-"""Takes the response from any thread, `None` where there is none; what comes after the first has no effect."""
+METHODS = ("GET", "HEAD")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class Endpoints:
     """Answers requests. Everything is read-only; a failure is counted and becomes a 500.
 
-    `targets`: what Prometheus' http_sd reads. `page`: answers for all other paths, `None` where there is nothing.
-
-    `refusal` is asked first, whatever the request is for: a response that it returns is the answer.
+    Args:
+        shared: The metrics.
+        workers: Where everything else is computed.
+        refusal: Asked first, whatever the request is for: a response that it returns is the answer. None: no request is refused.
+        health: For `/healthz`.
+        targets: What Prometheus' http_sd reads.
+        page: Answers for all other paths, None where there is nothing.
+        on_error: Gets failures.
     """
 
-    shared: SharedScrape
-    health: Callable[[], Mapping[str, object]]
-    targets: Callable[[], bytes]
-    page: Callable[[Request], Response | None]
-    on_error: Callable[[str, BaseException], None]
-    refusal: Callable[[Request], Response | None] = lambda _request: None
+    def __init__(
+        self,
+        shared: SharedScrape,
+        workers: Workers,
+        *,
+        refusal: Callable[[Request], Response | None] | None,
+        health: Callable[[], Mapping[str, object]],
+        targets: Callable[[], bytes],
+        page: Callable[[Request], Response | None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._shared, self._workers, self._refusal = shared, workers, refusal
+        self._health, self._targets, self._page, self._on_error = health, targets, page, on_error
 
-    def answer(self, request: Request, respond: Respond) -> None:
-        """Has `respond` called with the response: from here, or from the thread of a scrape that runs already.
-
-        Raises nothing but `BaseException`s that are no `Exception`.
-        """
-        Guard(lambda error: respond(self._failed(error)))(self._answer, request, respond)
-
-    def _answer(self, request: Request, respond: Respond) -> None:
+    async def answer(self, request: Request) -> Response:
+        """Return the answer."""
         try:
-            refused = self.refusal(request)
-            if refused is None and request.path == "/metrics" and request.method in _METHODS:
-                self._metrics(request, respond)
-            else:
-                respond(refused or self._routed(request))
+            if self._refusal is not None and (refused := await self._workers.run(self._refusal, request)) is not None:
+                return refused
+            if request.method not in METHODS:
+                return plain(HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(METHODS)),))
+            if request.path == "/metrics":
+                return await self._metrics(request)
+            return await self._workers.run(self._other, request)
         except ScrapeBusyError:
-            respond(plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running"))
+            return plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running")
+        except Exception as error:  # noqa: BLE001 - the boundary
+            self._on_error(error)
+            return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
 
-    def _failed(self, error: Exception) -> Response:
-        self.on_error("request", error)
-        return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
-
-    def _routed(self, request: Request) -> Response:
-        if request.method not in _METHODS:
-            return plain(HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(_METHODS)),))
-        if request.path == "/healthz":
-            body = json.dumps(dict(self.health()), allow_nan=False).encode()
-            return Response(HTTPStatus.OK, "application/json", body)
-        if request.path == "/sd":
-            return Response(HTTPStatus.OK, "application/json", self.targets())
-        return self.page(request) or plain(HTTPStatus.NOT_FOUND)
-
-    def _metrics(self, request: Request, respond: Respond) -> None:
+    async def _metrics(self, request: Request) -> Response:
         form = negotiate(request.headers.get("accept", ""))
         compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
+        body = await self._shared.body(form, compressed=compressed)
         encoding = (("Content-Encoding", "gzip"),) if compressed else ()
-        headers = (("Vary", "Accept, Accept-Encoding"), *encoding)
+        return Response(HTTPStatus.OK, form.value, body, (("Vary", "Accept, Accept-Encoding"), *encoding))
 
-        def take(outcome: bytes | BaseException) -> None:
-            if isinstance(outcome, bytes):
-                respond(Response(HTTPStatus.OK, form.value, outcome, headers))
-            else:  # what is no Exception ends the thread of the scrape, and is no failure of ours
-                respond(self._failed(outcome) if isinstance(outcome, Exception) else None)
-
-        self.shared.ask(form, compressed=compressed, take=take)
+    def _other(self, request: Request) -> Response:
+        if request.path == "/healthz":
+            return Response(HTTPStatus.OK, "application/json", json.dumps(dict(self._health()), allow_nan=False).encode())
+        if request.path == "/sd":
+            return Response(HTTPStatus.OK, "application/json", self._targets())
+        return self._page(request) or plain(HTTPStatus.NOT_FOUND)

@@ -1,133 +1,84 @@
-"""One rendering for all scrapers; a client that waits for it delays no other client.
-
-Guarantees: one scrape runs at a time, in the thread of the first request; requests that come while it runs are called
-with its outcome when it is over, and wait without a thread; a body is handed out for `max_age` seconds at
-most; a scrape that raises leaves nothing behind and the next one starts anew.
-"""
+"""SharedScrape: one scrape for all clients of a second, in whatever format they want it."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from torch_grad_exporter.errors import caught
 from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.http.workers import Workers
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
+
+MAX_AGE = 1.0
+"""Seconds for which the bodies of a scrape are handed out, from its end."""
+
+MAX_WAITING = 64
+"""Clients that wait for a scrape at a time, at most."""
 
 
 class ScrapeBusyError(Exception):
     """The largest number of clients waits for a scrape already."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    """A request for a body, and until when it waits; `take` gets the body, or what was raised instead."""
-
-    form: Format
-    compressed: bool
-    take: Callable[[bytes | BaseException], None]
-    until: float
-
-
 class SharedScrape:
-    """The bodies of the last scrape, by format and encoding, made when first asked for.
+    """The last scrape and its bodies, made when first asked for. Belongs to the thread of the event loop.
 
-    `max_age` and `patience` in seconds; `max_waiting` clients wait at a time, each for `patience` at most: those beyond
-    their time are dropped where a new one comes, and their connections answer them.
+    One scrape runs at a time, and one that hangs is waited for by those who come later. After one that raises the next request
+    begins another.
+
+    Args:
+        scrape: Returns the values; runs in a worker.
+        renderer: Makes text of them; in a worker, too.
+        workers: Where both run.
+        clock: Seconds from any origin.
     """
 
     def __init__(
         self,
         scrape: Callable[[], Iterable[Family]],
         renderer: Renderer,
-        *,
-        max_age: float = 1.0,
-        patience: float = 10.0,
-        max_waiting: int = 64,
+        workers: Workers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scrape = scrape
-        self._renderer = renderer
-        self._max_age = max_age
-        self._patience = patience
-        self._max_waiting = max_waiting
-        self._clock = clock
-        self._lock = threading.Lock()  # held for moments only, never while something is computed
-        self._waiting: deque[_Waiter] = deque()
-        self._serving = False
-        # Of the thread that serves, of which there is one at a time.
-        self._families: list[Family] = []
-        self._bodies: dict[tuple[Format, bool], bytes] = {}
+        self._scrape, self._renderer, self._workers, self._clock = scrape, renderer, workers, clock
+        self._running: asyncio.Task[list[Family]] | None = None
+        self._bodies: dict[tuple[Format, bool], asyncio.Task[bytes]] = {}
         self._finished = 0.0
+        self._waiting = 0
 
-    def ask(self, form: Format, *, compressed: bool, take: Callable[[bytes | BaseException], None]) -> None:
-        """Has `take` called with the body, or with what the scrape has raised: from here, or from a thread that scrapes already.
-
-        Raises `ScrapeBusyError` instead, at once, where too many wait; and what is no `Exception`, after all have been called.
-        """
-        if not self._enlist(_Waiter(form, compressed, take, self._clock() + self._patience)):
-            return
+    async def body(self, form: Format, *, compressed: bool) -> bytes:
+        """Return the body in this format. Raises what the scrape has raised, or `ScrapeBusyError` where too many wait."""
+        if self._waiting >= MAX_WAITING:
+            raise ScrapeBusyError
+        if self._running is None or (self._running.done() and not self._is_young(self._running)):
+            self._running, self._bodies = asyncio.create_task(self._take()), {}
+        self._waiting += 1
         try:
-            while self._serve(form):
-                pass
-        except BaseException as error:
-            for waiter in self._dismiss():
-                waiter.take(error)
-            raise
+            # A client that is given up must not end what others wait for.
+            return await asyncio.shield(self._made(self._running, form, compressed=compressed))
+        finally:
+            self._waiting -= 1
 
-    def _enlist(self, waiter: _Waiter) -> bool:
-        """Whether the caller has to serve the waiting requests."""
-        with self._lock:
-            while self._waiting and self._waiting[0].until <= self._clock():
-                self._waiting.popleft()
-            if len(self._waiting) >= self._max_waiting:
-                raise ScrapeBusyError
-            self._waiting.append(waiter)
-            served, self._serving = self._serving, True
-            return not served
+    def _is_young(self, scrape: asyncio.Task[list[Family]]) -> bool:
+        failed = scrape.cancelled() or scrape.exception() is not None
+        return not failed and self._clock() - self._finished < MAX_AGE
 
-    def _dismiss(self) -> deque[_Waiter]:
-        """All waiting requests; the next request serves."""
-        with self._lock:
-            waiting, self._waiting, self._serving = self._waiting, deque(), False
-        return waiting
-
-    def _serve(self, form: Format) -> bool:
-        """A scrape if the last one is too old, for all that wait at its end; whether there are others by now."""
-        failure = caught(self._refresh, form)
-        with self._lock:
-            waiting, self._waiting = self._waiting, deque()
-        while waiting:
-            waiter = waiting.popleft()
-            waiter.take(failure or self._outcome(waiter))
-        with self._lock:
-            self._serving = bool(self._waiting)
-            return self._serving
-
-    def _outcome(self, waiter: _Waiter) -> bytes | Exception:
-        bodies: list[bytes] = []
-        failure = caught(lambda: bodies.append(self._made(waiter.form, compressed=waiter.compressed)))
-        return failure or bodies[0]
-
-    def _refresh(self, form: Format) -> None:
-        """A scrape, where the bodies of the last one are too old."""
-        if self._bodies and self._clock() - self._finished < self._max_age:
-            return
-        self._bodies = {}
-        self._families = list(self._scrape())
-        self._made(form, compressed=False)
-        # The age counts from the end, else a scrape of more than a second would be too old for the first request after it.
+    async def _take(self) -> list[Family]:
+        families = await self._workers.run(lambda: list(self._scrape()))
         self._finished = self._clock()
+        return families
 
-    def _made(self, form: Format, *, compressed: bool) -> bytes:
-        key = (form, compressed)
+    def _made(self, scrape: asyncio.Task[list[Family]], form: Format, *, compressed: bool) -> asyncio.Task[bytes]:
+        key = form, compressed
         if key not in self._bodies:
-            if compressed:
-                self._bodies[key] = gzip.compress(self._made(form, compressed=False), compresslevel=1, mtime=0)
-            else:
-                self._bodies[key] = self._renderer.render(self._families, form)
+            made = self._compressed(self._made(scrape, form, compressed=False)) if compressed else self._rendered(scrape, form)
+            self._bodies[key] = asyncio.create_task(made)
         return self._bodies[key]
+
+    async def _rendered(self, scrape: asyncio.Task[list[Family]], form: Format) -> bytes:
+        return await self._workers.run(self._renderer.render, await scrape, form)
+
+    async def _compressed(self, text: asyncio.Task[bytes]) -> bytes:
+        return await self._workers.run(lambda body: gzip.compress(body, compresslevel=1, mtime=0), await text)

@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HANDSHAKE = b"\x16"
-"""The first byte that a TLS client sends; no HTTP request begins with it."""
-
 TLS13_CIPHERS = frozenset({"TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"})
 """Cipher suites of TLS 1.3, by Go's names. All three are always on, as in Go."""
 
@@ -127,19 +124,6 @@ def load(
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         _load_authorities(context, client_ca)
     return Tls(context, allowed_sans)
-
-
-def close_notify(sock: ssl.SSLSocket) -> None:
-    """Signals to the client that all has been sent, without waiting for its answer.
-
-    Raises `SSLWantWriteError` where there is no room for that, and is to be called again then.
-    """
-    try:
-        sock.unwrap()
-    except ssl.SSLWantWriteError:
-        raise
-    except OSError:  # its answer is not there yet, or it is gone, or the handshake failed
-        pass
 
 
 def _load_certificate(context: ssl.SSLContext, cert: Pem, key: Pem) -> None:

@@ -1,125 +1,175 @@
-"""Requests on their way to a receiver: what delivery over HTTP and over gRPC have in common.
+"""Delivery: OpenTelemetry's own exporters, beside the user's own OpenTelemetry and outside of the user's log.
 
-That is the loop of tries, among others. `urllib3.Retry` could repeat posts only, knows no time limit for all tries together, and
-sleeps where nothing can wake it.
+They encode, compress, send and try again. Why one has failed they only log, which is where a failure gets its text from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import re
-import threading
-import time
 from collections.abc import Iterator
+from http.cookiejar import DefaultCookiePolicy
+from pathlib import Path
+from typing import Any
 
+import requests
+from google.protobuf.message import DecodeError
 from opentelemetry.context import attach, create_key, detach, get_value, set_value
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
+from torch_grad_exporter.outputs.otlp.push_settings import Compression, Protocol, PushSettings
 from torch_grad_exporter.version import __version__
 
 AGENT = f"torch_grad_exporter/{__version__}"
 """The user agent of all requests."""
 
-TRIES = 6
-"""At most, whatever a receiver says."""
+REJECTED = "points were rejected"
 
-FIRST_PAUSE = 1.0
-"""Seconds between the first two tries, give or take a fifth; each further pause is twice as long."""
+NAMED = 300
+"""Characters of what an exporter says."""
 
-GROWING = -1.0
-"""As the pause of a `DeliveryError`: the receiver has given none."""
+
+_logger = logging.getLogger("opentelemetry.torch_grad_exporter")
+"""For what is to be kept out of the log, like what OpenTelemetry says itself."""
 
 
 class DeliveryError(Exception):
-    """A request has not arrived, as far as is known. `permanent`: the receiver refuses it permanently; else a retry may work.
-
-    `pause`: seconds after which to try again, or `GROWING`; `None` where another try would fail as well.
-    """
-
-    def __init__(self, message: str, *, permanent: bool = False, pause: float | None = None) -> None:
-        super().__init__(re.sub(r"//[^/?#\s]*@", "//...@", message))  # without the user and the password of a URL
-        self.permanent = permanent
-        self.pause = pause
+    """A request has not arrived, as far as is known."""
 
 
-class RejectedError(DeliveryError):
+class RejectedError(Exception):
     """A request has arrived, and the receiver did not take all of its points: it must not be sent again."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, permanent=True)
 
 
 class Delivery:
-    """The way to one receiver: sends a request again and again while that may help, for so many seconds.
+    """The way to one receiver. To be used by one thread at a time, but for `close`.
 
-    To be used by one thread at a time.
+    Args:
+        settings: Where to, and how.
+        seconds: For each request, with all its tries.
+
+    Raises:
+        OSError: A certificate cannot be read.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._closed = threading.Event()
+    def __init__(self, settings: PushSettings, seconds: float) -> None:
+        make = _over_http if settings.protocol is Protocol.HTTP else _over_grpc
+        self._exporter = make(settings, min(seconds, settings.timeout))
+        for library in ("opentelemetry", "urllib3"):
+            mute(library)
 
-    def send(self, body: bytes) -> None:
-        """Returns when a request has arrived. Raises `DeliveryError`; takes as long as there is time for tries, or longer."""
-        give_up_at = time.monotonic() + self._seconds
-        prepared = self.prepared(body)
-        with unheard():
-            for number in range(TRIES):
-                try:
-                    self.attempt(prepared, give_up_at)
-                except DeliveryError as error:
-                    if not self._waited(error.pause, number, give_up_at):
-                        raise
-                else:
-                    return
-
-    def _waited(self, pause: float | None, number: int, give_up_at: float) -> bool:
-        """Waits until another try is due; at once False where there is to be none."""
-        if pause == GROWING:
-            pause = FIRST_PAUSE * 2**number * random.uniform(0.8, 1.2)  # noqa: S311 - no secret
-        if pause is None or number + 1 == TRIES or time.monotonic() + pause > give_up_at:
-            return False
-        return not self._closed.wait(pause)
+    def send(self, data: MetricsData) -> None:
+        """Return when a request has arrived. Raises `DeliveryError` or `RejectedError`."""
+        result = MetricExportResult.FAILURE
+        with unheard() as said:
+            try:
+                result = self._exporter.export(data)
+            except Exception as error:  # noqa: BLE001 - some versions raise where others return a failure
+                said.append(f"{type(error).__name__}: {error}")
+        text = _shown("; ".join(dict.fromkeys(said)) or "the export failed")
+        if result is not MetricExportResult.SUCCESS:
+            raise DeliveryError(text)
+        if said and REJECTED in said[-1]:
+            raise RejectedError(text)
 
     def close(self) -> None:
-        """Gives the connection back; ends a pause between two tries."""
-        self._closed.set()
-
-    def prepared(self, body: bytes) -> bytes:
-        """What is sent in each try."""
-        return body
-
-    def attempt(self, body: bytes, give_up_at: float) -> None:
-        """One try. Raises `DeliveryError`."""
-        raise NotImplementedError
+        """Give the connection back; ends a pause between two tries. From any thread."""
+        with unheard():
+            self._exporter.shutdown()
 
 
-def check_rejected(answer: ExportMetricsServiceResponse) -> None:
-    """Raises `RejectedError` where the receiver did not take all points of a request that has arrived."""
-    partial = answer.partial_success
-    if partial.rejected_data_points > 0:
-        raise RejectedError(f"{partial.rejected_data_points} points were rejected: {partial.error_message[:500]!r}")
+def _over_http(settings: PushSettings, seconds: float) -> MetricExporter:
+    from opentelemetry.exporter.otlp.proto.http import Compression as Compressions  # noqa: PLC0415 - slow to import
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - the same
+
+    session = _Session(settings.certificates.authority)
+    session.headers["User-Agent"] = AGENT
+    if "authorization" in settings.headers:  # else a password from `~/.netrc` would replace it
+        session.auth = lambda request: request
+    files = settings.certificates
+    return OTLPMetricExporter(
+        settings.endpoint,
+        certificate_file=files.authority or None,
+        client_certificate_file=files.client or None,
+        client_key_file=files.key or None,
+        headers=dict(settings.headers),
+        timeout=seconds,
+        compression=Compressions(settings.compression.value),
+        session=session,
+    )
+
+
+class _Session(requests.Session):
+    """Looks at each answer, and trusts an authority whatever `REQUESTS_CA_BUNDLE` says. `authority`: a path, empty for none."""
+
+    def __init__(self, authority: str) -> None:
+        super().__init__()
+        self._trusted = {"verify": authority} if authority else {}
+        self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=()))  # else a receiver could have ever more sent back
+
+    def request(self, *arguments: Any, **options: Any) -> requests.Response:  # noqa: ANN401 - as `requests.Session` has it
+        """See `requests.Session`. Raises `requests.RequestException` where the answer is that of no receiver."""
+        response = super().request(*arguments, **options | self._trusted | {"allow_redirects": False})
+        kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if 300 <= response.status_code < 400:
+            raise requests.RequestException(f"redirected with status {response.status_code}, which is not followed")
+        if response.ok and kind == "text/html":
+            raise requests.RequestException("the answer is a web page, so that this is no OTLP receiver")
+        if response.ok and kind == "application/x-protobuf":
+            with contextlib.suppress(DecodeError):
+                partial = ExportMetricsServiceResponse.FromString(response.content).partial_success
+                if partial.rejected_data_points > 0:
+                    _logger.warning("%d %s: %r", partial.rejected_data_points, REJECTED, partial.error_message)
+        return response
+
+
+def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
+    import grpc  # noqa: PLC0415 - optional
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - the same
+
+    files = settings.certificates
+    pems = [Path(path).read_bytes() if path else None for path in (files.authority, files.key, files.client)]
+    codecs = {Compression.GZIP: grpc.Compression.Gzip, Compression.DEFLATE: grpc.Compression.Deflate}
+    return OTLPMetricExporter(
+        settings.endpoint,
+        insecure=settings.insecure,
+        credentials=None if settings.insecure else grpc.ssl_channel_credentials(*pems),
+        headers=tuple(settings.headers.items()),
+        timeout=seconds,
+        compression=codecs.get(settings.compression, grpc.Compression.NoCompression),
+    )
+
+
+def _shown(said: str) -> str:
+    """What an exporter says, in one line, without the user and the password of a URL, and without its query."""
+    line = " ".join(re.sub(r"//[^/?#\s]*@", "//...@", said).split())
+    return re.sub(r"\?[^\s'\")]*", "", line)[:NAMED]
 
 
 # Beside the user's own OpenTelemetry, and the user's log
 
-_HERE = create_key("torch_grad_exporter")
+_SAID = create_key("torch_grad_exporter")
 
 
 class _Unheard(logging.Filter):
-    """Drops what libraries log of requests of ours: a dead receiver would fill the log of the training, and show its keys."""
+    """Keeps what libraries log of requests of ours: a dead receiver would fill the log of the training, and show its keys."""
 
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - as logging has it
-        return get_value(_HERE) is None
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = get_value(_SAID)
+        if not isinstance(said, list):
+            return True
+        if record.levelno >= logging.WARNING:
+            said.append(record.getMessage())
+        return False
 
 
 _FILTER = _Unheard()
 
 
 def mute(library: str) -> None:
-    """Keeps what a library logs of our requests out of the log."""
+    """Keep what a library logs of our requests out of the log."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(f"{library}."):
             filters = logging.getLogger(name).filters
@@ -128,10 +178,11 @@ def mute(library: str) -> None:
 
 
 @contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """What this thread does meanwhile is in no log and in no trace of the user's."""
-    token = attach(set_value("suppress_instrumentation", True, set_value(_HERE, True)))
+def unheard() -> Iterator[list[str]]:
+    """What this thread does meanwhile is in no log and in no trace of the user's; yields the warnings that there were."""
+    said: list[str] = []
+    token = attach(set_value("suppress_instrumentation", True, set_value(_SAID, said)))
     try:
-        yield
+        yield said
     finally:
         detach(token)

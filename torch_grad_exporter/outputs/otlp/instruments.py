@@ -20,7 +20,7 @@ from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from torch_grad_exporter.collectors import clipping, cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
-from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
+from torch_grad_exporter.outputs.otlp.points import SCOPE, UNITS
 from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.version import __version__
 

@@ -24,11 +24,10 @@ from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.otlp.delivery import Delivery, DeliveryError
-from torch_grad_exporter.outputs.otlp.delivery_http import HttpDelivery
+from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.otlp import Encoder, Request, Temporality
-from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings, without_password
+from torch_grad_exporter.outputs.otlp.points import Moment, Points, Portion, Temporality
+from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -74,8 +73,8 @@ class Push:
         self._scrape = scrape
         self._settings = settings
         self._on_error = on_error
-        self._connect = connect or (lambda seconds: connected(settings, seconds))
-        self._encoder = Encoder(
+        self._connect = connect or functools.partial(Delivery, settings)
+        self._points = Points(
             labels,
             resource(labels["run"], labels["rank"]),
             version=__version__,
@@ -132,7 +131,7 @@ class Push:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
         way = self._delivery = self._delivery or self._connect(self._settings.timeout)
         transfer = _Transfer(self._over)
-        thread = BackgroundThread("export", functools.partial(transfer.run, way, list(self._encoded(self._values()))))
+        thread = BackgroundThread("export", functools.partial(transfer.run, way, list(self._portions(self._values()))))
         thread.start()
         limit = 2 * self._settings.timeout + 1
         while thread.running and not self._over() and time.monotonic() < transfer.began_at + limit:
@@ -161,14 +160,14 @@ class Push:
             families = self._values()
             parts = [[one for one in families if ("layer" in one.spec.labels) is by_layer] for by_layer in (False, True)]
             give_up_at = time.monotonic() + LAST_SECONDS
-            for request in itertools.chain.from_iterable(map(self._encoded, parts)):
+            for portion in itertools.chain.from_iterable(map(self._portions, parts)):
                 left = give_up_at - time.monotonic()
                 if left < LAST_REQUEST_SECONDS:
                     late = TimeoutError("there was no time left for all of the last export")
                     break
                 way = self._connect(left)
                 ways.callback(way.close)
-                if not transfer.sent(way, request):
+                if not transfer.sent(way, portion):
                     break
             self._judge(transfer.outcomes, late)
 
@@ -181,25 +180,25 @@ class Push:
         self._at = max(time.time_ns(), self._at)
         return self._deltas.of(self._scrape(), at=self._at)
 
-    def _encoded(self, families: list[Family]) -> Iterator[Request]:
+    def _portions(self, families: list[Family]) -> Iterator[Portion]:
         """Metrics that `_values` gave last."""
-        return self._encoder.requests(families, start=self._began, since=self._deltas.since, at=self._at)
+        return self._points.portions(families, Moment(self._began, self._deltas.since, self._at))
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Notes what has become of an export until now. What a thread that is left behind still does is not noted."""
-        for family, rows in (row for request, failure in outcomes if _settled(failure) for row in request.rows):
+        for family, rows in (row for portion, failure in outcomes if _arrived(failure) for row in portion.rows):
             self._deltas.arrived(family, rows)
         failures = [failure for _, failure in [*outcomes, (None, late)] if failure is not None]
         if failures:
             self._on_error(failures[0])
 
 
-Outcome = tuple[Request, Exception | None]
-"""A request, and what it has failed of, if it has."""
+Outcome = tuple[Portion, Exception | None]
+"""What was sent, and what that has failed of, if it has."""
 
 
 class _Transfer:
-    """Requests on their way, one after the other, until `stopped`. `over`: whether the run is.
+    """Portions on their way, one after the other, until `stopped`. `over`: whether the run is.
 
     `outcomes`: what each has failed of, if it has; `began_at`: since when the one that is on its way is, in monotonic time.
     """
@@ -210,36 +209,23 @@ class _Transfer:
         self.stopped = False
         self.began_at = time.monotonic()
 
-    def run(self, way: Delivery, requests: list[Request]) -> None:
-        """Sends requests, up to one that may be taken later, or until the run is over: the last export has what is left."""
-        for request in requests:
-            if self._over() or self.stopped or not self.sent(way, request):
+    def run(self, way: Delivery, portions: list[Portion]) -> None:
+        """Send portions, up to one that fails, or until the run is over: the last export has what is left."""
+        for portion in portions:
+            if self._over() or self.stopped or not self.sent(way, portion):
                 break
 
-    def sent(self, way: Delivery, request: Request) -> bool:
-        """Sends a request. False where the next one would fail as well."""
+    def sent(self, way: Delivery, portion: Portion) -> bool:
+        """Send a portion. False where the next one would fail as well."""
         self.began_at = time.monotonic()
-        failure = caught(way.send, request.body)
-        self.outcomes.append((request, failure))
-        return _settled(failure)
+        failure = caught(way.send, portion.data)
+        self.outcomes.append((portion, failure))
+        return _arrived(failure)
 
 
-def _settled(failure: Exception | None) -> bool:
-    """Whether a request is not to be sent again, as it has arrived or is refused permanently."""
-    return failure is None or (isinstance(failure, DeliveryError) and failure.permanent)
-
-
-def connected(settings: PushSettings, seconds: float) -> Delivery:
-    """A way to the receiver for requests that take so long at most, with all their tries. It does not connect yet.
-
-    Raises `OSError` where a certificate cannot be read.
-    """
-    limit = min(seconds, settings.timeout)
-    if settings.protocol is Protocol.HTTP:
-        return HttpDelivery(settings, limit)
-    from torch_grad_exporter.outputs.otlp.delivery_grpc import GrpcDelivery  # noqa: PLC0415 - optional
-
-    return GrpcDelivery(settings, limit)
+def _arrived(failure: Exception | None) -> bool:
+    """Whether a portion is not to be sent again."""
+    return failure is None or isinstance(failure, RejectedError)
 
 
 def resource(run: str, rank: str) -> dict[str, object]:

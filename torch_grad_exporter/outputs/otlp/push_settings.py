@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.metrics.families import Kind
-from torch_grad_exporter.outputs.otlp.otlp import Temporality
+from torch_grad_exporter.outputs.otlp.points import Temporality
 
 logger = logging.getLogger("torch_grad_exporter")
 

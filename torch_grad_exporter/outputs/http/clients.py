@@ -1,0 +1,212 @@
+"""Clients: accepts connections, reads one request from each and sends its answer, all in the thread of the event loop.
+
+Tornado reads and writes. What is added to it: no more than `MAX_CLIENTS` at a time; TLS as the web configuration says at the moment
+of the connection; each phase of a connection ends after the timeout, the handshake and the head of the request together, also the
+one in which the answer is computed and the one in which the client reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+
+from tornado.http1connection import HTTP1ConnectionParameters, HTTP1ServerConnection
+from tornado.httputil import (
+    HTTPConnection,
+    HTTPHeaders,
+    HTTPMessageDelegate,
+    HTTPServerConnectionDelegate,
+    RequestStartLine,
+    ResponseStartLine,
+)
+from tornado.iostream import IOStream, SSLIOStream
+
+from torch_grad_exporter.outputs.http.message import Request, Response, plain
+from torch_grad_exporter.outputs.http.web_config import WebSettings
+
+MAX_CLIENTS = 128
+MAX_HEAD = 16_384
+ACCEPTED_AT_ONCE = 32
+
+PAUSE_SECONDS = 0.5
+"""After a failure to accept, as without free file descriptors: the socket stays readable, and this must not spin."""
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A connection. `answering`: its request is complete; `overdue`: ends it while it reads its answer."""
+
+    sock: socket.socket
+    stream: IOStream | None = None
+    answering: bool = False
+    overdue: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        if self.overdue is not None:
+            self.overdue.cancel()
+        if self.stream is not None:
+            self.stream.close()
+        self.sock.close()
+
+
+class Clients(HTTPServerConnectionDelegate):
+    """All connections of a server. Everything but `abandon` is for the thread of the loop.
+
+    Args:
+        listener: A listening socket, which belongs to this from now on.
+        loop: The event loop that runs in the thread.
+        answer: Returns the answer to a request; it may take long.
+        settings: Returns the web configuration for the next client, which may be read anew.
+        on_error: Gets failures of our own.
+        timeout: Seconds for each phase of a connection.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        answer: Callable[[Request, Client], Awaitable[Response]],
+        settings: Callable[[], Awaitable[WebSettings]],
+        on_error: Callable[[BaseException], None],
+        timeout: float,
+    ) -> None:
+        self._listener, self._loop, self._answer, self._settings = listener, loop, answer, settings
+        self._on_error, self._timeout = on_error, timeout
+        self._parameters = HTTP1ConnectionParameters(
+            no_keep_alive=True, max_header_size=MAX_HEAD, header_timeout=timeout, body_timeout=timeout
+        )
+        self._clients: dict[Client, None] = {}  # a set in the order of arrival
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
+        self._gone = asyncio.Event()
+
+    def watch(self) -> None:
+        """Accept connections from now on."""
+        if self._listener.fileno() != -1:
+            self._loop.add_reader(self._listener, self._accept)
+
+    async def end(self, grace: float) -> None:
+        """Free the port and return when the answers in progress are out, at most after `grace` seconds."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for client in [client for client in self._clients if not client.answering]:
+            self._drop(client)
+        until = self._loop.time() + grace
+        while self._clients and (left := until - self._loop.time()) > 0:
+            self._gone.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), left)
+        for client in list(self._clients):
+            self._drop(client)
+
+    def abandon(self) -> None:
+        """Close every socket of this process, and no more: in a forked child the loop's entries are the parent's. Idempotent."""
+        self._listener.close()
+        for client in list(self._clients):
+            client.sock.close()
+
+    # Connections
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._on_error(error)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(PAUSE_SECONDS, self.watch)
+                return
+            while len(self._clients) >= MAX_CLIENTS:
+                self._drop(min(self._clients, key=lambda client: client.answering))
+            client = Client(sock)
+            self._clients[client] = None
+            self._begin(self._welcome(client))
+
+    def _begin(self, coroutine: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _welcome(self, client: Client) -> None:
+        settings = await self._settings()
+        if client not in self._clients:  # dropped meanwhile
+            return
+        try:
+            client.sock.getpeername()  # raises where the client is gone, of which `ssl` would leave a socket open
+            client.sock.setblocking(False)
+            # A small body after its head would else wait for the client's delayed acknowledgement.
+            client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if settings.tls is None:
+                client.stream = IOStream(client.sock)
+            else:
+                client.sock = secured = settings.tls.wrap(client.sock)
+                client.stream = SSLIOStream(secured)
+        except OSError:  # it is gone already
+            self._drop(client)
+            return
+        HTTP1ServerConnection(client.stream, self._parameters, client).start_serving(self)
+
+    def _drop(self, client: Client) -> None:
+        """Forget a client, in whatever state it is."""
+        self._clients.pop(client, None)
+        self._gone.set()
+        client.close()
+
+    def start_request(self, server_conn: object, request_conn: HTTPConnection) -> HTTPMessageDelegate:
+        """See `HTTPServerConnectionDelegate`: a request begins to come in."""
+        client: Client = server_conn.context  # type: ignore[attr-defined]
+
+        def complete(request: Request) -> None:
+            if not client.answering:  # else it has sent more than one request at once
+                client.answering = True
+                self._begin(self._respond(client, request, request_conn))
+
+        return _Reading(complete)
+
+    def on_close(self, server_conn: object) -> None:
+        """See `HTTPServerConnectionDelegate`: a connection is closed."""
+        self._drop(server_conn.context)  # type: ignore[attr-defined]
+
+    # Answers
+
+    async def _respond(self, client: Client, request: Request, connection: HTTPConnection) -> None:
+        try:
+            response = await asyncio.wait_for(self._answer(request, client), self._timeout)
+        except TimeoutError:
+            response = plain(HTTPStatus.SERVICE_UNAVAILABLE, "the answer took too long", (("Retry-After", "1"),))
+        if client not in self._clients:
+            return
+        fields = {
+            "Date": formatdate(usegmt=True),
+            "Content-Type": response.content_type,
+            "Content-Length": str(len(response.body)),
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        }
+        headers = HTTPHeaders(fields)
+        for name, value in response.headers:
+            headers[name] = value
+        client.overdue = self._loop.call_later(self._timeout, self._drop, client)
+        start = ResponseStartLine("HTTP/1.1", response.status.value, response.status.phrase)
+        connection.write_headers(start, headers, b"" if request.method == "HEAD" else response.body)
+        connection.finish()
+
+
+class _Reading(HTTPMessageDelegate):
+    """Takes the head of a request and calls `complete` with it; a body is not waited for, and ends with the connection."""
+
+    def __init__(self, complete: Callable[[Request], None]) -> None:
+        self._complete = complete
+
+    def headers_received(self, start_line: RequestStartLine | ResponseStartLine, headers: HTTPHeaders) -> None:
+        """See `HTTPMessageDelegate`."""
+        if isinstance(start_line, RequestStartLine):
+            self._complete(Request.of(start_line.method, start_line.path, headers))

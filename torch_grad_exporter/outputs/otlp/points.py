@@ -1,0 +1,227 @@
+"""Families as OpenTelemetry's metrics, in portions that its exporters encode in a few milliseconds each.
+
+Metrics have their full Prometheus names, so that no receiver has anything to add to them, and the same buckets.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from opentelemetry.sdk.metrics import Exemplar as SdkExemplar
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Buckets,
+    ExponentialHistogram,
+    ExponentialHistogramDataPoint,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, IntArray, Kind, LabelRows, by_spec
+
+SCOPE = "torch_grad_exporter"
+"""The name of the instrumentation scope."""
+
+POINTS = 2_000
+"""Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB."""
+
+WIDTH = 160
+"""Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours become one."""
+
+UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J"}
+"""UCUM's signs of the units that end a metric's name."""
+
+UNKNOWN: Any = None
+"""The smallest and the largest observation of a histogram, which nothing keeps; in the SDK's types they are never absent."""
+
+Attributes = Mapping[str, str]
+
+
+class Temporality(enum.Enum):
+    """What the numbers of a counter or histogram are over."""
+
+    DELTA = AggregationTemporality.DELTA
+    """The time since the export before."""
+    CUMULATIVE = AggregationTemporality.CUMULATIVE
+    """All the time since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one request carries. `rows`: which families it has points of, and of which rows among the present ones."""
+
+    data: MetricsData
+    rows: tuple[tuple[Family, slice], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When numbers are as they are, and from when on they count; in nanoseconds since 1970.
+
+    Attributes:
+        start: Of cumulative numbers.
+        since: Of the differences of a family, row by row, shape (rows,).
+        at: Now.
+    """
+
+    start: int
+    since: Callable[[Family], IntArray]
+    at: int
+
+
+class Points:
+    """Makes metrics of families, each point with the constant labels first and the family's own after.
+
+    Where a family has a label of the same name as a constant one, the family's own is sent; one with an empty value is left out, as
+    it means no label.
+
+    Args:
+        constant_labels: Of every point.
+        resource: Attributes of the process.
+        version: Of the instrumentation scope.
+        temporality: Of counters and of histograms.
+        on_error: Gets why a metric cannot be sent, which costs that metric alone.
+    """
+
+    def __init__(
+        self,
+        constant_labels: Mapping[str, str],
+        resource: Mapping[str, Any],
+        *,
+        version: str,
+        temporality: Mapping[Kind, Temporality],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._constant_labels = constant_labels
+        self._temporality = temporality
+        self._on_error = on_error
+        self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in resource.items()})
+        self._scope = InstrumentationScope(SCOPE, version)
+        self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
+
+    def portions(self, families: Iterable[Family], moment: Moment) -> Iterator[Portion]:
+        """Return everything in portions of at most `POINTS` points, none if there is no point."""
+        metrics: list[Metric] = []
+        rows: list[tuple[Family, slice]] = []
+        room = POINTS
+        for family in (family for group in by_spec(families).values() for family in group):
+            first, count = 0, len(family.row_numbers)
+            while first < count:
+                piece = slice(first, min(count, first + room))
+                metric = self._guarded(family, piece, moment)
+                if metric is None:
+                    break
+                metrics.append(metric)
+                rows.append((family, piece))
+                room -= piece.stop - first
+                first = piece.stop
+                if room == 0:
+                    yield self._portion(metrics, rows)
+                    metrics, rows, room = [], [], POINTS
+        if metrics:
+            yield self._portion(metrics, rows)
+
+    def _portion(self, metrics: Sequence[Metric], rows: Iterable[tuple[Family, slice]]) -> Portion:
+        scope = ScopeMetrics(self._scope, metrics, "")
+        return Portion(MetricsData([ResourceMetrics(self._resource, [scope], "")]), tuple(rows))
+
+    def _guarded(self, family: Family, piece: slice, moment: Moment) -> Metric | None:
+        def left_out(error: Exception) -> None:
+            self._on_error(ValueError(f"{family.spec.name} cannot be encoded: {type(error).__name__}: {error}"))
+
+        return Guard(left_out).result(self._metric, family, piece, moment)
+
+    def _metric(self, family: Family, piece: slice, moment: Moment) -> Metric:
+        """The points of some of the present rows."""
+        spec, rows = family.spec, family.row_numbers[piece]
+        attributes = [self._prepared(family)[row] for row in rows]
+        data: Gauge | Sum | Histogram | ExponentialHistogram
+        if spec.kind is Kind.GAUGE:
+            values = family.values[rows].tolist()
+            data = Gauge([NumberDataPoint(of, 0, moment.at, value) for of, value in zip(attributes, values, strict=True)])
+        else:
+            temporality = self._temporality[spec.kind]
+            starts = self._starts(family, rows, temporality, moment)
+            if spec.kind is Kind.COUNTER:
+                numbers = zip(attributes, starts, family.values[rows].tolist(), strict=True)
+                points = [NumberDataPoint(of, start, moment.at, value) for of, start, value in numbers]
+                data = Sum(points, temporality.value, is_monotonic=True)
+            else:
+                places = [(family, row, of, start, moment.at) for of, start, row in zip(attributes, starts, rows, strict=True)]
+                if family.exponential is None:
+                    data = Histogram([_explicit(*place) for place in places], temporality.value)
+                else:
+                    data = ExponentialHistogram([_exponential(*place) for place in places], temporality.value)
+        return Metric(spec.name, spec.help, UNITS.get(spec.unit, ""), data)
+
+    def _starts(self, family: Family, rows: Sequence[int], temporality: Temporality, moment: Moment) -> list[int]:
+        """From when on each row counts, 0 where that is not known."""
+        if temporality is Temporality.DELTA:
+            starts: list[int] = moment.since(family)[rows].tolist()
+            return starts
+        return [0 if family.spec.older else moment.start] * len(rows)
+
+    def _prepared(self, family: Family) -> list[Attributes]:
+        """The attributes of each row, kept while the rows are."""
+        names, kept = family.spec.labels, self._attributes.setdefault(family.labels, {})
+        if names not in kept:
+            constant = {name: text(value) for name, value in self._constant_labels.items() if name not in names}
+            kept[names] = [
+                constant | {name: text(value) for name, value in zip(names, row, strict=True) if value}
+                for row in family.labels.rows
+            ]
+        return kept[names]
+
+
+def text(value: str) -> str:
+    """Return a text as it can be sent: half a character is a question mark."""
+    return value.encode("utf-8", "replace").decode()
+
+
+def _explicit(family: Family, row: int, attributes: Attributes, start: int, at: int) -> HistogramDataPoint:
+    counts, total = family.values[row].astype(int).tolist(), _sum(family, row)
+    bounds, exemplars = family.spec.buckets, _exemplars(family, row)
+    return HistogramDataPoint(attributes, start, at, sum(counts), total, counts, bounds, UNKNOWN, UNKNOWN, exemplars)
+
+
+def _exponential(family: Family, row: int, attributes: Attributes, start: int, at: int) -> ExponentialHistogramDataPoint:
+    counts = {} if family.exponential is None else family.exponential[row]
+    total, scale, offset, merged = int(family.values[row].sum()), SCALE, 0, list[int]()
+    if counts:
+        while (max(counts) >> SCALE - scale) - (min(counts) >> SCALE - scale) >= WIDTH:
+            scale -= 1
+        offset = min(counts) >> SCALE - scale
+        merged = [0] * ((max(counts) >> SCALE - scale) - offset + 1)
+        for index, count in counts.items():
+            merged[(index >> SCALE - scale) - offset] += count
+    return ExponentialHistogramDataPoint(
+        attributes, start, at, total, _sum(family, row), scale, total - sum(counts.values()), Buckets(offset, merged),
+        Buckets(0, []), 0, UNKNOWN, UNKNOWN, _exemplars(family, row),
+    )  # fmt: skip
+
+
+def _sum(family: Family, row: int) -> float:
+    if family.sums is None:
+        raise ValueError("a histogram has sums")
+    return float(family.sums[row])
+
+
+def _exemplars(family: Family, row: int) -> list[SdkExemplar]:
+    found: Iterable[Exemplar] = () if family.exemplars is None else family.exemplars[row].values()
+    return [
+        SdkExemplar({}, one.value, int(one.at * 1e9), int.from_bytes(one.span_id), int.from_bytes(one.trace_id)) for one in found
+    ]
