@@ -12,7 +12,7 @@ from torch_grad_exporter.outputs.live.judged import Judged, JudgedRule, judged_o
 from torch_grad_exporter.outputs.live.saved import Saved, status
 from torch_grad_exporter.rules import RULES, Wrong
 from torch_grad_exporter.rules.context import duration, times
-from torch_grad_exporter.rules.watch import SEVERITIES
+from torch_grad_exporter.rules.declaration import SEVERITIES
 
 NAMED = 8
 """Layers that a text names, at most."""

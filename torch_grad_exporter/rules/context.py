@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, Spec
-from torch_grad_exporter.rules.memory import HOUR, MINUTES_10, Memory
 from torch_grad_exporter.rules.values import Table, Values
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.rules.memory import Memory
+
+MINUTES_5, MINUTES_10, MINUTES_15, MINUTES_30, HOUR = 300.0, 600.0, 900.0, 1800.0, 3600.0
 
 THRESHOLDS: Mapping[str, float] = {
     "TrainingNonFiniteGradients": 20,

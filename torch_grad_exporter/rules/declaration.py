@@ -11,6 +11,8 @@ from typing import TypedDict, Unpack
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules.context import Finding, Problem, RuleContext
 
+SEVERITIES = ("critical", "warning", "info")
+
 Judge = Callable[[RuleContext], Iterator[Finding]]
 
 Need = Spec | tuple[Spec, str]

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch_grad_exporter.rules.context import Problem
-from torch_grad_exporter.rules.declaration import Rule
-from torch_grad_exporter.rules.watch import RULES, SEVERITIES
+from torch_grad_exporter.rules.declaration import SEVERITIES, Rule
 
 MOST = 10_000
 """Problems that are followed at a time; of more than that, the worst."""
@@ -57,7 +56,7 @@ class Episode:
 class Episodes:
     """Follows problems from one evaluation to the next. For one thread. Times are in seconds, from any beginning."""
 
-    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+    def __init__(self, rules: Iterable[Rule]) -> None:
         self._terms = {
             (rule.name, alert.severity): Terms(seconds(alert.for_), seconds(alert.keep_firing_for), alert.by_layer, alert.summary)
             for rule in rules

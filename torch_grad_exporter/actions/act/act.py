@@ -41,6 +41,7 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.live import Judged
+from torch_grad_exporter.rules import RULES
 from torch_grad_exporter.rules.episodes import Episodes
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -135,7 +136,7 @@ class Act:
                 self._remove(trigger)
                 raise
             if rule is not None and self._episodes is None:
-                self._episodes = Episodes()
+                self._episodes = Episodes(RULES)
             self._triggers = (*self._triggers, trigger)
             loop.wake()  # only now: the thread would go back to sleep for good where it finds no trigger
         try:
