@@ -13,8 +13,9 @@ import numpy as np
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.gate.rows import GateError, Result, Row
 from torch_grad_exporter.metrics.families import REMOVED, Kind
+from torch_grad_exporter.outputs.live.history import VIEWS
 from torch_grad_exporter.outputs.live.judged import Metric
-from torch_grad_exporter.outputs.live.saved import VIEWS, Saved, grid, lines
+from torch_grad_exporter.outputs.live.saved import Saved, grid, lines
 
 OF_THE_RUN = {
     "torch_train_loss": "loss",

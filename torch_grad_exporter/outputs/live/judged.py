@@ -5,12 +5,12 @@ Its shape is in `docs/live.md`. Readers that do not know these parts leave them 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch_grad_exporter.metrics.families import Kind
+from torch_grad_exporter.outputs.live.encoding import Json, number
 from torch_grad_exporter.rules import Record, Rule, Values, Wrong
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
 from torch_grad_exporter.rules.declaration import Need
@@ -18,7 +18,6 @@ from torch_grad_exporter.rules.episodes import seconds
 from torch_grad_exporter.rules.record import EVERY
 from torch_grad_exporter.rules.watch import OVER
 
-Json = dict[str, object]
 Rows = Mapping[tuple[str, ...], float]
 
 
@@ -77,13 +76,6 @@ def metrics(values: Values) -> Json:
             names, numbers = zip(*rows, strict=True)
             found[spec.name] = {"labels": list(spec.labels), "rows": list(map(list, names)), "values": list(map(number, numbers))}
     return found
-
-
-def number(value: float | None) -> float | str | None:
-    """A number in JSON, which has none that are not finite."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _of_rule(rule: Rule, *, there: bool) -> JudgedRule:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES
-from torch_grad_exporter.outputs.live.live import FORMAT, NONFINITE, VERSION, ZERO
+from torch_grad_exporter.outputs.live.encoding import FORMAT, NONFINITE, VERSION, ZERO
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, VIEWS
 from torch_grad_exporter.outputs.live.rows import SCALARS
 
 TIMEOUT = 30.0
@@ -32,8 +32,6 @@ TIMEOUT = 30.0
 
 MOST_BYTES = 256 * 2**20
 """Of a history, before and after decompression; one of 300 layers has 2 MB."""
-
-VIEWS = ("whole", "recent")
 
 Saved = dict[str, Any]
 BoolArray = NDArray[np.bool_]
