@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from torch_grad_exporter.rules.context import Problem
-from torch_grad_exporter.rules.declaration import SEVERITIES, Rule
+from torch_grad_exporter.rules.declaration import SEVERITIES, Problem, Rule
 
 MOST = 10_000
 """Problems that are followed at a time; of more than that, the worst."""

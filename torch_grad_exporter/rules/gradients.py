@@ -31,13 +31,12 @@ from torch_grad_exporter.rules.context import (
     MINUTES_5,
     MINUTES_10,
     THRESHOLDS,
-    Finding,
     RuleContext,
     by_layer,
     either,
     times,
 )
-from torch_grad_exporter.rules.declaration import Alert, Group, rule
+from torch_grad_exporter.rules.declaration import Alert, Finding, Group, rule
 from torch_grad_exporter.rules.origin import ANNOTATION, origin
 from torch_grad_exporter.rules.values import Table
 from torch_grad_exporter.rules.weights import not_updating

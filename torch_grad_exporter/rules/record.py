@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
-from torch_grad_exporter.rules.context import SAMPLE_SECONDS, Problem
-from torch_grad_exporter.rules.declaration import Rule
+from torch_grad_exporter.rules.context import SAMPLE_SECONDS
+from torch_grad_exporter.rules.declaration import Problem, Rule
 from torch_grad_exporter.rules.episodes import Episode, Episodes, Key
 from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import RULES, Watch

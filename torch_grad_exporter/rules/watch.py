@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch_grad_exporter.collectors.training import TRAIN_SAMPLES, TRAIN_STEPS, TRAIN_TOKENS
 from torch_grad_exporter.rules import actions, exporter, gradients, resources, training
-from torch_grad_exporter.rules.context import Problem, RuleContext
-from torch_grad_exporter.rules.declaration import SEVERITIES, Rule, Rules
+from torch_grad_exporter.rules.context import RuleContext
+from torch_grad_exporter.rules.declaration import SEVERITIES, Problem, Rule, Rules
 from torch_grad_exporter.rules.memory import REMEMBERED, Longest, Memory
 from torch_grad_exporter.rules.values import Values
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.live.encoding import Json, number
-from torch_grad_exporter.rules import Record, Rule, Values, Wrong
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
-from torch_grad_exporter.rules.declaration import Need
+from torch_grad_exporter.rules.declaration import Need, Rule
 from torch_grad_exporter.rules.episodes import seconds
-from torch_grad_exporter.rules.record import EVERY
+from torch_grad_exporter.rules.record import EVERY, Record, Wrong
+from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import OVER
 
 Rows = Mapping[tuple[str, ...], float]
