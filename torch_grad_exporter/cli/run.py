@@ -11,15 +11,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.cli import script
 from torch_grad_exporter.config.option import Option, from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.integrations.attach import Attachment
 from torch_grad_exporter.outputs.otlp import push_settings
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.exporter import Exporter
 
 PROGRAM = "torch-grad-exporter run"
 

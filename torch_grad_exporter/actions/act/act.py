@@ -14,14 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.agreement import RefusedError
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action, Event, Timing
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.queue import ActionQueue
-from torch_grad_exporter.actions.act.sample_feed import SampleFeed
-from torch_grad_exporter.actions.act.steps import BetweenTheSteps, Slot
 from torch_grad_exporter.actions.act.trigger import (
     SOURCE,
     Condition,
@@ -38,11 +37,15 @@ from torch_grad_exporter.collectors.outcomes import ActionTotals, Outcome
 from torch_grad_exporter.distributed.store import StoreError
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.live import Judged
 from torch_grad_exporter.rules import RULES
 from torch_grad_exporter.rules.episodes import Episodes
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.sample_feed import SampleFeed
+    from torch_grad_exporter.actions.act.steps import BetweenTheSteps, Slot
+    from torch_grad_exporter.metrics.families import Spec
+    from torch_grad_exporter.outputs.live.live import Judged
 
 logger = logging.getLogger("torch_grad_exporter")
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
 from torch_grad_exporter.actions.act.windows import ConditionError, Size, Window
 from torch_grad_exporter.collectors.clipping import CLIPPING
 from torch_grad_exporter.collectors.gradients import GRAD_SAMPLE_STEP, GRADIENTS
 from torch_grad_exporter.collectors.weights import WEIGHTS
 from torch_grad_exporter.metrics.families import Kind, Spec
-from torch_grad_exporter.rules import Values
+from torch_grad_exporter.rules.values import Values
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
 
 MOST_WINDOWS = 1000
 """Of one condition."""
