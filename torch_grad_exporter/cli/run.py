@@ -55,12 +55,12 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if options.save is not None:
         options.save.unlink(missing_ok=True)  # else a run of which nothing is known would be judged by an earlier one's file
-    watch = Watch(options)
+    watch = ScriptExporter(options)
     script.run(options.target, watch.ended)
     return 0
 
 
-class Watch:
+class ScriptExporter:
     """The exporter of a script, from before its first line to the end of the process."""
 
     def __init__(self, options: Options) -> None:

@@ -40,7 +40,7 @@ class JudgedRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RunJudgement:
     """What a run came to. `samples`, `seconds`: for how many and how long it was judged."""
 
     samples: int
@@ -94,7 +94,7 @@ def _named(need: Need) -> str:
 # What is read back
 
 
-def judged_of(saved: Mapping[str, Any]) -> Judged | None:
+def judged_of(saved: Mapping[str, Any]) -> RunJudgement | None:
     """What was saved; `None` of an earlier version. Raises `KeyError`, `TypeError` or `ValueError` where it is damaged."""
     found = saved.get("judged")
     if found is None:
@@ -114,7 +114,7 @@ def judged_of(saved: Mapping[str, Any]) -> Judged | None:
         )
         for one in found["wrong"]
     )  # fmt: skip
-    return Judged(int(found["samples"]), float(found["seconds"]), rules, wrong)
+    return RunJudgement(int(found["samples"]), float(found["seconds"]), rules, wrong)
 
 
 def metrics_of(saved: Mapping[str, Any]) -> dict[str, Metric]:

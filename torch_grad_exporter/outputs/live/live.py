@@ -25,7 +25,7 @@ from torch_grad_exporter.outputs.live.latest import Latest
 from torch_grad_exporter.outputs.live.resources import resources
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.track import Part
-from torch_grad_exporter.rules import THRESHOLDS, Moment, Problem, Record, Values, Watch
+from torch_grad_exporter.rules import THRESHOLDS, JudgedAt, Problem, Record, Values, Watch
 from torch_grad_exporter.rules.watch import OVER
 
 LONGER = 1.001
@@ -113,7 +113,7 @@ class Live:
         with self._lock:
             problems = self._watch.problems(values, now, going=True)
             ended = self._watch.problems(values, now) if over else []
-        self._record.of_scrape(values, Moment(now, self._history.samples, int(_step(values))), problems, ended)
+        self._record.of_scrape(values, JudgedAt(now, self._history.samples, int(_step(values))), problems, ended)
 
     def problems(self) -> list[Problem]:
         """What is wrong now, the worst first."""
