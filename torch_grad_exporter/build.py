@@ -41,7 +41,6 @@ from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.collectors.outcomes import ActionTotals
 from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.collectors.training import device_kinds
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup, hostname
 from torch_grad_exporter.errors import ErrorLog, say
@@ -60,6 +59,7 @@ from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.inspection.weights import WeightProbe
 from torch_grad_exporter.lifecycle import THREAD_TIME, Ending
+from torch_grad_exporter.model.layers import device_kinds
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.announcement import Announcement, Rank

@@ -21,7 +21,8 @@ from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.rules import Problem, Values, Watch, memory
 from torch_grad_exporter.rules.context import LAYERS, THRESHOLDS
-from torch_grad_exporter.rules.watch import RULES, SEVERITIES
+from torch_grad_exporter.rules.declaration import SEVERITIES
+from torch_grad_exporter.rules.watch import RULES
 
 c = SimpleNamespace(**by_constant())
 """The metrics by the names of their constants."""

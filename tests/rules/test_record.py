@@ -9,7 +9,7 @@ import pytest
 
 from tests.rules.test_problems import Metrics, c, device, family, layer, optimizer
 from torch_grad_exporter.rules import Finding, Record, Rule, RuleContext, Values, Watch
-from torch_grad_exporter.rules.record import EVERY, Moment, Wrong
+from torch_grad_exporter.rules.record import EVERY, JudgedAt, Wrong
 
 Rows = float | Mapping[tuple[str, ...], float]
 
@@ -41,7 +41,7 @@ def at_clock(record: Record, watch: Watch, seconds: float, state: str = "trainin
     now, found = START + seconds, values(state, **metrics)
     watch.remember(found, now)
     over = watch.problems(found, now) if state in ("finished", "failed") else ()
-    record.of_scrape(found, Moment(now, samples, samples), watch.problems(found, now, going=True), over)
+    record.of_scrape(found, JudgedAt(now, samples, samples), watch.problems(found, now, going=True), over)
 
 
 # By samples
@@ -139,10 +139,10 @@ def test_a_failed_run_has_failed_at_once() -> None:
 def test_rules_without_metrics_are_left_out() -> None:
     """A rule whose metrics or rows the run never had is not among those judged."""
     record = Record()
-    record.of_scrape(values(TRAIN_PHASE_SECONDS={("forward",): 1.0}), Moment(START, 1, 1), ())
+    record.of_scrape(values(TRAIN_PHASE_SECONDS={("forward",): 1.0}), JudgedAt(START, 1, 1), ())
     assert "DataLoaderStarvation" not in record.there
     assert "TrainingFailed" in record.there
-    record.of_scrape(values(TRAIN_PHASE_SECONDS={("data",): 1.0}), Moment(START, 1, 1), ())
+    record.of_scrape(values(TRAIN_PHASE_SECONDS={("data",): 1.0}), JudgedAt(START, 1, 1), ())
     assert "DataLoaderStarvation" in record.there
 
 
@@ -169,7 +169,7 @@ def test_a_failed_judgement_leaves_the_next_ones() -> None:
     thread.start()
     inside.wait()
     with pytest.raises(TimeoutError):
-        record.of_scrape(values(), Moment(START, 1, 1), ())
+        record.of_scrape(values(), JudgedAt(START, 1, 1), ())
     go_on.set()
     thread.join()
     assert [one.alert for one in record.wrong] == ["Broken"]

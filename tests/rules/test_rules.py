@@ -15,8 +15,8 @@ from tests.support.catalogue import CATALOGUE
 from tests.support.tools import FOREVER, REPOSITORY, find
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.collectors.gpu import QUESTIONS
-from torch_grad_exporter.collectors.outcomes import Outcome as Done
-from torch_grad_exporter.collectors.outcomes import Result as Sent
+from torch_grad_exporter.collectors.outcomes import ActionOutcome as Done
+from torch_grad_exporter.collectors.outcomes import NotifyResult as Sent
 from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.metrics.families import Kind
 

@@ -14,30 +14,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from torch_grad_exporter.capture.accumulate_grad import Gradients
-from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.counted_rounds import CountedRounds
-from torch_grad_exporter.capture.detection import BackwardDetection
-from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.inspections import First, Inspection, Inspections
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader, StepView
-from torch_grad_exporter.capture.rounds import RoundTracker
-from torch_grad_exporter.capture.thread import TrainingThread
-from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog, say
-from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced
-from torch_grad_exporter.model.reduction import Reductions
 from torch_grad_exporter.torch_compat.autograd import (
     after_backward,
     at_end_of_backward,
@@ -46,6 +34,20 @@ from torch_grad_exporter.torch_compat.autograd import (
     on_gradient,
     within_transform,
 )
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.capture.accumulate_grad import Gradients
+    from torch_grad_exporter.capture.cost import SampleCost
+    from torch_grad_exporter.capture.counted_rounds import CountedRounds
+    from torch_grad_exporter.capture.detection import BackwardDetection
+    from torch_grad_exporter.capture.forwards import ForwardHooks
+    from torch_grad_exporter.capture.progress import StepClock
+    from torch_grad_exporter.capture.reader import GradientReader, StepView
+    from torch_grad_exporter.capture.rounds import RoundTracker
+    from torch_grad_exporter.capture.thread import TrainingThread
+    from torch_grad_exporter.capture.torch_hooks import Hooks
+    from torch_grad_exporter.model.layers import LayerIndex
+    from torch_grad_exporter.model.reduction import Reductions
 
 logger = logging.getLogger("torch_grad_exporter")
 

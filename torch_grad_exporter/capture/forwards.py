@@ -8,34 +8,36 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.counted_rounds import CountedRounds
-from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.examples import batch_size
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.outcomes import Lost
 from torch_grad_exporter.capture.phases import FORWARD, main_device
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
-from torch_grad_exporter.capture.rounds import RoundTracker
-from torch_grad_exporter.capture.thread import TrainingThread
-from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.model.reduction import Reductions
-from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
 from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.capture.cost import SampleCost
+    from torch_grad_exporter.capture.counted_rounds import CountedRounds
+    from torch_grad_exporter.capture.detection import BackwardDetection
+    from torch_grad_exporter.capture.loss_scale import LossScale
+    from torch_grad_exporter.capture.progress import StepClock
+    from torch_grad_exporter.capture.rounds import RoundTracker
+    from torch_grad_exporter.capture.thread import TrainingThread
+    from torch_grad_exporter.capture.torch_hooks import Hooks
+    from torch_grad_exporter.errors import ErrorLog
+    from torch_grad_exporter.model.layers import LayerIndex
+    from torch_grad_exporter.model.optimizers import Optimizers
+    from torch_grad_exporter.model.parameters import ParameterTable
+    from torch_grad_exporter.model.reduction import Reductions
+    from torch_grad_exporter.requests import Requests
 
 PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"
 

@@ -64,31 +64,31 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DemoFault:
     """A fault that can be injected: what happens, and which metrics show it."""
 
     effect: str
     watch: str
 
 
-KINDS: dict[str, Kind] = {
-    "nan": Kind(
+KINDS: dict[str, DemoFault] = {
+    "nan": DemoFault(
         "the gradient of one layer is NaN for one step while the loss is finite",
         "torch_grad_nonfinite_steps_total, torch_grad_nonfinite_elements_total",
     ),
-    "explode": Kind(
+    "explode": DemoFault(
         f"every gradient is 10,000 times as large for {EXPLODE_STEPS} steps",
         "torch_grad_global_norm, torch_grad_global_norm_spikes_total, torch_grad_clip_coefficient",
     ),
-    "vanish": Kind(
+    "vanish": DemoFault(
         "from then on a billionth of the gradient reaches the first half of the model",
         "torch_grad_norm by layer",
     ),
-    "dead": Kind(
+    "dead": DemoFault(
         "from then on all ReLU units of one layer are dead",
         "torch_grad_zero_units_ratio, torch_grad_dead_ratio",
     ),
-    "stall": Kind(
+    "stall": DemoFault(
         "the loop hangs for ten minutes, or SECONDS with stall@STEP:SECONDS",
         "torch_train_last_step_timestamp_seconds",
     ),

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
-from torch_grad_exporter.outputs.live.saved import Grid, Lines, Moments, Saved, Status
+from torch_grad_exporter.outputs.live.saved import Grid, LayerMoments, Lines, Saved, Status
 
 DPI = 150
 WIDTH = 11.0
@@ -305,7 +305,7 @@ def _panel(axes: Axes, lines: Lines, title: str, names: dict[str, str]) -> None:
     _values(axes, np.concatenate([lines.values[name] for name in shown]), log="norm" in names)
 
 
-def _spread(axes: Axes, layer: str, found: Moments) -> None:
+def _spread(axes: Axes, layer: str, found: LayerMoments) -> None:
     """Mean and standard deviation over the elements of a layer's gradient: a line, and a band of one deviation around it."""
     known = np.isfinite(found.mean) & np.isfinite(found.stddev)
     steps, mean, stddev = found.steps[known], found.mean[known], found.stddev[known]

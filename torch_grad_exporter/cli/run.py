@@ -11,15 +11,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.cli import script
 from torch_grad_exporter.config.option import Option, from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.integrations.attach import Attachment
 from torch_grad_exporter.outputs.otlp import push_settings
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.exporter import Exporter
 
 PROGRAM = "torch-grad-exporter run"
 
@@ -53,12 +55,12 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if options.save is not None:
         options.save.unlink(missing_ok=True)  # else a run of which nothing is known would be judged by an earlier one's file
-    watch = Watch(options)
+    watch = ScriptExporter(options)
     script.run(options.target, watch.ended)
     return 0
 
 
-class Watch:
+class ScriptExporter:
     """The exporter of a script, from before its first line to the end of the process."""
 
     def __init__(self, options: Options) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows
-from torch_grad_exporter.store.histograms import Records
-from torch_grad_exporter.store.snapshots import GradientSnapshot
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.collectors.clip_reports import ClipReports
+    from torch_grad_exporter.store.histograms import Records
+    from torch_grad_exporter.store.snapshots import GradientSnapshot
 
 CLIPPING = Section("Clipping")
 

@@ -47,7 +47,7 @@ class Throttled:
         self._total = 0.0
         self._lock = threading.Lock()
 
-    def __call__(self, group: cgroups.Group, directory: Path) -> float | None:
+    def __call__(self, group: cgroups.ControlGroup, directory: Path) -> float | None:
         """Seconds so far, with those of this directory of the group as of now; `None` where they cannot be read."""
         with self._lock:  # What is read first must be added first.
             seconds = cgroups.cpu_throttled(group, directory)
@@ -68,7 +68,7 @@ class ContainerCollector:
     """
 
     def __init__(self, *, root: Path = Path("/")) -> None:
-        self._groups = cgroups.Groups(root)
+        self._groups = cgroups.ControlGroups(root)
         self._throttled = Throttled()
 
     def collect(self) -> Iterator[Family]:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch_grad_exporter.capture.capture import Capture
-from torch_grad_exporter.capture.progress import Counts, StepClock
-from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.collectors.clip_reports import ClipReports
-from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
-from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
-from torch_grad_exporter.distributed.identity import Identity
-from torch_grad_exporter.distributed.store import JobStore
-from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.inspection.activation_totals import ActivationTotals
-from torch_grad_exporter.inspection.layer_times import LayerTimes
-from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces
-from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
-from torch_grad_exporter.inspection.watch_totals import WatchTotals
-from torch_grad_exporter.inspection.weight_totals import WeightTotals
-from torch_grad_exporter.resources.devices import DeviceMemory
-from torch_grad_exporter.store.snapshots import Snapshot
+# Types alone: each collector imports this file, and what they read from is most of the package.
+if TYPE_CHECKING:
+    from torch_grad_exporter.capture.capture import Capture
+    from torch_grad_exporter.capture.progress import Counts, StepClock
+    from torch_grad_exporter.capture.schedule import SamplingSchedule
+    from torch_grad_exporter.collectors.clip_reports import ClipReports
+    from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+    from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
+    from torch_grad_exporter.distributed.identity import Identity
+    from torch_grad_exporter.distributed.store import JobStore
+    from torch_grad_exporter.errors import ErrorLog
+    from torch_grad_exporter.inspection.activation_totals import ActivationTotals
+    from torch_grad_exporter.inspection.layer_times import LayerTimes
+    from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+    from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces
+    from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
+    from torch_grad_exporter.inspection.watch_totals import WatchTotals
+    from torch_grad_exporter.inspection.weight_totals import WeightTotals
+    from torch_grad_exporter.resources.devices import DeviceMemory
+    from torch_grad_exporter.store.snapshots import Snapshot
 
 
 class Snapshots:
@@ -75,11 +78,11 @@ class CollectorContext:
     weights: WeightTotals | None
     local_norms: LocalNormTotals
     waits: ReductionWaits
-    notified: NotifyTotals | None = None
-    acted: ActionTotals = field(default_factory=ActionTotals)
-    clip: ClipReports | None = None
-    frozen: FrozenLabels = field(default_factory=FrozenLabels)
-    activations: ActivationTotals | None = None
-    layer_times: LayerTimes | None = None
-    watched: WatchTotals = field(default_factory=WatchTotals)
-    origins: OriginPlaces = field(default_factory=OriginPlaces)
+    notified: NotifyTotals | None
+    acted: ActionTotals
+    clip: ClipReports | None
+    frozen: FrozenLabels
+    activations: ActivationTotals | None
+    layer_times: LayerTimes | None
+    watched: WatchTotals
+    origins: OriginPlaces

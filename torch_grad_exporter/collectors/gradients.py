@@ -8,22 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.clipping import CLIPPING, ClipFamilies, clip_families
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.collectors.weights import WEIGHTS, WeightFamilies
-from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache, Spec
-from torch_grad_exporter.store.histograms import Counts, Records
 from torch_grad_exporter.store.records import Outcome
-from torch_grad_exporter.store.snapshots import GradientSnapshot
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.collectors.clip_reports import ClipReports
+    from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+    from torch_grad_exporter.inspection.weight_totals import WeightTotals
+    from torch_grad_exporter.store.histograms import Counts, Records
+    from torch_grad_exporter.store.snapshots import GradientSnapshot
 
 GRADIENTS = Section("Gradients")
 

@@ -15,7 +15,7 @@ OTHERS = "other"
 """The name under which further ones count together."""
 
 
-class Result(enum.Enum):
+class NotifyResult(enum.Enum):
     """What becomes of a notification."""
 
     SENT = "sent"
@@ -23,7 +23,7 @@ class Result(enum.Enum):
     DROPPED = "dropped"
 
 
-class Outcome(enum.Enum):
+class ActionOutcome(enum.Enum):
     """What becomes of an action."""
 
     DONE = "done"
@@ -38,7 +38,7 @@ class OutcomeCounts:
     `outcomes`: the kinds that there are.
     """
 
-    def __init__(self, outcomes: type[Result | Outcome]) -> None:
+    def __init__(self, outcomes: type[NotifyResult | ActionOutcome]) -> None:
         self._outcomes = outcomes
         # Reentrant: a signal's handler may count while its own thread is in here.
         self._lock = threading.RLock()
@@ -53,7 +53,7 @@ class OutcomeCounts:
                 self._counts.setdefault((counted, outcome.value), 0)
             return counted
 
-    def count(self, name: str, outcome: Result | Outcome, times: int = 1) -> None:
+    def count(self, name: str, outcome: NotifyResult | ActionOutcome, times: int = 1) -> None:
         """Counts under a known name."""
         with self._lock:
             self._counts[name, outcome.value] += times
@@ -73,7 +73,7 @@ class ActionTotals(OutcomeCounts):
     """Actions by name and outcome, and when they happened."""
 
     def __init__(self) -> None:
-        super().__init__(Outcome)
+        super().__init__(ActionOutcome)
         self.happened = Happenings()
 
     def after_fork_in_child(self) -> None:
@@ -86,7 +86,7 @@ class NotifyTotals(OutcomeCounts):
     """Notifications by notifier and result, and active problems by alert and severity. All known ones are there from the start."""
 
     def __init__(self, sinks: Iterable[str], alerts: Iterable[tuple[str, str]]) -> None:
-        super().__init__(Result)
+        super().__init__(NotifyResult)
         for sink in sinks:
             self.know(sink)
         self._active = dict.fromkeys(alerts, 0)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.capture.phases import PHASES
-from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.distributed.identity import hostname
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
-from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.names import parameters_within
-from torch_grad_exporter.store.run_table import TotalsSnapshot
 from torch_grad_exporter.version import __version__
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.collectors.context import CollectorContext
+    from torch_grad_exporter.store.run_table import TotalsSnapshot
 
 METRICS = Section("Training")
 
@@ -165,13 +165,6 @@ class TrainingCollector:
         if "forward" in phases.seen:
             shown = [phase for phase in PHASES if phase in phases.seen or phase == "outside"]
             yield self._rows.family(TRAIN_PHASE_SECONDS, {(phase,): phases.seconds[phase] for phase in shown})
-
-
-def device_kinds(index: LayerIndex, models: Iterable[torch.nn.Module]) -> frozenset[str]:
-    """Kinds of devices that gradients will be on; none where a parameter is yet to be made, or to get a device."""
-    if any(is_lazy(parameter) or parameter.is_meta for module in models for parameter in parameters_within(module)):
-        return frozenset()
-    return frozenset(parameter.device.type for parameter in index.table.parameters() or ())
 
 
 COLLECTOR = Declaration("training", (METRICS,), TrainingCollector, place=20)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_grad_exporter.inspection.weight_totals import NONE, WeightTotals
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, RowCache
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.inspection.weight_totals import WeightTotals
 
 WEIGHTS = Section("Weights")
 
@@ -51,14 +54,13 @@ class WeightFamilies:
 
     def collect(self, shown: Sequence[str], counted: Sequence[str]) -> Iterator[Family]:
         """Yield gauges of the layers that are shown, and the totals of all that count. A removed layer stays until it is in the remainder."""
-        found = self._totals.snapshot()
+        found = self._totals.snapshot(counted)
         here = {layer: found[layer] for layer in shown if layer in found}
         norms = {(layer,): one.norm for layer, one in here.items() if one.whole and not math.isnan(one.norm)}
         yield self._rows.family(WEIGHT_NORM, norms)
         ratios = {(layer,): one.update_ratio for layer, one in here.items() if not math.isnan(one.update_ratio)}
         yield self._rows.family(WEIGHT_UPDATE_RATIO, ratios)
-        labels = tuple(dict.fromkeys((*counted, *found)))
-        layers, rows = self._counted.get(tuple((label,) for label in labels)), [found.get(label, NONE) for label in labels]
+        layers, rows = self._counted.get(tuple((label,) for label in found)), list(found.values())
         buckets = np.array([one.buckets for one in rows]).reshape(len(rows), len(WEIGHT_MAGNITUDES) + 1)
         yield Family(WEIGHT_DISTRIBUTION, buckets, layers, sums=np.array([one.sum for one in rows]))
         yield Family(WEIGHT_CAPTURES, np.array([one.captures for one in rows], dtype=np.float64), layers)

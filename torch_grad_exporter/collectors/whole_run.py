@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration, source_of
-from torch_grad_exporter.distributed.whole_run import View, WholeRun
+from torch_grad_exporter.distributed.whole_run import RunView, WholeRun
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, RowCache, scalar
 
@@ -71,7 +71,7 @@ class WholeRunCollector:
             yield scalar(RUN_GLOBAL_NORM_RMS, view.global_rms if known else None)
             yield from self._by_layer(view)
 
-    def _by_layer(self, view: View) -> Iterator[Family]:
+    def _by_layer(self, view: RunView) -> Iterator[Family]:
         if view.rms is None or view.dead_ratio is None or view.nans is None or view.infs is None:
             return
         layers = self._layers.get(tuple((layer,) for layer in view.layers))

@@ -24,7 +24,7 @@ Check = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class OptionKind:
     """A kind of value.
 
     Attributes:
@@ -58,32 +58,32 @@ def typed(*types: type, right: Callable[[Any], bool] = lambda _: True, of: Check
 # Numbers and words
 
 
-def whole(low: int, high: int, of: str = "") -> Kind:
+def whole(low: int, high: int, of: str = "") -> OptionKind:
     """Return the kind of a whole number; `of` says of what."""
     check = typed(int, right=lambda value: low <= value <= high)
-    return Kind(f"expected a whole number {of}from {low} to {high}", check, int, "a number")
+    return OptionKind(f"expected a whole number {of}from {low} to {high}", check, int, "a number")
 
 
-def number(expected: str, right: Callable[[float], bool]) -> Kind:
+def number(expected: str, right: Callable[[float], bool]) -> OptionKind:
     """Return the kind of a number."""
-    return Kind(expected, typed(int, float, right=right, of=float), float, "a number")
+    return OptionKind(expected, typed(int, float, right=right, of=float), float, "a number")
 
 
 SHARE = number("expected a share of training time above 0 and below 1, such as 0.01", lambda v: 0 < v < 1)
 SECONDS = number("expected a number of seconds from 0 to 3600", lambda v: 0 <= v <= 3600)
-PORT = Kind(
+PORT = OptionKind(
     "expected a port from 1 to 65535, 0 for any free one, or None to serve nothing",
     typed(int, NoneType, right=lambda value: value is None or 0 <= value <= 65535),
     lambda text: None if text.lower() in ("none", "off") else int(text),
     "a number, or `off`",
 )
-RANK = Kind(
+RANK = OptionKind(
     "expected a whole number from 0",
     typed(int, NoneType, right=lambda value: value is None or 0 <= value <= 10_000_000),
     int,
     "a number",
 )
-INTERVAL = Kind(
+INTERVAL = OptionKind(
     f"expected 'auto' or a whole number of rounds from 1 to {LONGEST}",
     typed(
         int,
@@ -96,12 +96,12 @@ INTERVAL = Kind(
 )
 
 
-def words(of: type[enum.Enum]) -> Kind:
+def words(of: type[enum.Enum]) -> OptionKind:
     """Return the kind of one of several words, in any case."""
     values = [member.value for member in of]
     check = typed(str, right=lambda v: v.lower() in values, of=lambda v: of(v.lower()))
     *first, last = map(repr, values)
-    return Kind(f"expected {', '.join(first)} or {last}", check, spelled="the word")
+    return OptionKind(f"expected {', '.join(first)} or {last}", check, spelled="the word")
 
 
 def on(text: str) -> bool:
@@ -111,8 +111,8 @@ def on(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "on")
 
 
-SWITCH = Kind("expected True or False", typed(bool), on, "`on` or `off`")
-ORIGIN = Kind(
+SWITCH = OptionKind("expected True or False", typed(bool), on, "`on` or `off`")
+ORIGIN = OptionKind(
     "expected True, False or 'always'",
     lambda v: "always" if isinstance(v, str) and v.lower() == "always" else typed(bool)(v),
     lambda text: text if text.lower() == "always" else on(text),
@@ -122,11 +122,11 @@ ORIGIN = Kind(
 # Texts
 
 
-def path(of: str) -> Kind:
+def path(of: str) -> OptionKind:
     """Return the kind of the path of something."""
     right = typed(str, right=bool)
     check = typed(str, os.PathLike, of=lambda value: right(os.fspath(value)))
-    return Kind(f"expected the path of {of}", check)
+    return OptionKind(f"expected the path of {of}", check)
 
 
 def _is_address(text: str) -> bool:
@@ -142,9 +142,9 @@ def _is_host(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) is not None
 
 
-NAME = Kind("expected a name of 1 to 200 characters", typed(str, right=lambda text: 1 <= len(text) <= 200))
-ADDRESS = Kind("expected an address such as '127.0.0.1', or '' for all interfaces", typed(str, right=_is_address))
-HOST = Kind(
+NAME = OptionKind("expected a name of 1 to 200 characters", typed(str, right=lambda text: 1 <= len(text) <= 200))
+ADDRESS = OptionKind("expected an address such as '127.0.0.1', or '' for all interfaces", typed(str, right=_is_address))
+HOST = OptionKind(
     "expected a host name or address, without a port, under which Prometheus reaches this host",
     typed(str, right=_is_host),
 )
@@ -178,8 +178,8 @@ def _on_or_pattern(text: str) -> bool | str:
     return text
 
 
-PATTERNS = Kind("expected a regular expression on layer names, or several", _patterns, spelled="one, as it is")
-MODULES = Kind(
+PATTERNS = OptionKind("expected a regular expression on layer names, or several", _patterns, spelled="one, as it is")
+MODULES = OptionKind(
     "expected True, False or a regular expression on names of modules",
     _modules,
     _on_or_pattern,
@@ -217,8 +217,8 @@ def _collectors(value: object) -> frozenset[str]:
     return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
 
 
-LABELS = Kind("expected a mapping of label names such as {'team': 'vision'}", _labels, pairs, "`team=vision,cost=7`")
-COLLECTORS = Kind(
+LABELS = OptionKind("expected a mapping of label names such as {'team': 'vision'}", _labels, pairs, "`team=vision,cost=7`")
+COLLECTORS = OptionKind(
     "expected collectors to enable or disable, such as {'host': False}, or host=off in the environment",
     _collectors,
     lambda text: {name: on(word) for name, word in pairs(text).items()},
@@ -232,12 +232,12 @@ def given(
     check: Check = lambda value: value,
     parse: Callable[[str], object] = str,
     spelled: str = "as it is",
-) -> Kind:
+) -> OptionKind:
     """Return the kind of what is checked elsewhere, with errors that have the fix."""
-    return Kind("", check, parse, spelled)
+    return OptionKind("", check, parse, spelled)
 
 
-def instance(expected: str, right: Callable[[object], bool]) -> Kind:
+def instance(expected: str, right: Callable[[object], bool]) -> OptionKind:
     """Return the kind of an object that looks right, or None."""
 
     def check(value: object) -> object:
@@ -245,7 +245,7 @@ def instance(expected: str, right: Callable[[object], bool]) -> Kind:
             raise TypeError
         return value
 
-    return Kind(expected, check)
+    return OptionKind(expected, check)
 
 
 def scaler(value: object) -> object:

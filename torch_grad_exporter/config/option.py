@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from torch_grad_exporter.config.kinds import SWITCH, Kind, words
+from torch_grad_exporter.config.kinds import SWITCH, OptionKind, words
 
 # Of the exporter's variables; the rest is the option's name in capital letters.
 PREFIX = "TORCH_GRAD_EXPORTER_"
@@ -43,7 +43,7 @@ class Option:
     """
 
     name: str
-    kind: Kind
+    kind: OptionKind
     default: object
     help: str
     more: str
@@ -94,7 +94,7 @@ def option(
     help: str,  # noqa: A002 - as argparse calls it
     more: str = "",
     *,
-    kind: Kind | None = None,
+    kind: OptionKind | None = None,
     shown: str = "",
     variable: str | None = None,
 ) -> _Value:

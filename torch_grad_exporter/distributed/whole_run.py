@@ -100,7 +100,7 @@ def report_of(snapshot: Snapshot, started: int, number: int, steps: int) -> Repo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class RunView:
     """The run as of the last reports. Per layer, shape (layers,): `rms` and `dead_ratio`, NaN where they are not known.
 
     `global_rms`: over all layers. `nans`, `infs`: since the ranks' starts. `fewest_steps`, `most_steps`: of the ranks that
@@ -156,7 +156,7 @@ class Combination:
         self._fresh_seconds = fresh_seconds
         self._clock = clock
         self._heard: dict[int, _Heard] = {}
-        self.view = View(0)
+        self.view = RunView(0)
 
     def hear(self, reports: Mapping[int, bytes]) -> None:
         """Takes the latest reports, by rank; anything else is left out."""
@@ -166,10 +166,10 @@ class Combination:
                 report = Report.decoded(content)
                 self._heard.setdefault(rank, _Heard(report, now)).hear(report, now)
         fresh = [one for one in self._heard.values() if now - one.at <= self._fresh_seconds]
-        self.view = _added_up(fresh) if len(fresh) == self._world_size else View(len(fresh))
+        self.view = _added_up(fresh) if len(fresh) == self._world_size else RunView(len(fresh))
 
 
-def _added_up(ranks: list[_Heard]) -> View:
+def _added_up(ranks: list[_Heard]) -> RunView:
     layers = tuple(dict.fromkeys(itertools.chain.from_iterable({one.last.layers for one in ranks})))
     row = {layer: position for position, layer in enumerate(layers)}
     rows_of = {some: np.array([row[layer] for layer in some], dtype=np.int64) for some in {one.last.layers for one in ranks}}
@@ -194,7 +194,7 @@ def _added_up(ranks: list[_Heard]) -> View:
             whole += float(window[0].sum() / samples)
     steps = [one.last.steps for one in ranks]
     with np.errstate(invalid="ignore", divide="ignore"):
-        return View(
+        return RunView(
             len(ranks), layers, np.sqrt(np.where(captures > 0, squares, np.nan)), dead / np.where(units > 0, units, np.nan),
             nans, infs, float(np.sqrt(whole)) if captures.any() else math.nan, min(steps), max(steps),
         )  # fmt: skip
@@ -235,7 +235,7 @@ class WholeRun:
         self._thread.start()
 
     @property
-    def view(self) -> View | None:
+    def view(self) -> RunView | None:
         """The run as of the last reports; `None` on other ranks than 0."""
         return self._combination.view if self._rank == 0 else None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.gate.rows import Result, Row
+from torch_grad_exporter.gate.rows import Result, VerdictRow
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.judged import Metric
 from torch_grad_exporter.outputs.live.saved import Saved, grid, lines
@@ -39,7 +39,7 @@ NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Course:
+class _StepValues:
     """Values by step, shape (n,), without those that are not there."""
 
     steps: FloatArray
@@ -51,7 +51,7 @@ class _Course:
 
 def compared(
     saved: Saved, other: Saved, metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], tolerances: Mapping[str, float]
-) -> list[Row]:
+) -> list[VerdictRow]:
     """The rows. `other`: the baseline; `metrics`, `of_other`: at the end of each. `tolerances`: instead of the usual ones."""
     allowed = {**TOLERANCES, **tolerances}
     rows = [*_losses(saved, other, allowed), *_norms(saved, other, allowed), _layers(saved, other, allowed["layer_norm_median"])]
@@ -60,7 +60,7 @@ def compared(
     return rows
 
 
-def _losses(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[Row]:
+def _losses(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[VerdictRow]:
     mine, before = _scalar(saved, "loss"), _scalar(other, "loss")
     first, last = _common(mine, before)
     for name, since in (("final_loss", last - LAST * (last - first)), ("mean_loss", first)):
@@ -72,7 +72,7 @@ def _losses(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterato
             yield _row(name, a, b, allowed[name], worse=a - b > allowed[name] * abs(b))
 
 
-def _norms(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[Row]:
+def _norms(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[VerdictRow]:
     mine, before = _scalar(saved, "norm"), _scalar(other, "norm")
     first, last = _common(mine, before)
     for name, percent in (("global_norm_median", 50), ("global_norm_p95", 95)):
@@ -83,7 +83,7 @@ def _norms(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator
             yield _row(name, a, b, allowed[name], worse=_far(a, b, allowed[name]))
 
 
-def _layers(saved: Saved, other: Saved, allowed: float) -> Row:
+def _layers(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
     """The median norm of each layer that both have."""
     name = "layer_norm_median"
     mine, before = _by_layer(saved), _by_layer(other)
@@ -97,15 +97,19 @@ def _layers(saved: Saved, other: Saved, allowed: float) -> Row:
                 far.append(f"{layer} {a:.4g}, was {b:.4g}")
     sets = _sets(mine, before)
     if not ratios:
-        return Row("baseline", name, Result.NOT_JUDGED, f"the two runs have too few norms of the same layers and steps{sets}")
+        return VerdictRow(
+            "baseline", name, Result.NOT_JUDGED, f"the two runs have too few norms of the same layers and steps{sets}"
+        )
     if far:
         more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
-        return Row("baseline", name, Result.FAILED, f"{'; '.join(far[:NAMED])}{more}: more than {1 + allowed:g} times apart{sets}")
+        return VerdictRow(
+            "baseline", name, Result.FAILED, f"{'; '.join(far[:NAMED])}{more}: more than {1 + allowed:g} times apart{sets}"
+        )
     text = f"{len(ratios)} layers, at most {max(ratios):.3g} of {1 + allowed:g} times apart{sets}"
-    return Row("baseline", name, Result.NOTED if sets else Result.OK, text)
+    return VerdictRow("baseline", name, Result.NOTED if sets else Result.OK, text)
 
 
-def _step_seconds(saved: Saved, other: Saved, allowed: float) -> Row:
+def _step_seconds(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
     mine, before = _scalar(saved, "step_seconds"), _scalar(other, "step_seconds")
     first, last = _common(mine, before)
     if _few(mine, before, first, last):
@@ -114,7 +118,7 @@ def _step_seconds(saved: Saved, other: Saved, allowed: float) -> Row:
     return _row("step_seconds", a, b, allowed, worse=a > (1 + allowed) * b)
 
 
-def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allowed: float) -> Row:
+def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allowed: float) -> VerdictRow:
     found = []
     for one in (metrics, of_other):
         skipped, steps = (_largest(one.get(name)) for name in ("torch_train_skipped_steps_total", "torch_train_steps_total"))
@@ -123,37 +127,37 @@ def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allo
         found.append(skipped / (skipped + steps))
     a, b = found
     text = f"{a:.1%} of the steps, was {b:.1%}; up to {allowed:.1%} more are allowed"
-    return Row("baseline", "skipped_steps", Result.FAILED if a - b > allowed else Result.OK, text)
+    return VerdictRow("baseline", "skipped_steps", Result.FAILED if a - b > allowed else Result.OK, text)
 
 
 # What is read of a run
 
 
-def _scalar(saved: Saved, name: str) -> _Course:
+def _scalar(saved: Saved, name: str) -> _StepValues:
     """All of the run where its recent part has that, else its bins."""
     view = "recent" if saved["run"]["recent"]["first"] == 0 else "whole"
     found = lines(saved, view)
     known = ~np.isnan(found.values[name])
-    return _Course(found.steps[known], found.values[name][known])
+    return _StepValues(found.steps[known], found.values[name][known])
 
 
-def _by_layer(saved: Saved) -> dict[str, _Course]:
+def _by_layer(saved: Saved) -> dict[str, _StepValues]:
     view = "recent" if saved["layers"]["norm"]["recent"]["first"] == 0 else "whole"
     found, courses = grid(saved, "norm", view), {}
     for layer, values in zip(found.layers, found.values, strict=True):
         known = ~np.isnan(values)
-        courses[layer] = _Course(found.steps[known], values[known])
+        courses[layer] = _StepValues(found.steps[known], values[known])
     return courses
 
 
-def _common(one: _Course, other: _Course) -> tuple[float, float]:
+def _common(one: _StepValues, other: _StepValues) -> tuple[float, float]:
     """The first and the last step that both have; of none of either, (0, 0)."""
     if not len(one.steps) or not len(other.steps):
         return 0.0, 0.0
     return max(float(one.steps[0]), float(other.steps[0])), min(float(one.steps[-1]), float(other.steps[-1]))
 
 
-def _few(one: _Course, other: _Course, first: float, last: float) -> bool:
+def _few(one: _StepValues, other: _StepValues, first: float, last: float) -> bool:
     return min(len(one.within(first, last)), len(other.within(first, last))) < LEAST
 
 
@@ -174,14 +178,14 @@ def _far(a: float, b: float, allowed: float) -> bool:
     return _times(a, b) > 1 + allowed
 
 
-def _row(name: str, a: float, b: float, allowed: float, *, worse: bool) -> Row:
+def _row(name: str, a: float, b: float, allowed: float, *, worse: bool) -> VerdictRow:
     change = f"{a / b - 1:+.1%}" if b else "from 0"
     text = f"{a:.4g}, was {b:.4g} ({change}); {allowed:.0%} are allowed"
-    return Row("baseline", name, Result.FAILED if worse else Result.OK, text)
+    return VerdictRow("baseline", name, Result.FAILED if worse else Result.OK, text)
 
 
-def _not_compared(name: str, what: str) -> Row:
-    return Row("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {what} of the steps that both runs have")
+def _not_compared(name: str, what: str) -> VerdictRow:
+    return VerdictRow("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {what} of the steps that both runs have")
 
 
 def _sets(mine: Mapping[str, object], before: Mapping[str, object]) -> str:

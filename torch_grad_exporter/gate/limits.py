@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.gate.rows import GateError, Result, Row
+from torch_grad_exporter.gate.rows import GateError, Result, VerdictRow
 from torch_grad_exporter.metrics.families import REMOVED, Kind
+from torch_grad_exporter.outputs.live.history import VIEWS
 from torch_grad_exporter.outputs.live.judged import Metric
-from torch_grad_exporter.outputs.live.saved import VIEWS, Saved, grid, lines
+from torch_grad_exporter.outputs.live.saved import Saved, grid, lines
 
 OF_THE_RUN = {
     "torch_train_loss": "loss",
@@ -44,17 +45,17 @@ class Limit:
     value: float
     text: str
 
-    def row(self, metrics: Mapping[str, Metric], saved: Saved) -> Row:
+    def row(self, metrics: Mapping[str, Metric], saved: Saved) -> VerdictRow:
         """Whether a run keeps to it. Raises `GateError` where there is no such metric or label."""
         self._check(metrics)
         found = dict(self._course(saved) if self.kind == "peak" else self._at_end(metrics))
         name = f"--{self.kind} {self.text}"
         if not found:
-            return Row("limits", name, Result.FAILED, "the run has no such series")
+            return VerdictRow("limits", name, Result.FAILED, "the run has no such series")
         beyond = {series: number for series, number in found.items() if not self._kept(number)}
         if not beyond:
-            return Row("limits", name, Result.OK, _listed(found, self.kind))
-        return Row("limits", name, Result.FAILED, _listed(beyond, self.kind))
+            return VerdictRow("limits", name, Result.OK, _listed(found, self.kind))
+        return VerdictRow("limits", name, Result.FAILED, _listed(beyond, self.kind))
 
     def _kept(self, number: float) -> bool:
         """A value that is not finite keeps to no limit."""

@@ -21,7 +21,7 @@ class Result(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VerdictRow:
     """`group`: "rules", "limits" or "baseline". `name`: of the rule, the limit as it was given, or what is compared."""
 
     group: str
@@ -35,7 +35,7 @@ class Verdict:
     """The verdict on a run. `about`: which one, in a sentence. `unusable`: why it says nothing, `None` where it does."""
 
     about: str
-    rows: tuple[Row, ...]
+    rows: tuple[VerdictRow, ...]
     unusable: str | None = None
 
     @property
@@ -48,6 +48,6 @@ class Verdict:
         """The exit code: 0 healthy, 1 not, 2 unusable."""
         return 2 if self.unusable is not None else 0 if self.healthy else 1
 
-    def of(self, result: Result) -> list[Row]:
+    def of(self, result: Result) -> list[VerdictRow]:
         """The rows of this result."""
         return [row for row in self.rows if row.result is result]

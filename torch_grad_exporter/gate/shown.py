@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from torch_grad_exporter.gate.rows import Result, Row, Verdict
+from torch_grad_exporter.gate.rows import Result, Verdict, VerdictRow
 
 ORDER = (Result.FAILED, Result.NOTED, Result.OK, Result.NOT_JUDGED)
 WIDTH = 120
@@ -62,7 +62,7 @@ def _suite(verdict: Verdict, name: str) -> Element:
     return suite
 
 
-def _line(row: Row) -> str:
+def _line(row: VerdictRow) -> str:
     begin = f"  {row.result.value:<7} {one_line(row.name)}"
     if not row.text:
         return begin
@@ -85,7 +85,7 @@ def _sum(verdict: Verdict) -> str:
     return f"HEALTHY: {judged} of {judged} hold, {len(verdict.rows) - judged} were not judged"
 
 
-def _case(row: Row) -> Element:
+def _case(row: VerdictRow) -> Element:
     case = Element("testcase", {"classname": f"torch_grad_exporter.{row.group}", "name": _clean(row.name), "time": "0"})
     text = _clean(row.text)
     if row.result is Result.FAILED:

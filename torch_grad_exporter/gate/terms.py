@@ -11,7 +11,7 @@ from torch_grad_exporter.gate.limits import Limit
 from torch_grad_exporter.gate.rows import GateError
 from torch_grad_exporter.outputs.live.saved import PlotError, Saved, loaded
 from torch_grad_exporter.rules import RULES
-from torch_grad_exporter.rules.watch import SEVERITIES
+from torch_grad_exporter.rules.declaration import SEVERITIES
 
 FAIL_ON = ("critical", "warning")
 """What fails by default: what a person is needed for, now or soon. What is "info" is noted."""

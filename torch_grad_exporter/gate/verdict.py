@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch_grad_exporter.gate.baseline import compared
-from torch_grad_exporter.gate.rows import GateError, Result, Row, Verdict
+from torch_grad_exporter.gate.rows import GateError, Result, Verdict, VerdictRow
 from torch_grad_exporter.gate.terms import Terms, check_names
-from torch_grad_exporter.outputs.live.judged import Judged, JudgedRule, judged_of, metrics_of
+from torch_grad_exporter.outputs.live.judged import JudgedRule, RunJudgement, judged_of, metrics_of
 from torch_grad_exporter.outputs.live.saved import Saved, status
 from torch_grad_exporter.rules import RULES, Wrong
 from torch_grad_exporter.rules.context import duration, times
-from torch_grad_exporter.rules.watch import SEVERITIES
+from torch_grad_exporter.rules.declaration import SEVERITIES
 
 NAMED = 8
 """Layers that a text names, at most."""
@@ -38,7 +38,9 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
         return Verdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
     rows = [_of_rule(rule, judged, terms.fail_on) for rule in judged.rules]
     known = {rule.name for rule in judged.rules}
-    rows += [Row("rules", one.name, Result.NOT_JUDGED, "the run was saved without it") for one in RULES if one.name not in known]
+    rows += [
+        VerdictRow("rules", one.name, Result.NOT_JUDGED, "the run was saved without it") for one in RULES if one.name not in known
+    ]
     rows += [limit.row(metrics, saved) for limit in terms.limits]
     if terms.baseline is not None:
         if not terms.baseline["status"]["samples"]:
@@ -49,14 +51,14 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
     return Verdict(about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None)
 
 
-def _wanted(row: Row, names: Collection[str]) -> Row:
+def _wanted(row: VerdictRow, names: Collection[str]) -> VerdictRow:
     """The row; one that was asked for by name has failed where it could not be judged."""
     if row.result is not Result.NOT_JUDGED or row.name not in names:
         return row
     return replace(row, result=Result.FAILED, text=f"asked for by name, and could not be judged: {row.text}")
 
 
-def _about(saved: Saved, judged: Judged) -> str:
+def _about(saved: Saved, judged: RunJudgement) -> str:
     one = status(saved)
     steps = "steps unknown" if one.step is None else times(one.step)
     how = f"{steps}, {times(judged.samples, 'sample')}, {duration(judged.seconds)}, {one.state or 'state unknown'}"
@@ -66,13 +68,13 @@ def _about(saved: Saved, judged: Judged) -> str:
 # By the rules
 
 
-def _of_rule(rule: JudgedRule, judged: Judged, fail_on: Collection[str]) -> Row:
+def _of_rule(rule: JudgedRule, judged: RunJudgement, fail_on: Collection[str]) -> VerdictRow:
     found = [one for one in judged.wrong if one.alert == rule.name]
     if found:
         failed = any(one.severity in fail_on or one.alert in fail_on for one in found)
-        return Row("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_told(found)))
+        return VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_told(found)))
     why = _not_judged(rule, judged)
-    return Row("rules", rule.name, Result.OK if why is None else Result.NOT_JUDGED, why or "")
+    return VerdictRow("rules", rule.name, Result.OK if why is None else Result.NOT_JUDGED, why or "")
 
 
 def _told(found: Sequence[Wrong]) -> Iterator[str]:
@@ -84,7 +86,7 @@ def _told(found: Sequence[Wrong]) -> Iterator[str]:
         yield f"{severity}, steps {first:,} to {last:,}: {' '.join(one.text for one in alike[:NAMED])}{rest}"
 
 
-def _not_judged(rule: JudgedRule, judged: Judged) -> str | None:
+def _not_judged(rule: JudgedRule, judged: RunJudgement) -> str | None:
     """Why the rule could not have fired in this run; `None` where it could."""
     if not rule.judged:
         return "takes a server that knows all ranks, or hours"

@@ -52,7 +52,7 @@ COMPILED = "%d layers are not timed, since they are compiled; a hook in compiled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class TimedCall:
     """A call of a layer, on the timeline of its device; the nodes that it makes are numbered from `first` on."""
 
     module: int
@@ -62,7 +62,7 @@ class Call:
 
 
 # A pass of one call, `FORWARD` or `BACKWARD`: the key of a timeline's marks.
-Pass = tuple[Call, str]
+Pass = tuple[TimedCall, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class LayerTimer(Inspection):
         host = Timeline[Pass](events.of_host(lambda: self._hook_began - clock.own_seconds, HOST_MOMENTS))
         self._by_device: dict[torch.device, Timeline[Pass] | None] = {torch.device("cpu"): host}
         # The calls that run, the inner ones last, and the numbers of the nodes of those that are over within the outermost.
-        self._open: list[Call] = []
+        self._open: list[TimedCall] = []
         self._taken: set[int] = set()
         self._calls = 0
         self._on = False  # whether the current round is sampled
@@ -241,7 +241,7 @@ class LayerTimer(Inspection):
         if self._calls > CALLS:
             line.lose()
             return
-        call = Call(id(layer.module), layer.label, line, next_sequence())
+        call = TimedCall(id(layer.module), layer.label, line, next_sequence())
         self._open.append(call)
         self._hook_began = start
         line.enter((call, FORWARD))
@@ -266,20 +266,20 @@ class LayerTimer(Inspection):
             self._taken = set()
         self._cost.spent(start, sampled=True)
 
-    def _leave(self, call: Call, start: float) -> None:
+    def _leave(self, call: TimedCall, start: float) -> None:
         """From the beginning of the running hook on, it is the innermost call that runs on this device."""
         self._hook_began = start
         call.line.enter(next(((around, FORWARD) for around in reversed(self._open) if around.line is call.line), None))
 
     # Backwards
 
-    def _node_begins(self, call: Call, _gradients: object) -> None:
+    def _node_begins(self, call: TimedCall, _gradients: object) -> None:
         if self._on:
             start = self._hook_began = self._cost.now()
             call.line.go_on((call, BACKWARD))
             self._cost.spent(start, sampled=True)
 
-    def _node_over(self, call: Call, _given: object, _got: object) -> None:
+    def _node_over(self, call: TimedCall, _given: object, _got: object) -> None:
         if self._on:
             start = self._cost.now()
             self._leave(call, start)

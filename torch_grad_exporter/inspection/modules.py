@@ -20,7 +20,7 @@ WITHOUT_PARTS: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedModule:
     """A module and its name in the script, without what wrappers add.
 
     `compiled`: it is part of compiled code. `whole`: it is a model as a whole.
@@ -55,7 +55,7 @@ class Chosen:
     compiled: int = 0
 
 
-Wants = Callable[[Named], bool]
+Wants = Callable[[NamedModule], bool]
 """Whether a module is to be looked into."""
 
 
@@ -115,13 +115,13 @@ def with_parameters(layers: LayerFilter) -> Wants:
     )
 
 
-def named(name: str, root: torch.nn.Module) -> Iterator[Named]:
+def named(name: str, root: torch.nn.Module) -> Iterator[NamedModule]:
     """Every module of a model once, under its first name; `name`: of the model, empty for a single one."""
     modules = [*_walked("", root, compiled=False, seen=set())]
     alike = Counter(clean(raw) for raw, _, _ in modules)
     for raw, module, compiled in modules:
         short = clean(raw) if alike[clean(raw)] == 1 else raw
-        yield Named(".".join(part for part in (name, short) if part) or WHOLE, module, compiled, not short)
+        yield NamedModule(".".join(part for part in (name, short) if part) or WHOLE, module, compiled, not short)
 
 
 def _walked(raw: str, module: torch.nn.Module, *, compiled: bool, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -58,10 +59,10 @@ class WeightTotals:
             self._take_norms(measured, norms.reshape(-1, 3))
             self._take_magnitudes(measured, rows)
 
-    def snapshot(self) -> dict[str, LayerWeights]:
-        """Return the values by layer; that of the remainder is `REMOVED`."""
+    def snapshot(self, layers: Iterable[str]) -> dict[str, LayerWeights]:
+        """Return the values by layer: first `layers`, measured or not, then the others; that of the remainder is `REMOVED`."""
         with self._lock:
-            return dict(self._layers)
+            return dict.fromkeys(layers, NONE) | self._layers
 
     def after_fork_in_child(self) -> None:
         """The child has none of the threads that may hold the lock."""

@@ -16,7 +16,7 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -225,6 +225,13 @@ class LayerIndex:
     def _places(self) -> Iterator[Place]:
         """Where the parameters are that are wanted."""
         return (place for place in places_of(self._roots()) if self._filter.accepts(place.layer))
+
+
+def device_kinds(index: LayerIndex, models: Iterable[torch.nn.Module]) -> frozenset[str]:
+    """Kinds of devices that gradients will be on; none where a parameter is yet to be made, or to get a device."""
+    if any(is_lazy(parameter) or parameter.is_meta for module in models for parameter in parameters_within(module)):
+        return frozenset()
+    return frozenset(parameter.device.type for parameter in index.table.parameters() or ())
 
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:

@@ -25,7 +25,7 @@ _MOUNTED = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*? - cgroup(2?) .*?(\S*)$", re
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """The process' group for one resource: its directory and those above it, own first, as far as they can be seen."""
 
     version: int
@@ -33,7 +33,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class GroupLimit:
     """A limit and the directory of the group that has it; of several equal ones the highest, where the most counts."""
 
     value: float
@@ -49,7 +49,7 @@ class _Mount:
     options: frozenset[str]
 
 
-class Groups:
+class ControlGroups:
     """Finds the groups of this process, in a file system that begins at `root`.
 
     Mounts are listed again only when the process has been moved or its group cannot be seen any more: on a host of many
@@ -58,9 +58,9 @@ class Groups:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._found: tuple[str, dict[str, Group | None]] | None = None
+        self._found: tuple[str, dict[str, ControlGroup | None]] | None = None
 
-    def __call__(self, controller: str) -> Group | None:
+    def __call__(self, controller: str) -> ControlGroup | None:
         """The group that the controller (`memory` or `cpu`) counts the process in; `None` where there is none."""
         membership = _text(self._root / "proc/self/cgroup") or ""
         found = self._found
@@ -72,7 +72,7 @@ class Groups:
             groups[controller] = self._find(controller, membership)
         return groups[controller]
 
-    def _find(self, controller: str, membership: str) -> Group | None:
+    def _find(self, controller: str, membership: str) -> ControlGroup | None:
         """Version 1 if it has the controller, and is mounted; else version 2."""
         paths = _paths(membership)
         mounts = list(_mounts(_text(self._root / "proc/self/mountinfo") or ""))
@@ -82,7 +82,7 @@ class Groups:
         second = [mount for mount in mounts if mount.version == 2]
         return self._group(paths[""], second) if "" in paths and second else None
 
-    def _group(self, path: str, mounts: list[_Mount]) -> Group:
+    def _group(self, path: str, mounts: list[_Mount]) -> ControlGroup:
         """The directory of a path, through the mount that shows the most above it.
 
         Where none shows the path, since it belongs to another namespace, what is mounted is taken for the process' group.
@@ -93,13 +93,13 @@ class Groups:
             if (parts := _below(mount.root, path)) is not None and os.path.isdir(self._real(mount.point, *parts))
         ]
         mount, parts = shown[0] if shown else (mounts[0], ())
-        return Group(mount.version, tuple(self._real(mount.point, *parts[:depth]) for depth in range(len(parts), -1, -1)))
+        return ControlGroup(mount.version, tuple(self._real(mount.point, *parts[:depth]) for depth in range(len(parts), -1, -1)))
 
     def _real(self, point: PurePosixPath, *parts: str) -> Path:
         return self._root.joinpath(*point.parts[1:], *parts)
 
 
-def memory_limit(group: Group) -> Limit | None:
+def memory_limit(group: ControlGroup) -> GroupLimit | None:
     """The smallest memory limit in bytes."""
     if group.version == 2:
         return _smallest(_limits(group, lambda directory: _number(directory / "memory.max")))
@@ -108,11 +108,11 @@ def memory_limit(group: Group) -> Limit | None:
     if smallest is None:
         return _smallest(limits)
     # The kernel's own number is right: it includes groups that are hidden from here, and those above only if they count.
-    unseen = [Limit(smallest, group.directories[-1])] if _limited(smallest) else []
+    unseen = [GroupLimit(smallest, group.directories[-1])] if _limited(smallest) else []
     return next((limit for limit in (*limits, *unseen) if limit.value == smallest), None)
 
 
-def memory_working_set(group: Group, directory: Path) -> float | None:
+def memory_working_set(group: ControlGroup, directory: Path) -> float | None:
     """Bytes in use by a group's directory without the part of the page cache that has not been used lately."""
     usage, cache = ("memory.current", "inactive_file") if group.version == 2 else ("memory.usage_in_bytes", "total_inactive_file")
     used, inactive = _number(directory / usage), _statistic(directory / "memory.stat", cache)
@@ -120,12 +120,12 @@ def memory_working_set(group: Group, directory: Path) -> float | None:
     return None if used is None or inactive is None else max(0.0, used - inactive)
 
 
-def cpu_limit(group: Group) -> Limit | None:
+def cpu_limit(group: ControlGroup) -> GroupLimit | None:
     """The smallest processor limit in cores."""
     return _smallest(_limits(group, _quota_2 if group.version == 2 else _quota_1))
 
 
-def cpu_throttled(group: Group, directory: Path) -> float | None:
+def cpu_throttled(group: ControlGroup, directory: Path) -> float | None:
     """Seconds for which the threads of a group's directory were held back, added up over processors."""
     name, per_second = ("throttled_usec", 1e6) if group.version == 2 else ("throttled_time", 1e9)
     value = _statistic(directory / "cpu.stat", name)
@@ -146,12 +146,12 @@ def _cores(quota: int | None, period: int | None) -> float | None:
     return quota / period if quota is not None and quota > 0 and period is not None and period > 0 else None
 
 
-def _limits(group: Group, read: Callable[[Path], float | None]) -> list[Limit]:
+def _limits(group: ControlGroup, read: Callable[[Path], float | None]) -> list[GroupLimit]:
     """The limits of the process' group and those above it, highest first."""
-    return [Limit(value, directory) for directory in reversed(group.directories) if (value := read(directory)) is not None]
+    return [GroupLimit(value, directory) for directory in reversed(group.directories) if (value := read(directory)) is not None]
 
 
-def _smallest(limits: list[Limit]) -> Limit | None:
+def _smallest(limits: list[GroupLimit]) -> GroupLimit | None:
     return min(limits, key=lambda limit: limit.value, default=None)  # Of equal ones the first.
 
 

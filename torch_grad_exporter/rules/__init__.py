@@ -5,9 +5,9 @@ is for users who have no Prometheus yet, and for a quick view. The two judgement
 declarations come `dashboards/prometheus/*.alerts.yml`, the runbook's table (`make dashboards`) and the live page's problems.
 """
 
-from torch_grad_exporter.rules.context import THRESHOLDS, Finding, Problem, RuleContext
-from torch_grad_exporter.rules.declaration import Alert, Group, Rule, rule, server_rule
-from torch_grad_exporter.rules.record import Moment, Record, Wrong
+from torch_grad_exporter.rules.context import THRESHOLDS, RuleContext
+from torch_grad_exporter.rules.declaration import Alert, Finding, Group, Problem, Rule, rule, server_rule
+from torch_grad_exporter.rules.record import JudgedAt, Record, Wrong
 from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import GROUPS, RULES, Watch
 
@@ -18,7 +18,7 @@ __all__ = [
     "Alert",
     "Finding",
     "Group",
-    "Moment",
+    "JudgedAt",
     "Problem",
     "Record",
     "Rule",

@@ -11,9 +11,8 @@ from torch_grad_exporter.collectors.exporter import (
     EXPORTER_NOTIFICATIONS,
 )
 from torch_grad_exporter.metrics.families import Spec
-from torch_grad_exporter.rules.context import GOING, THRESHOLDS, Finding, RuleContext, times
-from torch_grad_exporter.rules.declaration import Alert, Group, rule
-from torch_grad_exporter.rules.memory import HOUR, MINUTES_10
+from torch_grad_exporter.rules.context import GOING, HOUR, MINUTES_10, THRESHOLDS, RuleContext, times
+from torch_grad_exporter.rules.declaration import Alert, Finding, Group, rule
 
 STOP = "Stop"
 """The name of the action that ends a training, as a label."""

@@ -1,16 +1,22 @@
-"""What a rule may read, and what it finds."""
+"""RuleContext: everything that a rule may read, and helpers that put it into words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, Spec
-from torch_grad_exporter.rules.memory import HOUR, MINUTES_10, Memory
+from torch_grad_exporter.rules.declaration import Finding
 from torch_grad_exporter.rules.values import Table, Values
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.rules.memory import Memory
+
+MINUTES_5, MINUTES_10, MINUTES_15, MINUTES_30, HOUR = 300.0, 600.0, 900.0, 1800.0, 3600.0
 
 THRESHOLDS: Mapping[str, float] = {
     "TrainingNonFiniteGradients": 20,
@@ -50,34 +56,6 @@ BUSY = frozenset({"training", "evaluating", None})
 """The states in which a run makes steps. `None`: it is not known, and is judged, since the process at least runs."""
 
 GOING = BUSY | {"initialising"}
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that is wrong: the name of its alert, how bad it is, a sentence, and the layer that it is about.
-
-    `severity`: "critical" (a person is needed now), "warning" (soon) or "info". `others`: layers that it is about, too.
-    `first_steps`: what to do first. `value`: the number that is wrong, if it is a single one, for notifications.
-    """
-
-    alert: str
-    severity: str
-    text: str
-    layer: str | None = None
-    others: tuple[str, ...] = ()
-    first_steps: str = ""
-    value: float | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a rule has found; the rule knows the alert. `value`: the number that is wrong, if it is a single one."""
-
-    severity: str
-    text: str
-    layer: str | None = None
-    others: tuple[str, ...] = ()
-    value: float | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a rule is: one declaration of how Prometheus and a process judge a condition, and of what to do about it."""
+"""A rule: one declaration of how Prometheus and a process judge a condition, of what it finds, and of what to do about it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,48 @@ import contextlib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch_grad_exporter.metrics.families import Spec
-from torch_grad_exporter.rules.context import Finding, Problem, RuleContext
 
-Judge = Callable[[RuleContext], Iterator[Finding]]
+if TYPE_CHECKING:
+    from torch_grad_exporter.rules.context import RuleContext
+
+SEVERITIES = ("critical", "warning", "info")
 
 Need = Spec | tuple[Spec, str]
 """A metric, or the rows of it with this value of its first label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong: the name of its alert, how bad it is, a sentence, and the layer that it is about.
+
+    `severity`: "critical" (a person is needed now), "warning" (soon) or "info". `others`: layers that it is about, too.
+    `first_steps`: what to do first. `value`: the number that is wrong, if it is a single one, for notifications.
+    """
+
+    alert: str
+    severity: str
+    text: str
+    layer: str | None = None
+    others: tuple[str, ...] = ()
+    first_steps: str = ""
+    value: float | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule has found; the rule knows the alert. `value`: the number that is wrong, if it is a single one."""
+
+    severity: str
+    text: str
+    layer: str | None = None
+    others: tuple[str, ...] = ()
+    value: float | None = field(default=None, compare=False, repr=False)
+
+
+Judge = Callable[["RuleContext"], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from torch_grad_exporter.rules.context import Problem
-from torch_grad_exporter.rules.declaration import Rule
-from torch_grad_exporter.rules.watch import RULES, SEVERITIES
+from torch_grad_exporter.rules.declaration import SEVERITIES, Problem, Rule
 
 MOST = 10_000
 """Problems that are followed at a time; of more than that, the worst."""
@@ -28,7 +26,7 @@ def seconds(duration: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class EpisodeTerms:
     """How long a problem has to hold until it begins, and not to hold until it ends, in seconds.
 
     `by_layer`: whether there is such a problem for each layer, `None` where the rule does not say. `template`: Prometheus' summary.
@@ -40,7 +38,7 @@ class Terms:
     template: str = ""
 
 
-_NONE = Terms()
+_NONE = EpisodeTerms()
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ class Episode:
     """A problem that has begun, at the time `began`, and held for the last time at `held`. `by_layer`: it is that of one layer."""
 
     problem: Problem
-    terms: Terms
+    terms: EpisodeTerms
     by_layer: bool
     began: float
     held: float
@@ -57,9 +55,11 @@ class Episode:
 class Episodes:
     """Follows problems from one evaluation to the next. For one thread. Times are in seconds, from any beginning."""
 
-    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+    def __init__(self, rules: Iterable[Rule]) -> None:
         self._terms = {
-            (rule.name, alert.severity): Terms(seconds(alert.for_), seconds(alert.keep_firing_for), alert.by_layer, alert.summary)
+            (rule.name, alert.severity): EpisodeTerms(
+                seconds(alert.for_), seconds(alert.keep_firing_for), alert.by_layer, alert.summary
+            )
             for rule in rules
             for alert in rule.alerts
         }
@@ -102,7 +102,7 @@ class Episodes:
                 found[key] = problem
         return found
 
-    def _of(self, problem: Problem) -> Terms:
+    def _of(self, problem: Problem) -> EpisodeTerms:
         return self._terms.get((problem.alert, problem.severity), _NONE)
 
     def _by_layer(self, problem: Problem) -> bool:

@@ -15,9 +15,8 @@ from torch_grad_exporter.collectors.exporter import (
     EXPORTER_SAMPLING_INTERVAL,
 )
 from torch_grad_exporter.collectors.training import TRAIN_STEPS
-from torch_grad_exporter.rules.context import GOING, THRESHOLDS, Finding, RuleContext
-from torch_grad_exporter.rules.declaration import Alert, Group, rule
-from torch_grad_exporter.rules.memory import MINUTES_10, MINUTES_15, MINUTES_30
+from torch_grad_exporter.rules.context import GOING, MINUTES_10, MINUTES_15, MINUTES_30, THRESHOLDS, RuleContext
+from torch_grad_exporter.rules.declaration import Alert, Finding, Group, rule
 
 INTERVALS = 2
 """`ExporterBlind`: the number of intervals without a sample."""

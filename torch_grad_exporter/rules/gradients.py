@@ -24,9 +24,19 @@ from torch_grad_exporter.collectors.gradients import (
 )
 from torch_grad_exporter.collectors.training import TRAIN_SKIPPED_STEPS, TRAIN_STEPS
 from torch_grad_exporter.metrics.families import BoolArray
-from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, by_layer, either, times
-from torch_grad_exporter.rules.declaration import Alert, Group, rule
-from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
+from torch_grad_exporter.rules.context import (
+    BUSY,
+    GOING,
+    HOUR,
+    MINUTES_5,
+    MINUTES_10,
+    THRESHOLDS,
+    RuleContext,
+    by_layer,
+    either,
+    times,
+)
+from torch_grad_exporter.rules.declaration import Alert, Finding, Group, rule
 from torch_grad_exporter.rules.origin import ANNOTATION, origin
 from torch_grad_exporter.rules.values import Table
 from torch_grad_exporter.rules.weights import not_updating

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch_grad_exporter.collectors.training import TRAIN_LOSS, TRAIN_LOSS_NONFINITE, TRAIN_LOSS_SPIKES
-from torch_grad_exporter.rules.context import GOING, THRESHOLDS, Finding, RuleContext, times
-from torch_grad_exporter.rules.declaration import Alert, rule, server_rule
-from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
+from torch_grad_exporter.rules.context import GOING, MINUTES_5, MINUTES_10, THRESHOLDS, RuleContext, times
+from torch_grad_exporter.rules.declaration import Alert, Finding, rule, server_rule
 from torch_grad_exporter.rules.origin import ANNOTATION, origin
 
 

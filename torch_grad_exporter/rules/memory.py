@@ -9,9 +9,10 @@ import numpy as np
 
 from torch_grad_exporter.collectors import clipping, cuda_memory, exporter, gpu, gradients, training, weights
 from torch_grad_exporter.metrics.families import Spec
+from torch_grad_exporter.rules.context import HOUR, MINUTES_10, MINUTES_30
 from torch_grad_exporter.rules.values import Table, Values
 
-MINUTES_5, MINUTES_10, MINUTES_15, MINUTES_30, HOUR, DAY = 300.0, 600.0, 900.0, 1800.0, 3600.0, 86400.0
+DAY = 86400.0
 
 OFTEN, SELDOM = 15.0, 60.0
 """Seconds between two memories."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch_grad_exporter.collectors.nan_origin import NONFINITE_ORIGIN_STEP
-from torch_grad_exporter.rules.context import RuleContext
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.rules.context import RuleContext
 
 ALREADY = frozenset({"parameter", "buffer", "unknown"})
 """Kinds of places that may only follow from another one."""

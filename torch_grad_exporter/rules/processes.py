@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch_grad_exporter.rules.context import Finding, RuleContext
-from torch_grad_exporter.rules.declaration import Alert, rule, server_rule
+from torch_grad_exporter.rules.context import RuleContext
+from torch_grad_exporter.rules.declaration import Alert, Finding, rule, server_rule
 
 
 @rule(

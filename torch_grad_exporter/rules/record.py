@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
-from torch_grad_exporter.rules.context import SAMPLE_SECONDS, Problem
-from torch_grad_exporter.rules.declaration import Rule
+from torch_grad_exporter.rules.context import SAMPLE_SECONDS
+from torch_grad_exporter.rules.declaration import Problem, Rule
 from torch_grad_exporter.rules.episodes import Episode, Episodes, Key
 from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import RULES, Watch
@@ -49,7 +49,7 @@ class Wrong:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class JudgedAt:
     """When it is judged: Unix time, and how many samples and optimizer steps there have been."""
 
     now: float
@@ -99,7 +99,7 @@ class Record:
         if samples % EVERY == 0:
             self._locked(lambda: self._judge_samples(values(), samples, step))
 
-    def of_scrape(self, values: Values, moment: Moment, problems: Iterable[Problem], ended: Iterable[Problem] = ()) -> None:
+    def of_scrape(self, values: Values, moment: JudgedAt, problems: Iterable[Problem], ended: Iterable[Problem] = ()) -> None:
         """Judges by the clock, and by samples once these do not come one by one any more.
 
         `problems`: what is wrong in a run that goes on; of one that is over, what would be, had it gone on. `ended`: what is wrong
@@ -116,7 +116,7 @@ class Record:
         finally:
             self._lock.release()
 
-    def _judge_scrape(self, values: Values, moment: Moment, problems: Iterable[Problem], ended: Iterable[Problem]) -> None:
+    def _judge_scrape(self, values: Values, moment: JudgedAt, problems: Iterable[Problem], ended: Iterable[Problem]) -> None:
         self._began = moment.now if self._began is None else self._began
         self._latest = max(self._latest, moment.now)
         self._take(self._by_clock, problems, moment.now, moment.step)

@@ -15,9 +15,8 @@ from torch_grad_exporter.collectors.cuda_memory import (
 from torch_grad_exporter.collectors.gpu import GPU_ECC_ERRORS, GPU_THROTTLED, GPU_UTILIZATION
 from torch_grad_exporter.collectors.host import HOST_MEMORY_AVAILABLE, HOST_MEMORY_TOTAL
 from torch_grad_exporter.collectors.training import TRAIN_STATE
-from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, times
-from torch_grad_exporter.rules.declaration import Alert, Group, rule
-from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
+from torch_grad_exporter.rules.context import BUSY, GOING, HOUR, MINUTES_5, MINUTES_10, THRESHOLDS, RuleContext, times
+from torch_grad_exporter.rules.declaration import Alert, Finding, Group, rule
 
 USUAL = frozenset({"power", "sync_boost"})
 """`GpuThrottled`: reasons that are normal for a GPU under full load."""

@@ -13,10 +13,9 @@ from torch_grad_exporter.collectors.training import (
     TRAIN_START_TIMESTAMP,
 )
 from torch_grad_exporter.rules.balance import MODELS_OUT_OF_BALANCE
-from torch_grad_exporter.rules.context import BUSY, THRESHOLDS, Finding, RuleContext, duration
-from torch_grad_exporter.rules.declaration import Alert, Group, rule, server_rule
+from torch_grad_exporter.rules.context import BUSY, MINUTES_5, THRESHOLDS, RuleContext, duration
+from torch_grad_exporter.rules.declaration import Alert, Finding, Group, rule, server_rule
 from torch_grad_exporter.rules.loss import LOSS_NOT_IMPROVING, loss_spikes, nonfinite_loss
-from torch_grad_exporter.rules.memory import MINUTES_5
 from torch_grad_exporter.rules.processes import (
     TRAINING_PUSH_STOPPED,
     TRAINING_RANK_MISSING,

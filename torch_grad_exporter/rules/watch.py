@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch_grad_exporter.collectors.training import TRAIN_SAMPLES, TRAIN_STEPS, TRAIN_TOKENS
 from torch_grad_exporter.rules import actions, exporter, gradients, resources, training
-from torch_grad_exporter.rules.context import Problem, RuleContext
-from torch_grad_exporter.rules.declaration import Rule, Rules
+from torch_grad_exporter.rules.context import RuleContext
+from torch_grad_exporter.rules.declaration import SEVERITIES, Problem, Rule, Rules
 from torch_grad_exporter.rules.memory import REMEMBERED, Longest, Memory
 from torch_grad_exporter.rules.values import Values
 
@@ -15,8 +15,6 @@ GROUPS = (training.GROUP, gradients.GROUP, resources.GROUP, actions.GROUP, expor
 
 RULES = Rules(rule for group in GROUPS for rule in group.rules)
 """All of them; of the same severity the first one is listed first."""
-
-SEVERITIES = ("critical", "warning", "info")
 
 OVER = frozenset({"finished", "failed"})
 """The states of a run that is over."""

@@ -9,9 +9,8 @@ import numpy as np
 from torch_grad_exporter.collectors.gradients import LAYER_FROZEN
 from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE
 from torch_grad_exporter.collectors.weights import WEIGHT_CAPTURES, WEIGHT_UPDATE_RATIO
-from torch_grad_exporter.rules.context import BUSY, THRESHOLDS, Finding, RuleContext, by_layer
-from torch_grad_exporter.rules.declaration import Alert, rule
-from torch_grad_exporter.rules.memory import MINUTES_30
+from torch_grad_exporter.rules.context import BUSY, MINUTES_30, THRESHOLDS, RuleContext, by_layer
+from torch_grad_exporter.rules.declaration import Alert, Finding, rule
 
 
 @rule(

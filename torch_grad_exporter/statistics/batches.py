@@ -11,15 +11,17 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.sharding import is_partial
-from torch_grad_exporter.model.units import UnitLayout
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
+    from torch_grad_exporter.model.units import UnitLayout
 
 # Elements of a batch of several gradients, at most: 512 KiB of float32 stay in a core's cache.
 STACKED_ELEMENTS = 1 << 17

@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics.layout import Packing
-from torch_grad_exporter.store.host_transfer import Ticket
+if TYPE_CHECKING:
+    from torch_grad_exporter.metrics.families import IntArray
+    from torch_grad_exporter.model.parameters import ParameterTable
+    from torch_grad_exporter.statistics.layout import Packing
+    from torch_grad_exporter.store.host_transfer import Ticket
 
 UNOWNED = -1  # the owner of a parameter that no known optimizer has
 PLACED = 600  # rounds, observed losses and norms of which the step is reported: it costs as much as the rest of such a record

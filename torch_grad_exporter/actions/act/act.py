@@ -14,18 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.agreement import RefusedError
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action, Event, Timing
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.queue import ActionQueue
-from torch_grad_exporter.actions.act.sample_feed import SampleFeed
-from torch_grad_exporter.actions.act.steps import BetweenTheSteps, Slot
 from torch_grad_exporter.actions.act.trigger import (
     SOURCE,
     Condition,
-    Found,
+    RuleProblems,
     Trigger,
     asked,
     name_of,
@@ -34,14 +33,19 @@ from torch_grad_exporter.actions.act.trigger import (
 from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.actions.users_code import contained
 from torch_grad_exporter.collectors.happened import Happened
-from torch_grad_exporter.collectors.outcomes import ActionTotals, Outcome
+from torch_grad_exporter.collectors.outcomes import ActionOutcome, ActionTotals
 from torch_grad_exporter.distributed.store import StoreError
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.live import Judged
+from torch_grad_exporter.rules import RULES
 from torch_grad_exporter.rules.episodes import Episodes
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.sample_feed import SampleFeed
+    from torch_grad_exporter.actions.act.steps import ActionSlot, BetweenTheSteps
+    from torch_grad_exporter.metrics.families import Spec
+    from torch_grad_exporter.outputs.live.live import Judged
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -107,7 +111,7 @@ class Act:
         self.totals = totals
         self._failures = steps.failures
         self._triggers: tuple[Trigger, ...] = ()
-        self._slots: dict[Trigger, Slot] = {}
+        self._slots: dict[Trigger, ActionSlot] = {}
         self._lock = threading.RLock()
         self._episodes: Episodes | None = None
         self._taken: Judged | None = None
@@ -138,7 +142,7 @@ class Act:
                 self._remove(trigger)
                 raise
             if rule is not None and self._episodes is None:
-                self._episodes = Episodes()
+                self._episodes = Episodes(RULES)
             self._triggers = (*self._triggers, trigger)
             loop.wake()  # only now: the thread would go back to sleep for good where it finds no trigger
         try:
@@ -262,10 +266,10 @@ class Act:
         active = {} if episodes is None else episodes.judge(judged.problems, now, last=last)
         for trigger in triggers:
             if trigger.rule is not None:
-                found = Found.of(trigger.rule, active)
+                found = RuleProblems.of(trigger.rule, active)
                 holds = bool(found.problems)
             else:
-                found = Found()
+                found = RuleProblems()
                 holds = not last and trigger.conditions.result(self._holds, trigger, judged, now) is True
             if trigger.timing.due(holds, now) and not trigger.off:
                 self._act(trigger, found, now, last=last)
@@ -279,7 +283,7 @@ class Act:
             self._failures.wrong(f"the condition {trigger.name}", error)
             return False
 
-    def _act(self, trigger: Trigger, found: Found, now: float, *, last: bool) -> None:
+    def _act(self, trigger: Trigger, found: RuleProblems, now: float, *, last: bool) -> None:
         slot = self._slots.get(trigger)
         if slot is not None:
             named = tuple(dict.fromkeys(layer for one in found.problems for layer in (one.layer, *one.others) if layer))
@@ -296,10 +300,10 @@ class Act:
             problems=found.problems,
         )  # fmt: skip
         trigger.timing.acted(now)
-        drop = functools.partial(self.totals.count, trigger.counted, Outcome.DROPPED)
+        drop = functools.partial(self.totals.count, trigger.counted, ActionOutcome.DROPPED)
         self._actions.offer(functools.partial(self._run, trigger, event), drop)
 
-    def _not_agreed(self, slot: Slot, error: Exception) -> None:
+    def _not_agreed(self, slot: ActionSlot, error: Exception) -> None:
         """The ranks did not agree, or the store did not answer."""
         trigger = slot.trigger
         if not isinstance(error, RefusedError | StoreError):  # it cannot be done here
@@ -307,7 +311,7 @@ class Act:
             return
         if isinstance(error, RefusedError):
             trigger.timing.acted(self._sources.clock())
-            self._note(trigger, Outcome.REFUSED)
+            self._note(trigger, ActionOutcome.REFUSED)
         self._failures.failed(f"{trigger.name}: {trigger.action!r}", error)
 
     # The thread of actions, and that of the training
@@ -316,9 +320,9 @@ class Act:
         if trigger.off or isinstance(trigger.action, BetweenSteps):
             return
         succeeded = trigger.actions(contained, trigger.action, event)
-        self._note(trigger, Outcome.DONE if succeeded else Outcome.FAILED)
+        self._note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)
 
-    def _note(self, trigger: Trigger, outcome: Outcome) -> None:
+    def _note(self, trigger: Trigger, outcome: ActionOutcome) -> None:
         """Counts what became of an action, and marks it for the live page."""
         self.totals.count(trigger.counted, outcome)
         action = repr(trigger.action) if isinstance(trigger.action, BetweenSteps) else trigger.counted
@@ -328,7 +332,7 @@ class Act:
     def _done(self, trigger: Trigger, succeeded: bool) -> None:
         """An action ran between two steps."""
         trigger.acted(self._sources.clock())
-        self._note(trigger, Outcome.DONE if succeeded else Outcome.FAILED)
+        self._note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)
         if succeeded:
             say(
                 logger,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.schedulers import scale, schedulers_of
-from torch_grad_exporter.actions.freeze.layers import FrozenLayers
-from torch_grad_exporter.actions.freeze.norms import LayerNorms
-from torch_grad_exporter.rules import Rule
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.measurements import Measurements
+    from torch_grad_exporter.actions.freeze.layers import FrozenLayers
+    from torch_grad_exporter.actions.freeze.norms import LayerNorms
+    from torch_grad_exporter.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)

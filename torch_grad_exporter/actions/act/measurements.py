@@ -9,14 +9,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
-from torch_grad_exporter.actions.act.windows import ConditionError, Size, Window
+from torch_grad_exporter.actions.act.windows import ConditionError, SeriesWindow, Size
 from torch_grad_exporter.collectors.clipping import CLIPPING
 from torch_grad_exporter.collectors.gradients import GRAD_SAMPLE_STEP, GRADIENTS
 from torch_grad_exporter.collectors.weights import WEIGHTS
 from torch_grad_exporter.metrics.families import Kind, Spec
-from torch_grad_exporter.rules import Values
+from torch_grad_exporter.rules.values import Values
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
 
 MOST_WINDOWS = 1000
 """Of one condition."""
@@ -39,7 +42,7 @@ class Measurements:
         self._metrics = metrics
         self._feed = feed
         self._series: dict[Key, Series] = {}
-        self._windows: dict[tuple[Key, Size], Window] = {}
+        self._windows: dict[tuple[Key, Size], SeriesWindow] = {}
         self._values = Values(())
         self._now = 0.0
         self._stamp = 0.0
@@ -58,7 +61,7 @@ class Measurements:
                 fresh = [*fresh, value]
             window.add(fresh, now)
 
-    def _is_new(self, value: float, key: Key, size: Size, window: Window, fresh: Sequence[float], *, same: bool) -> bool:
+    def _is_new(self, value: float, key: Key, size: Size, window: SeriesWindow, fresh: Sequence[float], *, same: bool) -> bool:
         """Return whether the value of now goes behind the `fresh` ones. `same`: no sample came since the last evaluation."""
         if size.samples is None:
             # Without a new value the last one goes on.
@@ -123,7 +126,7 @@ class Measurements:
             raise ConditionError(f"{metric} has {len(found)} series here; choose one by {' and '.join(f'{n}=' for n in missing)}")
         return found[0] if found else None
 
-    def _window(self, metric: str, labels: Mapping[str, str], size: Size) -> Window:
+    def _window(self, metric: str, labels: Mapping[str, str], size: Size) -> SeriesWindow:
         key = self._key(metric, labels)
         window = self._windows.get((key, size))
         if window is None:

@@ -46,7 +46,7 @@ class JobOfRanks:
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class ActionSlot:
     """One action between steps. `ready`: what the next step's end is to call; `prepared`: the same, once all ranks agree."""
 
     trigger: Trigger
@@ -92,7 +92,7 @@ class BetweenTheSteps:
     spent: Callable[[float], object] = float
     steps: Callable[[], int] = int
     group: Callable[[], Identity | None] = process_group
-    _slots: tuple[Slot, ...] = ()
+    _slots: tuple[ActionSlot, ...] = ()
     _hook: GuardedHook | None = None
     _handle: HookHandle | None = None
     _task: int = -1
@@ -136,12 +136,12 @@ class BetweenTheSteps:
                 "one; start it after init_process_group"
             )
 
-    def add(self, trigger: Trigger, action: BetweenSteps, done: Callable[[bool], None]) -> Slot:
+    def add(self, trigger: Trigger, action: BetweenSteps, done: Callable[[bool], None]) -> ActionSlot:
         """Adds an action; the first one sets the hook. `done` is told of each time, and whether it raised nothing."""
         with self._lock:
             action.begin(self.training, own=trigger.by_itself)
             each = self.failures.guard(f"{trigger.name}: {action!r}")
-            slot = Slot(trigger, action, done, self._agreement(trigger, action), each)
+            slot = ActionSlot(trigger, action, done, self._agreement(trigger, action), each)
             self._slots = (*self._slots, slot)
             if self._handle is None:
                 self._hook = GuardedHook(SOURCE, self._step_over, self.errors)
@@ -164,7 +164,7 @@ class BetweenTheSteps:
     def _key(self, name: str) -> str:
         return "" if self.job is None else f"act/{self.job.name}/{self._generation}/{name}"
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, slot: ActionSlot) -> None:
         """Removes an action; with the last one the hook goes."""
         with self._lock:
             self._slots = tuple(one for one in self._slots if one is not slot)
@@ -172,7 +172,7 @@ class BetweenTheSteps:
                 self.close()
         self._end(slot)
 
-    def _end(self, slot: Slot) -> None:
+    def _end(self, slot: ActionSlot) -> None:
         self.failures.guard(f"{slot.trigger.name}: the end of {slot.action!r}")(slot.action.end)
 
     def close(self) -> None:
@@ -191,13 +191,13 @@ class BetweenTheSteps:
             self._hook.disconnect()
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def slots(self) -> Sequence[ActionSlot]:
         """All of them."""
         return self._slots
 
     # The thread that evaluates
 
-    def ask(self, slot: Slot, named: Sequence[str] = ()) -> bool:
+    def ask(self, slot: ActionSlot, named: Sequence[str] = ()) -> bool:
         """Lets an action run at the end of the next step, or of one on which the ranks agree. Raises what preparing raises.
 
         `named`: layers that the rule's problems name. Whether there is anything to be done, as far as that is known now.
@@ -220,7 +220,7 @@ class BetweenTheSteps:
         """Whether `exchange` has anything to do, now or later."""
         return self.job is not None and bool(self._slots)
 
-    def exchange(self, failed: Callable[[Slot, Exception], object]) -> None:
+    def exchange(self, failed: Callable[[ActionSlot, Exception], object]) -> None:
         """With other ranks: hears and says which steps are proposed. `failed` is told of what an agreement raises.
 
         While there is nothing to agree on, it is one question to the store, whatever the number of actions.

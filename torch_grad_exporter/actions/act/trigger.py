@@ -77,14 +77,14 @@ class Trigger:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RuleProblems:
     """What the problems of a rule come to: the numbers that are wrong, by layer."""
 
     problems: tuple[Problem, ...] = ()
     values: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rule: str, active: Mapping[tuple[str, str, str | None], Episode]) -> Found:
+    def of(cls, rule: str, active: Mapping[tuple[str, str, str | None], Episode]) -> RuleProblems:
         """Those of a rule among all that have begun."""
         problems = tuple(episode.problem for (alert, _, _), episode in active.items() if alert == rule)
         return cls(problems, {one.layer or "": one.value for one in problems if one.value is not None})

@@ -38,7 +38,7 @@ class Size:
             raise ConditionError(f"samples={samples!r}: expected a whole number above 0, up to {MOST_SAMPLES}")
         return cls(seconds, samples)
 
-    def window(self) -> Window:
+    def window(self) -> SeriesWindow:
         """Return an empty window of this size."""
         if self.samples is not None:
             return SampleWindow(self.samples)
@@ -48,7 +48,7 @@ class Size:
         return f"samples={self.samples}" if self.seconds is None else f"seconds={self.seconds:g}"
 
 
-class Window(Protocol):
+class SeriesWindow(Protocol):
     """The values of one series over a window. Each answer is NaN until the window is full."""
 
     last: float | None
@@ -79,25 +79,25 @@ class SampleWindow:
         self.last: float | None = None
 
     def add(self, values: Sequence[float], _now: float) -> None:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         if values:
             self._values.extend(values)
             self.last = values[-1]
 
     def mean(self, _now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         return mean(self._inside())
 
     def max(self, _now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         return extreme(max, self._inside())
 
     def min(self, _now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         return extreme(min, self._inside())
 
     def before(self, _now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         return self._values[0] if len(self._values) > self._samples else math.nan
 
     def _inside(self) -> list[float]:
@@ -130,7 +130,7 @@ class TimeWindow:
         self.last: float | None = None
 
     def add(self, values: Sequence[float], now: float) -> None:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         if not values:
             return
         low, high, self.last = extreme(min, values), extreme(max, values), values[-1]
@@ -139,7 +139,7 @@ class TimeWindow:
             self._spans.popleft()
 
     def mean(self, now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         spans = self._inside(now)
         if all(span.count == 1 for span in spans):
             return mean([span.mean for span in spans])
@@ -147,15 +147,15 @@ class TimeWindow:
         return _sum([span.mean * (span.count / total) for span in spans])
 
     def max(self, now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         return extreme(max, [span.high for span in self._inside(now)])
 
     def min(self, now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         return extreme(min, [span.low for span in self._inside(now)])
 
     def before(self, now: float) -> float:
-        """See `Window`."""
+        """See `SeriesWindow`."""
         full = self._spans and self._spans[0].at <= now - self._seconds
         return self._spans[0].last if full else math.nan
 

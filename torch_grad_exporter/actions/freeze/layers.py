@@ -31,7 +31,7 @@ class NothingLeftError(RuntimeError):
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class FrozenParameter:
     """A parameter of a layer that is frozen. `partners`: the other layers that have it, without which it stays trained."""
 
     one: TrackedParameter
@@ -43,7 +43,7 @@ class Held:
 class Plan:
     """Layers that are to be frozen, each with its parameters. `shown`: those that this rank reports."""
 
-    layers: Mapping[str, Sequence[Held]] = field(default_factory=dict)
+    layers: Mapping[str, Sequence[FrozenParameter]] = field(default_factory=dict)
     shown: frozenset[str] = frozenset()
 
 
@@ -57,7 +57,7 @@ class FrozenLayers:
         self._index = index
         self._optimizers = optimizers
         self.labels = labels
-        self._held: Mapping[str, Sequence[Held]] = {}
+        self._held: Mapping[str, Sequence[FrozenParameter]] = {}
         """Replaced, never changed, as the next one."""
         self._given_back: Mapping[str, Sequence[TrackedParameter]] = {}
         """What is trained again, though the table will have it only from the next sample on."""
@@ -123,7 +123,9 @@ class FrozenLayers:
         self._refuse_all(trained, wanted, {one for one, others in partners.items() if others <= frozen})
         table = self._index.table
         shown = frozenset(label for label, here in zip(table.layers, table.shown.tolist(), strict=True) if here)
-        return Plan({label: [Held(one, partners[one.identity]) for one in ones] for label, ones in wanted.items()}, shown)
+        return Plan(
+            {label: [FrozenParameter(one, partners[one.identity]) for one in ones] for label, ones in wanted.items()}, shown
+        )
 
     def _refuse_all(
         self, trained: Mapping[str, Sequence[TrackedParameter]], wanted: Collection[str], free: Collection[int]
@@ -207,7 +209,7 @@ class FrozenLayers:
                 else:
                     self._thaw(held)
 
-    def _freeze(self, held: Held) -> None:
+    def _freeze(self, held: FrozenParameter) -> None:
         """Only what requires a gradient: what the user has frozen stays the user's."""
         (parameter,) = self._parameters([held.one])
         if parameter is not None and not held.frozen and parameter.requires_grad:
@@ -216,7 +218,7 @@ class FrozenLayers:
             parameter.grad = None
             held.frozen = True
 
-    def _thaw(self, held: Held) -> None:
+    def _thaw(self, held: FrozenParameter) -> None:
         (parameter,) = self._parameters([held.one])
         if parameter is not None and held.frozen:
             parameter.requires_grad_(True)

@@ -58,7 +58,7 @@ def _together(first: Chunk, second: Chunk) -> Chunk:
 
 
 @dataclass(slots=True)
-class Window:
+class NormWindow:
     """The last `after` steps of one layer, or more where they have less than `SAMPLES` samples.
 
     It is remembered in parts, of a sixteenth of it each where there are so many: by so much it may be too long.
@@ -98,7 +98,7 @@ class Window:
         return [[*chunk] for chunk in self._chunks]
 
     @classmethod
-    def of(cls, after: int, state: Iterable[Sequence[float]]) -> Window:
+    def of(cls, after: int, state: Iterable[Sequence[float]]) -> NormWindow:
         """The one that had this state. Raises `TypeError` or `ValueError` where it is none."""
         window = cls(after)
         for numbers in state:
@@ -112,21 +112,21 @@ class Windows:
 
     def __init__(self, after: int) -> None:
         self._after = after
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, NormWindow] = {}
         self._step: float | None = None
 
     def take(self, reading: NormReading, without: Collection[str], afresh: Collection[str] = ()) -> None:
         """Takes what is new. `without`: layers that have no norms of their own now; `afresh`: those whose windows begin now."""
         span = 0.0 if self._step is None else reading.step - self._step
         self._step = reading.step
-        found: dict[str, Window] = {}
+        found: dict[str, NormWindow] = {}
         for layer, numbers in zip(reading.layers, reading.sums.T.tolist(), strict=True):
             if layer in without:
                 continue
             if layer in afresh:
-                found[layer] = Window(self._after)
+                found[layer] = NormWindow(self._after)
                 continue
-            window = found[layer] = self._windows.get(layer) or Window(self._after)
+            window = found[layer] = self._windows.get(layer) or NormWindow(self._after)
             if span or any(numbers):
                 window.add((span, *numbers))
         self._windows = found
@@ -142,5 +142,5 @@ class Windows:
 
     def load(self, state: Mapping[str, Iterable[Sequence[float]]]) -> None:
         """Goes on from a state."""
-        self._windows = {layer: Window.of(self._after, chunks) for layer, chunks in state.items()}
+        self._windows = {layer: NormWindow.of(self._after, chunks) for layer, chunks in state.items()}
         self._step = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch_grad_exporter.actions.notify.notification import Notification
 from torch_grad_exporter.actions.notify.notifiers import Notifier
 from torch_grad_exporter.actions.notify.sending import SendError
-from torch_grad_exporter.collectors.outcomes import NotifyTotals, Result
+from torch_grad_exporter.collectors.outcomes import NotifyResult, NotifyTotals
 from torch_grad_exporter.errors import Guard, caught
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
@@ -96,7 +96,7 @@ class Sink:
         while self._held + parcel.counted > QUEUE:
             others = (one for one in reversed(self._waiting) if not (one.critical or one.repeats or one.tries))
             victim = next(others, None) if parcel.critical else None
-            self._totals.count(self.name, Result.DROPPED, len((victim or parcel).notifications))
+            self._totals.count(self.name, NotifyResult.DROPPED, len((victim or parcel).notifications))
             if victim is None:
                 return
             self._waiting.remove(victim)
@@ -117,7 +117,7 @@ class Sink:
             self._waiting.clear()
             self._held = 0
         if dropped:
-            self._totals.count(self.name, Result.DROPPED, dropped)
+            self._totals.count(self.name, NotifyResult.DROPPED, dropped)
 
     # The thread
 
@@ -144,7 +144,7 @@ class Sink:
         error = caught(self._send, parcel.notifications, self._left)
         if error is None:
             self._failures, self._due = 0, -math.inf
-            self._over(parcel, Result.SENT)
+            self._over(parcel, NotifyResult.SENT)
             return True
         parcel.tries += 1
         passing = isinstance(error, SendError) and error.passing
@@ -152,7 +152,7 @@ class Sink:
             self._due = self._clock() + self._pause_after(error)
             self._failures += 1
         if not passing or (parcel.tries >= TRIES and not self._loop.stopping):
-            self._over(parcel, Result.FAILED)
+            self._over(parcel, NotifyResult.FAILED)
         self._on_error(error)
         return not passing
 
@@ -162,7 +162,7 @@ class Sink:
         usual = FIRST_PAUSE * 2.0 ** min(self._failures, 10) * random.uniform(0.8, 1.2)  # noqa: S311 - no secret
         return min(LONGEST_PAUSE, usual if told is None else max(told, FIRST_PAUSE))
 
-    def _over(self, parcel: _Parcel, result: Result) -> None:
+    def _over(self, parcel: _Parcel, result: NotifyResult) -> None:
         with self._lock:
             if self._waiting and self._waiting[0] is parcel:  # else the end has dropped it
                 self._waiting.popleft()

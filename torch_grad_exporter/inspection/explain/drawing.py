@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 from torch_grad_exporter.inspection.explain.gradients import State
 from torch_grad_exporter.inspection.explain.graph import followers, is_accumulator, operation
-from torch_grad_exporter.inspection.explain.rows import Judge, Named, Row, Verdict
+from torch_grad_exporter.inspection.explain.rows import Judge, NamedParameter, Row, Verdict
 
 BOXES = 200
 """Boxes of the graph at most; there may be as many of parameters that are not in it, and one for the rest."""
@@ -46,7 +46,7 @@ class Drawing:
     apart: tuple[Box, ...] = ()
 
 
-def draw(judge: Judge, parameters: Sequence[Named], rows: Sequence[Row]) -> Drawing:
+def draw(judge: Judge, parameters: Sequence[NamedParameter], rows: Sequence[Row]) -> Drawing:
     """The graph of what was seen; keeps nothing of it."""
     nodes = judge.graph.below(judge.gradients.roots)
     named = {id(one.parameter): number for number, one in enumerate(parameters)}
@@ -72,7 +72,7 @@ class _Item:
     title: str
 
 
-def _item(node: Node, judge: Judge, named: Mapping[int, int], parameters: Sequence[Named]) -> _Item:
+def _item(node: Node, judge: Judge, named: Mapping[int, int], parameters: Sequence[NamedParameter]) -> _Item:
     """What is drawn of one node."""
     if is_accumulator(node):
         number = named.get(id(node.variable))  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def _item(node: Node, judge: Judge, named: Mapping[int, int], parameters: Sequen
     return _Item(label, module, state_of_node, title)
 
 
-def _layer_behind(node: Node, named: Mapping[int, int], parameters: Sequence[Named]) -> str:
+def _layer_behind(node: Node, named: Mapping[int, int], parameters: Sequence[NamedParameter]) -> str:
     """The layer of a parameter that the node uses directly."""
     for one in followers(node):
         number = named.get(id(getattr(one, "variable", None)))
@@ -148,7 +148,7 @@ def _box(key: object, found: Sequence[_Item]) -> Box:
     return Box(key or "outside of modules", STATES[worst] if worst is not None else "", count)
 
 
-def _apart(rows: Sequence[Row], parameters: Sequence[Named], nodes: Sequence[Node]) -> tuple[Box, ...]:
+def _apart(rows: Sequence[Row], parameters: Sequence[NamedParameter], nodes: Sequence[Node]) -> tuple[Box, ...]:
     """A box for each layer and reason of parameters that are not in the graph, though they are not frozen."""
     inside = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
     found: dict[tuple[str, str], int] = {}

@@ -10,12 +10,12 @@ from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.inspection.explain.drawing import STATES, draw
 from torch_grad_exporter.inspection.explain.explanation import Explanation
-from torch_grad_exporter.inspection.explain.gradients import Gradients, State
+from torch_grad_exporter.inspection.explain.gradients import GradientHooks, State
 from torch_grad_exporter.inspection.explain.graph import Graph, operation
 from torch_grad_exporter.inspection.explain.places import Places
-from torch_grad_exporter.inspection.explain.rows import Judge, Named
-from torch_grad_exporter.inspection.explain.snapshot import Snapshot
-from torch_grad_exporter.inspection.explain.watch import Watch
+from torch_grad_exporter.inspection.explain.rows import Judge, NamedParameter
+from torch_grad_exporter.inspection.explain.snapshot import SavedState
+from torch_grad_exporter.inspection.explain.watch import CutCollector
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import LayerNames, clean
 from torch_grad_exporter.model.optimizers import has_copies
@@ -64,14 +64,14 @@ def explain(
     elif not callable(function):
         raise TypeError(f"function={function!r}: expected a callable that returns the loss, or the loss, a tensor")
     graph = Graph([one.parameter for one in parameters])
-    gradients = Gradients(graph, [one.parameter for one in parameters])
-    with Snapshot(models.values(), owners), contextlib.ExitStack() as stack:
+    gradients = GradientHooks(graph, [one.parameter for one in parameters])
+    with SavedState(models.values(), owners), contextlib.ExitStack() as stack:
         stack.callback(gradients.drop)
         watch = None
         if isinstance(function, torch.Tensor):
             _backward(function, gradients, keep_graph=True)
         else:
-            watch = Watch(graph, Places(_modules(models)), gradients.begin)
+            watch = CutCollector(graph, Places(_modules(models)), gradients.begin)
             gradients.look()
             with uncompiled(), watch:
                 result = function()
@@ -79,12 +79,12 @@ def explain(
         return _explanation(Judge(graph, gradients, watch, owners), parameters)
 
 
-def _explanation(judge: Judge, parameters: Sequence[Named]) -> Explanation:
+def _explanation(judge: Judge, parameters: Sequence[NamedParameter]) -> Explanation:
     rows = judge.rows(parameters)
     return Explanation(tuple(rows), _notes(judge, parameters), draw(judge, parameters, rows))
 
 
-def _finish(result: object, gradients: Gradients) -> None:
+def _finish(result: object, gradients: GradientHooks) -> None:
     """Runs a backward from the loss that the function has returned, unless it has run one itself."""
     if gradients.roots or gradients.arrived:
         return
@@ -102,7 +102,7 @@ def _finish(result: object, gradients: Gradients) -> None:
         gradients.look()
 
 
-def _backward(loss: torch.Tensor, gradients: Gradients, *, keep_graph: bool) -> None:
+def _backward(loss: torch.Tensor, gradients: GradientHooks, *, keep_graph: bool) -> None:
     try:
         gradients.run(loss, keep_graph=keep_graph)
     except RuntimeError as error:
@@ -128,7 +128,7 @@ def _several(loss: torch.Tensor) -> str:
     return f"the loss has shape {tuple(loss.shape)}; expected a single element, such as loss.mean()"
 
 
-def _check(models: Mapping[str, torch.nn.Module], parameters: Sequence[Named]) -> None:
+def _check(models: Mapping[str, torch.nn.Module], parameters: Sequence[NamedParameter]) -> None:
     if not parameters:
         raise ValueError("model: it has no parameters, so there is nothing to explain; pass the module that is trained")
     lazy = [one.name for one in parameters if is_lazy(one.parameter)]
@@ -139,7 +139,7 @@ def _check(models: Mapping[str, torch.nn.Module], parameters: Sequence[Named]) -
         raise ValueError("model: FSDP has sharded it and shows other parameters while it trains; explain it before it is sharded")
 
 
-def _parameters(models: Mapping[str, torch.nn.Module]) -> list[Named]:
+def _parameters(models: Mapping[str, torch.nn.Module]) -> list[NamedParameter]:
     """Each parameter once, under its first name."""
     found: dict[int, tuple[torch.nn.Parameter, str, list[str]]] = {}
     for model, root in models.items():
@@ -153,7 +153,7 @@ def _parameters(models: Mapping[str, torch.nn.Module]) -> list[Named]:
                 name = layer if label == attribute and not clean(raw) else f"{layer}.{attribute}"
                 names = found.setdefault(id(parameter), (parameter, layer, []))[2]
                 names += [] if name in names else [name]
-    return [Named(parameter, names[0], layer, tuple(names[1:])) for parameter, layer, names in found.values()]
+    return [NamedParameter(parameter, names[0], layer, tuple(names[1:])) for parameter, layer, names in found.values()]
 
 
 def _modules(models: Mapping[str, torch.nn.Module]) -> dict[int, str]:
@@ -178,7 +178,7 @@ def _first_bad(judge: Judge, count: int) -> list[str]:
     return []
 
 
-def _notes(judge: Judge, parameters: Sequence[Named]) -> tuple[str, ...]:
+def _notes(judge: Judge, parameters: Sequence[NamedParameter]) -> tuple[str, ...]:
     """What concerns the loss, the optimizers, or the watching as a whole."""
     roots = judge.gradients.roots
     notes = [f"the loss is {root.item()}" for root in roots if root.numel() == 1 and not bool(torch.isfinite(root).all())]

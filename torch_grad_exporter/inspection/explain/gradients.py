@@ -36,7 +36,7 @@ class Turn:
     state: State
 
 
-class Gradients:
+class GradientHooks:
     """Hooks the nodes of a graph for the time of its backwards, and collects what passes. Holds no gradient.
 
     It reads values of gradients and so waits for the device. Its own failures are in `failures`, and reach no backward.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.inspection.explain.gradients import Gradients, State, Turn
+from torch_grad_exporter.inspection.explain.gradients import GradientHooks, State, Turn
 from torch_grad_exporter.inspection.explain.graph import Graph, operation
 from torch_grad_exporter.inspection.explain.places import Where
-from torch_grad_exporter.inspection.explain.watch import Cut, Kind, Watch
+from torch_grad_exporter.inspection.explain.watch import Cut, CutCollector, CutKind
 from torch_grad_exporter.model.optimizers import has_copies, owned_by
 
 ROUNDING = frozenset({"Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Heaviside", "Bernoulli", "Poisson", "Normal"})
@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedParameter:
     """A parameter of the models with its name and layer; `others`: the names under which it is known as well."""
 
     parameter: torch.nn.Parameter
@@ -66,11 +66,11 @@ class Judge:
     """
 
     graph: Graph
-    gradients: Gradients
-    watch: Watch | None
+    gradients: GradientHooks
+    watch: CutCollector | None
     optimizers: Sequence[torch.optim.Optimizer]
 
-    def rows(self, parameters: Sequence[Named]) -> list[Row]:
+    def rows(self, parameters: Sequence[NamedParameter]) -> list[Row]:
         """A row for each parameter, in order."""
         owned: set[int] = set().union(*map(owned_by, self.optimizers))
         everything = [one.parameter for one in parameters]
@@ -83,7 +83,7 @@ class Judge:
             ]
         return [_tied(row, one.others) for row, one in zip(judged, parameters, strict=True)]
 
-    def _row(self, number: int, one: Named) -> Row:
+    def _row(self, number: int, one: NamedParameter) -> Row:
         verdict, where, note = self._verdict(number)
         return Row(one.name, one.layer, verdict, where, note)
 
@@ -143,8 +143,8 @@ class Judge:
         return Verdict.NOT_IN_GRAPH, used, "used here, and the loss does not depend on the result"
 
     def _of_cuts(self, cuts: Sequence[Cut]) -> tuple[Verdict, Where | None, str]:
-        first = next((cut for cut in cuts if cut.kind is not Kind.UNSEEN), cuts[0])
-        verdicts = {Kind.DETACHED: Verdict.DETACHED_AT, Kind.NON_DIFFERENTIABLE: Verdict.NON_DIFFERENTIABLE}
+        first = next((cut for cut in cuts if cut.kind is not CutKind.UNSEEN), cuts[0])
+        verdicts = {CutKind.DETACHED: Verdict.DETACHED_AT, CutKind.NON_DIFFERENTIABLE: Verdict.NON_DIFFERENTIABLE}
         others = {f"{cut.operation} {cut.where}" for cut in cuts if cut is not first and str(cut.where) != str(first.where)}
         more = f"also cut at {min(others)}" + (f" and {len(others) - 1} more" if len(others) > 1 else "") if others else ""
         note = "; ".join(part for part in (first.operation, first.note, more) if part)

@@ -71,7 +71,7 @@ class _Parameter:
 
 
 @dataclass(slots=True)
-class _Module:
+class _ModuleState:
     """What a module has itself: its parameters and buffers by name, and whether it trains."""
 
     module: torch.nn.Module
@@ -79,7 +79,7 @@ class _Module:
     owned: dict[str, torch.Tensor | None]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> _Module:
+    def of(cls, module: torch.nn.Module) -> _ModuleState:
         return cls(module, module.training, _owned(module))
 
     def restore(self) -> None:
@@ -134,7 +134,7 @@ def _give_back(values: dict[str, Any], kept: dict[str, Any]) -> None:
             values[name] = value
 
 
-class Snapshot:
+class SavedState:
     """Takes everything at the begin of a `with` block and gives it back at its end. Holds a copy of each tensor in between.
 
     An optimizer that was not given is kept when it is about to step, if it owns a parameter of the models.
@@ -149,7 +149,7 @@ class Snapshot:
     def __enter__(self) -> Self:
         self._restores.callback(_random_state())
         for module in {id(one): one for root in self._models for one in root.modules()}.values():
-            self._restores.callback(_Module.of(module).restore)
+            self._restores.callback(_ModuleState.of(module).restore)
             for parameter in module.parameters(recurse=False):
                 self._keep(parameter, _Parameter.of)
             for buffer in module.buffers(recurse=False):

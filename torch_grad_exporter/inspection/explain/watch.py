@@ -31,7 +31,7 @@ CUTS = 4096
 """Cuts that are told apart; later ones of the same line and operation are one."""
 
 
-class Kind(enum.Enum):
+class CutKind(enum.Enum):
     """What a cut is."""
 
     DETACHED = "detached"
@@ -44,7 +44,7 @@ class Kind(enum.Enum):
 class Cut:
     """A place at which parameters are lost for the gradient. `lost`: which, as `Graph` has them; `note`: more of it."""
 
-    kind: Kind
+    kind: CutKind
     operation: str
     where: Where
     lost: int
@@ -86,7 +86,7 @@ class _Given:
     leaves: int = 0
 
 
-class Watch(TorchFunctionMode):
+class CutCollector(TorchFunctionMode):
     """Collects `cuts` while it is active. Its own failures are counted in `failures`, and change nothing for the function.
 
     `on_backward` is called with the tensors that a backward is about to begin from.
@@ -188,7 +188,7 @@ class Watch(TorchFunctionMode):
         """A tensor became a number or an array."""
         cuts = given.cuts
         if given.behind:
-            cuts |= self._add(Cut(Kind.DETACHED, _LEAVES[name], self._places.here(), given.behind))
+            cuts |= self._add(Cut(CutKind.DETACHED, _LEAVES[name], self._places.here(), given.behind))
         self.escaped |= cuts
         if cuts and (isinstance(result, float | list | np.ndarray)):
             self._outside.left(result, cuts)
@@ -197,14 +197,14 @@ class Watch(TorchFunctionMode):
         """The bit of the cut at an operation whose result is behind none of the parameters `lost`."""
         where = self._places.here()
         if name in _DETACHES:
-            return self._add(Cut(Kind.DETACHED, _DETACHES[name], where, lost))
+            return self._add(Cut(CutKind.DETACHED, _DETACHES[name], where, lost))
         if not torch.is_grad_enabled():
             return self._add(self._without_gradients(where, lost))
         if name in _COPIES:
-            return self._add(Cut(Kind.DETACHED, f"torch.{name}()", where, lost, "it copies the values into a new tensor"))
+            return self._add(Cut(CutKind.DETACHED, f"torch.{name}()", where, lost, "it copies the values into a new tensor"))
         kind = str(result.dtype).removeprefix("torch.")
         whole = not (result.is_floating_point() or result.is_complex())
-        return self._add(Cut(Kind.NON_DIFFERENTIABLE, name, where, lost, f"its result is {kind}" if whole else ""))
+        return self._add(Cut(CutKind.NON_DIFFERENTIABLE, name, where, lost, f"its result is {kind}" if whole else ""))
 
     def _without_gradients(self, where: Where, lost: int) -> Cut:
         function = self._places.in_function()
@@ -212,12 +212,12 @@ class Watch(TorchFunctionMode):
             (kind, where), name = function, function[0].__name__
             if name == "CheckpointFunction":
                 note = "a checkpoint with use_reentrant=True hides what is in it; explain the model with use_reentrant=False"
-                return Cut(Kind.UNSEEN, name, where, lost, note)
-            return Cut(Kind.NON_DIFFERENTIABLE, kind.__name__, where, lost, "an autograd function whose result has no gradient")
+                return Cut(CutKind.UNSEEN, name, where, lost, note)
+            return Cut(CutKind.NON_DIFFERENTIABLE, kind.__name__, where, lost, "an autograd function whose result has no gradient")
         if torch.is_inference_mode_enabled():
-            return Cut(Kind.DETACHED, "torch.inference_mode()", where, lost)
+            return Cut(CutKind.DETACHED, "torch.inference_mode()", where, lost)
         since = f"gradients are off since {self._off}" if self._off.file and self._off.line != where.line else ""
-        return Cut(Kind.DETACHED, "torch.no_grad()", where, lost, since)
+        return Cut(CutKind.DETACHED, "torch.no_grad()", where, lost, since)
 
     def _add(self, cut: Cut) -> int:
         if len(self.cuts) >= CUTS:

@@ -15,14 +15,14 @@ import torch
 
 from torch_grad_exporter.capture.guarded_hook import GuardedHook
 from torch_grad_exporter.inspection.nan_origin.forward import Recording, value_of
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, Event, Node, Value, operation
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, GradientEvent, Node, Value, operation
 from torch_grad_exporter.torch_compat.autograd import graph_task, number_of, started_from
 
 NODES = 1 << 15
 """Nodes of one recording, at most."""
 
 
-class Graph:
+class RecordedGraph:
     """Walks and hooks the graphs of recordings. `arrives`, `passes`: the boundaries of the hooks before and after a node.
 
     Belongs to the thread that trains, and to that of the backward.
@@ -69,7 +69,7 @@ class Graph:
             (at, slot) for at, one in enumerate(gradients)
             if isinstance(one, torch.Tensor) and (slot := recording.flags.add(one)) is not None
         ]  # fmt: skip
-        recording.events.append(Event(number, arrives, tuple(slots)))
+        recording.events.append(GradientEvent(number, arrives, tuple(slots)))
 
     def _find_losses(self, recording: Recording) -> None:
         """A backward begins: flags what it started from, walks the graph from there to what is known, and hooks what is to come."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_grad_exporter.inspection.nan_origin.flags import Flags, tensors_in
-from torch_grad_exporter.inspection.nan_origin.tape import Call, Event, Held, Node, Place, Tape, Value
+from torch_grad_exporter.inspection.nan_origin.tape import GradientEvent, HeldTensor, Node, Tape, TapedCall, TensorPlace, Value
 from torch_grad_exporter.model.names import clean, uncompiled
 from torch_grad_exporter.torch_compat.autograd import next_sequence, number_of, version_of
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call
@@ -63,7 +63,7 @@ class Recording:
         self.thread = threading.get_ident()
         self.flags = Flags()
         self.nodes: dict[int, Node] = {}
-        self.events: list[Event] = []
+        self.events: list[GradientEvent] = []
         self.losses: list[tuple[int, Value | None]] = []
         self.roots: list[int] = []
         self.task = -1
@@ -72,9 +72,9 @@ class Recording:
         self.before: dict[str, int] = {}
         self.over = False
         self.full = False
-        self._calls: list[Call] = []
-        self._places: list[Place] = []
-        self._held: list[Held] = []
+        self._calls: list[TapedCall] = []
+        self._places: list[TensorPlace] = []
+        self._held: list[HeldTensor] = []
         self._began: list[tuple[int, int]] = []
         self._stack: list[tuple[int, int]] = []
         self._times: dict[int, int] = {}
@@ -115,7 +115,7 @@ class Recording:
                 if slot is not None:
                     self.leaves[id(tensor)] = len(self._held)
                     name = ".".join(part for part in (clean(path), attribute) if part)
-                    self._held.append(Held(name, attribute, layer, id(module), buffer, slot))
+                    self._held.append(HeldTensor(name, attribute, layer, id(module), buffer, slot))
 
     def gradients(self) -> dict[str, int]:
         """Flags the gradients that the parameters of the last root have now; slots by name."""
@@ -140,7 +140,7 @@ class Recording:
         parent = self._stack[-1][1] if self._stack else -1
         label = self._inside.names.get(key, type(module).__name__)
         hidden = tuple(self._inside.hidden.get(key, ()))
-        call = Call(
+        call = TapedCall(
             label, type(uncompiled(module)).__name__, parent, number, key, module.training, hidden, _hides_its_inside(module)
         )
         self._calls.append(call)
@@ -175,7 +175,7 @@ class Recording:
             value = value_of(tensor)
             slot = self._slot(tensor, value)
             if slot is not None:
-                self._places.append(Place(call, output, name, slot, value))
+                self._places.append(TensorPlace(call, output, name, slot, value))
             if output and value is not None:
                 self._given.append(tensor)
 

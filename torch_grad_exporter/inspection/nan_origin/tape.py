@@ -29,7 +29,7 @@ def operation(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TapedCall:
     """One call of a module. `layer`: its name; `kind`: its class; `parent`: the number of the call around it, -1 for none.
 
     `number`: which call of this module it is, from 1. `module`: a key of the module. `hidden`: compiled modules in it that show
@@ -47,7 +47,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """A tensor that a call got (an input) or gave. `value`: where it is in the graph, `None` outside of any."""
 
     call: int
@@ -58,7 +58,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A parameter or buffer. `name`: its full name; `layer`: of the module that owns it; `module`: a key of that module."""
 
     name: str
@@ -82,7 +82,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class GradientEvent:
     """Gradients in a backward, in the order in which it ran. `arrives`: at the node, before it runs; else what it gave.
 
     `slots`: by number of the output or edge.
@@ -105,11 +105,11 @@ class Tape:
     """
 
     step: int
-    calls: tuple[Call, ...]
-    places: tuple[Place, ...]
-    held: tuple[Held, ...]
+    calls: tuple[TapedCall, ...]
+    places: tuple[TensorPlace, ...]
+    held: tuple[HeldTensor, ...]
     nodes: Mapping[int, Node]
-    events: tuple[Event, ...]
+    events: tuple[GradientEvent, ...]
     began: tuple[tuple[int, int], ...]
     roots: tuple[int, ...]
     losses: tuple[tuple[int, Value | None], ...]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, Held, Place, Tape, Value, operation
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, HeldTensor, Tape, TensorPlace, Value, operation
 from torch_grad_exporter.metrics.families import FloatArray
 
 FILLS = frozenset((
@@ -113,12 +113,12 @@ class _Search:
             return self._forward([place.value for place in outputs], "nan")
         return self._backward(new, leaves)
 
-    def _outputs(self) -> list[Place]:
+    def _outputs(self) -> list[TensorPlace]:
         """What whole models have given that is not finite."""
         roots = {*self._tape.roots}
         return [one for one in self._tape.places if one.output and one.call in roots and self._flagged.kind(one.slot)]
 
-    def _worst(self, places: Iterable[Place]) -> str:
+    def _worst(self, places: Iterable[TensorPlace]) -> str:
         return self._flagged.any_of(place.slot for place in places)
 
     def _new_gradients(self) -> list[str]:
@@ -154,11 +154,11 @@ class _Search:
             "loss", kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets"
         )
 
-    def _behind(self, ends: list[Value]) -> tuple[list[int], list[Held]]:
+    def _behind(self, ends: list[Value]) -> tuple[list[int], list[HeldTensor]]:
         """What is not finite and has led to these values: places in the order of execution, and parameters."""
         kind, tape = self._flagged.kind, self._tape
         met: set[int] = set()
-        held: dict[int, Held] = {}
+        held: dict[int, HeldTensor] = {}
         seen: set[Value] = set()
         descended: set[int] = set()
         while ends:
@@ -185,7 +185,7 @@ class _Search:
         place = self._tape.places[number]
         return self._flagged.sinks(place.slot) and self._operation(place) in FILLS
 
-    def _operation(self, place: Place) -> str:
+    def _operation(self, place: TensorPlace) -> str:
         node = None if place.value is None else self._tape.nodes.get(place.value[0])
         return "" if node is None else operation(node.name)
 
@@ -205,11 +205,11 @@ class _Search:
         how = self._operation(place) if place.output else ""
         return self._of_call(call, "forward", kind, f"gave {_NAMES[kind]} for finite inputs", how)
 
-    def _is_wrong(self, place: Place) -> bool:
+    def _is_wrong(self, place: TensorPlace) -> bool:
         """Whether it is not finite, and no mask."""
         return bool(self._flagged.kind(place.slot)) and not self._flagged.is_mask(place.slot)
 
-    def _outside_of_graph(self, found: Place, call: int) -> Origin:
+    def _outside_of_graph(self, found: TensorPlace, call: int) -> Origin:
         """A call got something non-finite that no graph leads to: the first such thing, and where that came from."""
         tape = self._tape
         root = self._root_of(call)
@@ -226,7 +226,7 @@ class _Search:
             call = self._tape.calls[call].parent
         return call
 
-    def _own(self, call: int) -> Held | None:
+    def _own(self, call: int) -> HeldTensor | None:
         """A parameter or buffer of a call's module that is not finite and is used."""
         one = self._tape.calls[call]
         for held in self._tape.held:
@@ -310,12 +310,12 @@ class _Search:
         routine = stage == "backward" and self._tape.scaled
         return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
 
-    def _of_held(self, held: Held) -> Origin:
+    def _of_held(self, held: HeldTensor) -> Origin:
         kind, what = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
         text = f"{what} {held.name} was {_NAMES[kind]} before the forward"
         return Origin(held.layer, what, kind, self._tape.step, text, held.name)
 
-    def _batch(self, place: Place) -> Origin:
+    def _batch(self, place: TensorPlace) -> Origin:
         kind, call = self._flagged.kind(place.slot), self._tape.calls[place.call]
         return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}")
 

@@ -15,7 +15,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import InnerHooks
-from torch_grad_exporter.inspection.nan_origin.backward import Graph
+from torch_grad_exporter.inspection.nan_origin.backward import RecordedGraph
 from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
 from torch_grad_exporter.inspection.nan_origin.origins import SentTape
 from torch_grad_exporter.statistics.device import capturing_graph
@@ -54,7 +54,7 @@ class NanOrigin(Inspection):
         self._steps, self._scaled, self._always = steps, scaled, always
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._inner = InnerHooks(hooks, SOURCE, self._entered, self._left)
-        self._graph = Graph(hooks.guarded(SOURCE, self._arrived), hooks.guarded(SOURCE, self._passed))
+        self._graph = RecordedGraph(hooks.guarded(SOURCE, self._arrived), hooks.guarded(SOURCE, self._passed))
         self._recording: Recording | None = None
         self._rounds = self._forwards = self._number = 0
         self._sampled = False

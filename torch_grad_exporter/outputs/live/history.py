@@ -79,6 +79,13 @@ class Window:
         return track.whole(self.since, self.stride) if self.whole else track.recent(self.since)
 
 
+VIEWS = {"whole": Window(whole=True), "recent": Window(whole=False)}
+
+
+class UnknownLayerError(Exception):
+    """There is no layer of this name."""
+
+
 class History:
     """Records moments. `record_if_due` belongs to one thread, everything else to any.
 
@@ -257,8 +264,10 @@ class History:
             return list(self._column), part.columns(slice(place, None, len(self.quantities)))
 
     def layer(self, name: str, window: Window) -> Part:
-        """All quantities of one layer: values of shape (n, quantities). Raises `KeyError` where there is no such layer."""
+        """All quantities of one layer: values of shape (n, quantities). Raises `UnknownLayerError` where there is none."""
         with self._lock:
+            if name not in self._column:
+                raise UnknownLayerError
             column = self._column[name]
             part = window.of(self._layers)
         return part.columns(slice(column * len(self.quantities), (column + 1) * len(self.quantities)))

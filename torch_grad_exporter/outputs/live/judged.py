@@ -5,20 +5,19 @@ Its shape is in `docs/live.md`. Readers that do not know these parts leave them 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch_grad_exporter.metrics.families import Kind
-from torch_grad_exporter.rules import Record, Rule, Values, Wrong
+from torch_grad_exporter.outputs.live.encoding import Json, number
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
-from torch_grad_exporter.rules.declaration import Need
+from torch_grad_exporter.rules.declaration import Need, Rule
 from torch_grad_exporter.rules.episodes import seconds
-from torch_grad_exporter.rules.record import EVERY
+from torch_grad_exporter.rules.record import EVERY, Record, Wrong
+from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import OVER
 
-Json = dict[str, object]
 Rows = Mapping[tuple[str, ...], float]
 
 
@@ -41,7 +40,7 @@ class JudgedRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RunJudgement:
     """What a run came to. `samples`, `seconds`: for how many and how long it was judged."""
 
     samples: int
@@ -79,13 +78,6 @@ def metrics(values: Values) -> Json:
     return found
 
 
-def number(value: float | None) -> float | str | None:
-    """A number in JSON, which has none that are not finite."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
 def _of_rule(rule: Rule, *, there: bool) -> JudgedRule:
     waits = min((seconds(alert.for_) for alert in rule.alerts), default=0.0) * (not rule.states & OVER)  # its end is the last
     needs = tuple(map(_named, rule.needs))
@@ -102,7 +94,7 @@ def _named(need: Need) -> str:
 # What is read back
 
 
-def judged_of(saved: Mapping[str, Any]) -> Judged | None:
+def judged_of(saved: Mapping[str, Any]) -> RunJudgement | None:
     """What was saved; `None` of an earlier version. Raises `KeyError`, `TypeError` or `ValueError` where it is damaged."""
     found = saved.get("judged")
     if found is None:
@@ -122,7 +114,7 @@ def judged_of(saved: Mapping[str, Any]) -> Judged | None:
         )
         for one in found["wrong"]
     )  # fmt: skip
-    return Judged(int(found["samples"]), float(found["seconds"]), rules, wrong)
+    return RunJudgement(int(found["samples"]), float(found["seconds"]), rules, wrong)
 
 
 def metrics_of(saved: Mapping[str, Any]) -> dict[str, Metric]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.rules import Values
+from torch_grad_exporter.rules.values import Values
 
 MAX_AGE = 1.0
 """Seconds for which a scrape is shown."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,37 +18,18 @@ import numpy as np
 from torch_grad_exporter.collectors import clipping, exporter, gradients, training
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, History, Window
-from torch_grad_exporter.outputs.live.judged import judged, metrics, number
+from torch_grad_exporter.outputs.live.encoding import FORMAT, VERSION, Json, cells, columns, frame, number
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
+from torch_grad_exporter.outputs.live.judged import judged, metrics
 from torch_grad_exporter.outputs.live.latest import Latest
 from torch_grad_exporter.outputs.live.resources import resources
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.track import Part
-from torch_grad_exporter.rules import THRESHOLDS, Moment, Problem, Record, Values, Watch
+from torch_grad_exporter.rules import THRESHOLDS, JudgedAt, Problem, Record, Values, Watch
 from torch_grad_exporter.rules.watch import OVER
-
-LOG = frozenset({"norm", "activation_rms"})
-"""Quantities that are shown by their logarithm."""
-
-NONFINITE = 65535
-"""The code of what has no finite value, but one that is not; 0 is that of no value."""
-
-ZERO = 1
-"""The code of 0 where the scale is logarithmic."""
 
 LONGER = 1.001
 """A clip coefficient above this comes not from clipping, but from something that makes gradients longer."""
-
-FORMAT = "torch_grad_exporter history"
-VERSION = 1
-
-VIEWS = {"whole": Window(whole=True), "recent": Window(whole=False)}
-
-Json = dict[str, object]
-
-
-class UnknownLayerError(Exception):
-    """There is no layer of this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +113,7 @@ class Live:
         with self._lock:
             problems = self._watch.problems(values, now, going=True)
             ended = self._watch.problems(values, now) if over else []
-        self._record.of_scrape(values, Moment(now, self._history.samples, int(_step(values))), problems, ended)
+        self._record.of_scrape(values, JudgedAt(now, self._history.samples, int(_step(values))), problems, ended)
 
     def problems(self) -> list[Problem]:
         """What is wrong now, the worst first."""
@@ -181,7 +161,7 @@ class Live:
     def run(self, window: Window) -> Json:
         """`api/v1/run`."""
         part = self._history.run(window)
-        return {**_frame(part, window), **_columns(self._clipped(part), SCALARS)}
+        return {**frame(part, window), **columns(self._clipped(part), SCALARS)}
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -196,25 +176,22 @@ class Live:
         sharded = history.sharded
         return {
             "quantity": quantity,
-            **_frame(part, window),
+            **frame(part, window),
             "layers": names,
             "sharded": [name for name in names if name in sharded],
-            **_cells(part, quantity),
+            **cells(part, quantity),
             "nonfinite": base64.b64encode(flags).decode(),
         }
 
     def layer(self, name: str) -> Json:
         """`api/v1/layer`. Raises `UnknownLayerError` where there is no such layer."""
-        try:
-            parts = {view: self._history.layer(name, window) for view, window in VIEWS.items()}
-        except KeyError:
-            raise UnknownLayerError from None
+        parts = {view: self._history.layer(name, window) for view, window in VIEWS.items()}
         series = {
             view: {
                 "stride": part.stride,
                 "times": part.times.tolist(),
                 "steps": part.steps.tolist(),
-                **_columns(part, self._history.quantities),
+                **columns(part, self._history.quantities),
             }
             for view, part in parts.items()
         }
@@ -300,63 +277,9 @@ def _sum(values: Values, spec: Spec) -> float:
     return sum(value for _, value in values.rows(spec))
 
 
-def _frame(part: Part, window: Window) -> Json:
-    return {
-        "view": "whole" if window.whole else "recent",
-        "first": part.first,
-        "stride": part.stride,
-        "times": part.times.tolist(),
-        "steps": part.steps.tolist(),
-    }
-
-
-def _columns(part: Part, names: Sequence[str]) -> Json:
-    """The values by name, and where they were not finite."""
-    places = {name: np.flatnonzero(part.nonfinite[:, column]).tolist() for column, name in enumerate(names)}
-    values = {name: _numbers(part.values[:, column]) for column, name in enumerate(names)}
-    return {**values, "nonfinite": {name: found for name, found in places.items() if found}}
-
-
 def _shown(problem: Problem) -> Json:
     """A problem as the page has it: its sentence has the number."""
     return {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
-
-
-def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:
-    """A column of the history: NaN means there that there is no value."""
-    return [None if math.isnan(value) else number(float(f"{value:.6g}")) for value in column.tolist()]
-
-
-def _cells(part: Part, quantity: str) -> Json:
-    """The values of a grid: codes of 16 bits, or 32 bits of a number where those of one layer are far below those of another."""
-    if quantity in MOMENTS:
-        return {"scale": "raw", "low": 0.0, "high": 0.0, "codes": base64.b64encode(part.values.astype("<f4").tobytes()).decode()}
-    codes, low, high = encoded(part.values, log=quantity in LOG)
-    scale = "log" if quantity in LOG else "linear"
-    return {"scale": scale, "low": low, "high": high, "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode()}
-
-
-NOTHING = {False: (0.0, 1.0), True: (-46.0, -45.0)}
-"""The lowest and the highest of no number: by logarithm less than 32 bits can hold, since all may be zeros."""
-
-
-def encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: bool) -> tuple[np.ndarray, float, float]:
-    """Values as codes, and the values, or their logarithms to base 10, of the lowest and the highest code of a number."""
-    numbers = values.astype(np.float64)
-    if log:
-        with np.errstate(divide="ignore"):
-            numbers = np.where(np.isinf(numbers), np.inf, np.log10(numbers))  # -inf is a norm of 0
-    finite = np.isfinite(numbers)
-    low, high = (float(numbers[finite].min()), float(numbers[finite].max())) if finite.any() else NOTHING[log]
-    span = high - low if high > low else max(1.0, abs(low))
-    if log:  # the first code is that of 0
-        step = span / (NONFINITE - 3)
-        low, span = low - step, span + step
-    with np.errstate(invalid="ignore"):
-        codes = np.where(finite, 1 + np.rint((numbers - low) / span * (NONFINITE - 2)), 0)
-    codes[np.isneginf(numbers)] = ZERO if log else NONFINITE
-    codes[np.isposinf(numbers)] = NONFINITE
-    return codes.astype(np.uint16), low, low + span
 
 
 def _of_layer(values: Values, name: str) -> Json:

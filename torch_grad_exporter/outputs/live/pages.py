@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.live.history import Window
-from torch_grad_exporter.outputs.live.live import VIEWS, Json, Live, UnknownLayerError
+from torch_grad_exporter.outputs.live.encoding import Json
+from torch_grad_exporter.outputs.live.history import VIEWS, UnknownLayerError, Window
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.outputs.live.live import Live
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -94,7 +94,7 @@ def unless_late(on_error: Callable[[BaseException], None]) -> Callable[[Exceptio
     return failed
 
 
-class Moments:
+class GradientMoments:
     """The moment of a reading for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
 
     `quantities`: of the history.
@@ -255,7 +255,7 @@ class Looks:
     def __init__(
         self,
         host: Worker,
-        moments: Moments,
+        moments: GradientMoments,
         activations: ActivationMoments | None,
         steps: Callable[[], int],
         now: Callable[[], float],

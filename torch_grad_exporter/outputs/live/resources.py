@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch_grad_exporter.collectors import container, cuda_memory, gpu, host, process
-from torch_grad_exporter.outputs.live.judged import Json, number
-from torch_grad_exporter.rules import Values
+from torch_grad_exporter.outputs.live.encoding import Json, number
+from torch_grad_exporter.rules.values import Values
 
 
 def resources(values: Values) -> Iterable[Json]:

@@ -27,7 +27,7 @@ def scalars(**values: float) -> Values:
     return np.array([min(max(one, -_MOST), _MOST) if math.isfinite(one) else one for one in found], dtype=np.float32)
 
 
-class Row:
+class StepRow:
     """The `values` of a step: of several the mean, of norms the largest; NaN where there is none. `at`: Unix time of the first.
 
     `nonfinite`: which of them were not finite.
@@ -64,7 +64,7 @@ class StepRows:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, StepRow] = {}
         self._newest = -1
         """The last step that was known at the look before."""
         self._last = (0, float("-inf"))
@@ -89,13 +89,13 @@ class StepRows:
         if not math.isnan(value):
             self._row(step, at).add(SCALARS.index(name), value if math.isinf(value) else min(max(value, -_MOST), _MOST))
 
-    def _row(self, step: int, at: float) -> Row:
+    def _row(self, step: int, at: float) -> StepRow:
         step = max(step, self._last[0])
         if step not in self._rows:
-            self._rows[step] = Row(step, at)
+            self._rows[step] = StepRow(step, at)
         return self._rows[step]
 
-    def take(self, *, every: bool) -> list[Row]:
+    def take(self, *, every: bool) -> list[StepRow]:
         """The complete rows, or every one, in the order of their steps; neither steps nor times fall from call to call."""
         steps = sorted(step for step in self._rows if every or step <= self._newest)
         self._newest = max(self._rows, default=self._newest)

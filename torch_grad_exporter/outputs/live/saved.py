@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES
-from torch_grad_exporter.outputs.live.live import FORMAT, NONFINITE, VERSION, ZERO
+from torch_grad_exporter.outputs.live.encoding import FORMAT, NONFINITE, VERSION, ZERO
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, VIEWS
 from torch_grad_exporter.outputs.live.rows import SCALARS
 
 TIMEOUT = 30.0
@@ -32,8 +32,6 @@ TIMEOUT = 30.0
 
 MOST_BYTES = 256 * 2**20
 """Of a history, before and after decompression; one of 300 layers has 2 MB."""
-
-VIEWS = ("whole", "recent")
 
 Saved = dict[str, Any]
 BoolArray = NDArray[np.bool_]
@@ -194,7 +192,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moments:
+class LayerMoments:
     """Mean and standard deviation over the elements of a layer's gradient, each of shape (n,), NaN where there is none.
 
     `nonfinite`: where any record was not finite. `sharded`: they are of this rank's part.
@@ -268,15 +266,15 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     )
 
 
-def moments(saved: Saved, layer: str, view: str) -> Moments:
+def moments(saved: Saved, layer: str, view: str) -> LayerMoments:
     """Those of a layer, which has been recorded with them."""
     mean, stddev = (grid(saved, name, view) for name in MOMENTS)
     if layer not in mean.layers or layer not in stddev.layers or len(mean.steps) != len(stddev.steps):
         nothing = np.zeros(0)
-        return Moments(nothing, nothing, nothing, np.zeros(0, dtype=bool), sharded=False)
+        return LayerMoments(nothing, nothing, nothing, np.zeros(0, dtype=bool), sharded=False)
     at, other = mean.layers.index(layer), stddev.layers.index(layer)
     flagged = mean.nonfinite[at] | stddev.nonfinite[other]
-    return Moments(mean.steps, mean.values[at], stddev.values[other], flagged, sharded=layer in mean.sharded)
+    return LayerMoments(mean.steps, mean.values[at], stddev.values[other], flagged, sharded=layer in mean.sharded)
 
 
 def has_moments(saved: Saved) -> bool:

@@ -17,7 +17,7 @@ from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Looks, Moments, Recorder, unless_late
+from torch_grad_exporter.outputs.live.recorder import ActivationMoments, GradientMoments, Looks, Recorder, unless_late
 from torch_grad_exporter.rules import Record, Values
 from torch_grad_exporter.store.snapshots import Reading
 from torch_grad_exporter.store.worker import Worker
@@ -61,7 +61,7 @@ class View:
             judging(of_sample.take, reading)
             judging(record.of_sample, reading.snapshot.gradients.samples, step, lambda: Values(of_sample()))
 
-        looks = Looks(host, Moments(dead_from, quantities), inside, steps, now, judge=judge)
+        looks = Looks(host, GradientMoments(dead_from, quantities), inside, steps, now, judge=judge)
         self.history = History(looks.gradients, now=now, quantities=quantities, quiet=looks.is_quiet)
         self._histories = [self.history]
         inner = None
