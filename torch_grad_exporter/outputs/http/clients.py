@@ -136,10 +136,10 @@ class Clients(HTTPServerConnectionDelegate):
         task.add_done_callback(self._tasks.discard)
 
     async def _welcome(self, client: Client) -> None:
-        settings = await self._settings()
-        if client not in self._clients:  # dropped meanwhile
-            return
         try:
+            settings = await asyncio.wait_for(self._settings(), self._timeout)
+            if client not in self._clients:  # dropped meanwhile
+                return
             client.sock.getpeername()  # raises where the client is gone, of which `ssl` would leave a socket open
             client.sock.setblocking(False)
             # A small body after its head would else wait for the client's delayed acknowledgement.
@@ -149,7 +149,7 @@ class Clients(HTTPServerConnectionDelegate):
             else:
                 client.sock = secured = settings.tls.wrap(client.sock)
                 client.stream = SSLIOStream(secured)
-        except OSError:  # it is gone already
+        except OSError:  # it is gone already, or its time is up
             self._drop(client)
             return
         HTTP1ServerConnection(client.stream, self._parameters, client).start_serving(self)
@@ -196,7 +196,9 @@ class Clients(HTTPServerConnectionDelegate):
             headers[name] = value
         client.overdue = self._loop.call_later(self._timeout, self._drop, client)
         start = ResponseStartLine("HTTP/1.1", response.status.value, response.status.phrase)
-        connection.write_headers(start, headers, b"" if request.method == "HEAD" else response.body)
+        connection.write_headers(start, headers)
+        if request.method != "HEAD":
+            connection.write(response.body)  # apart from the headers, so that it is not copied
         connection.finish()
 
 
