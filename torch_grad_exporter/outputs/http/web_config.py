@@ -50,7 +50,7 @@ class WebConfigFile:
     """The configuration in force, `current`, which may be read from any thread at any time."""
 
     def __init__(self, path: str) -> None:
-        """Reads everything. Raises ValueError with the file, the line and the fix, also where a package is missing."""
+        """Reads everything. Raises ValueError with the file, the key and the fix, also where a package is missing."""
         self.path = os.path.abspath(path)  # noqa: PTH100 - the same file after a chdir, and symbolic links stay
         self._seen: dict[str, _Stamp] = {}
         self._reloading = threading.Lock()
