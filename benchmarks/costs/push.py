@@ -24,7 +24,7 @@ from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
 from torch_grad_exporter.metrics.families import Family, Kind
 from torch_grad_exporter.outputs.otlp.delivery import Delivery
-from torch_grad_exporter.outputs.otlp.points import Moment, Points, Portion, Temporality
+from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion, Temporality
 from torch_grad_exporter.outputs.otlp.push_settings import Compression, PushSettings
 
 POINTS = (1_000, 10_000, 50_000)
@@ -90,12 +90,12 @@ def measure(seconds: float) -> record.Table:
 
 def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[record.Cell]]:
     made = Points({"run": "benchmark", "rank": "0"}, {}, version="0", temporality=CUMULATIVE, on_error=_fail)
-    moment = Moment(1, lambda family: np.ones(len(family.labels), dtype=np.int64), 2)
+    export_times = ExportTimes(1, lambda family: np.ones(len(family.labels), dtype=np.int64), 2)
     plain = Delivery(PushSettings(endpoint=endpoint), 30.0)
     compressed = Delivery(PushSettings(endpoint=endpoint, compression=Compression.GZIP), 30.0)
 
     def make() -> list[Portion]:
-        return list(made.portions(families, moment))
+        return list(made.portions(families, export_times))
 
     def export(way: Delivery) -> None:
         for portion in make():

@@ -33,8 +33,9 @@ MAX_CLIENTS = 128
 MAX_HEAD = 16_384
 ACCEPTED_AT_ONCE = 32
 
+# After a failure to accept, as without free file descriptors: the socket stays readable, and this
+# must not spin.
 PAUSE_SECONDS = 0.5
-"""After a failure to accept, as without free file descriptors: the socket stays readable, and this must not spin."""
 
 
 @dataclass(slots=True, eq=False)

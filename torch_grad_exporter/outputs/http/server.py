@@ -34,8 +34,8 @@ from torch_grad_exporter.outputs.prometheus.text import Renderer
 # and none of these is done by two at a time. So one is always free for /healthz and everything else that is quick.
 WORKERS = 4
 
+# What the libraries log to; the training may use both for itself.
 LOGGERS = ("asyncio", "tornado.general", "tornado.application")
-"""What the libraries log to; the training may use both for itself."""
 
 
 class MetricsServer:

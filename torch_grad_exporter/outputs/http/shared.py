@@ -11,11 +11,11 @@ from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.workers import Workers
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
+# Seconds for which the bodies of a scrape are handed out, from its end.
 MAX_AGE = 1.0
-"""Seconds for which the bodies of a scrape are handed out, from its end."""
 
+# Clients that wait for a scrape at a time, at most.
 MAX_WAITING = 64
-"""Clients that wait for a scrape at a time, at most."""
 
 
 class ScrapeBusyError(Exception):

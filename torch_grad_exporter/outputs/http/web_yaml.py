@@ -34,8 +34,8 @@ CLIENT_AUTH = {
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 
+# The values that some headers may have.
 HEADERS = {"X-Content-Type-Options": ("nosniff",), "X-Frame-Options": ("deny", "sameorigin")}
-"""The values that some headers may have."""
 
 # The last character of a salt carries two bits; one with more is none that a program has made.
 BCRYPT = re.compile(r"\$2[aby]\$(\d\d)\$[./A-Za-z0-9]{21}[.Oeu][./A-Za-z0-9]{31}")
@@ -104,8 +104,8 @@ class _Loader(yaml.BaseLoader):
         for name in names:
             if names.count(name) > 1:
                 raise yaml.constructor.ConstructorError(problem=f"{name!r} stands twice", problem_mark=node.start_mark)
-        found: dict[object, object] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[object, object] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def parse(path: str, names: Callable[[str], None]) -> WebSettings:
@@ -252,7 +252,7 @@ def _sans(names: list[str] | None, verify: ssl.VerifyMode) -> frozenset[str] | N
 
 
 def _headers(section: HeaderSection) -> tuple[tuple[str, str], ...]:
-    found = []
+    headers = []
     for name, value in msgspec.to_builtins(section).items():
         text = value.strip()
         if text and text not in HEADERS.get(name, (text,)):
@@ -261,8 +261,8 @@ def _headers(section: HeaderSection) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"{name} has characters that no header may have; use printable ASCII on one line")
         # Every response has `X-Content-Type-Options: nosniff`, the only value there is.
         if text and name != "X-Content-Type-Options":
-            found.append((name, text))
-    return tuple(found)
+            headers.append((name, text))
+    return tuple(headers)
 
 
 def _checked_hash(user: str, text: str) -> str:

@@ -22,17 +22,17 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult,
 from torch_grad_exporter.outputs.otlp.push_settings import Compression, Protocol, PushSettings
 from torch_grad_exporter.version import __version__
 
+# The user agent of all requests.
 AGENT = f"torch_grad_exporter/{__version__}"
-"""The user agent of all requests."""
 
 REJECTED = "points were rejected"
 
+# Characters of what an exporter says.
 NAMED = 300
-"""Characters of what an exporter says."""
 
 
+# For what is to be kept out of the log, like what OpenTelemetry says itself.
 _logger = logging.getLogger("opentelemetry.torch_grad_exporter")
-"""For what is to be kept out of the log, like what OpenTelemetry says itself."""
 
 
 class DeliveryError(Exception):

@@ -33,20 +33,23 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, IntArray, Kind, LabelRows, by_spec
 
+# The name of the instrumentation scope.
 SCOPE = "torch_grad_exporter"
-"""The name of the instrumentation scope."""
 
+# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and
+# a few hundred kB.
 POINTS = 2_000
-"""Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB."""
 
+# Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours
+# become one.
 WIDTH = 160
-"""Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours become one."""
 
+# UCUM's signs of the units that end a metric's name.
 UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J"}
-"""UCUM's signs of the units that end a metric's name."""
 
+# The smallest and the largest observation of a histogram, which nothing keeps; in the SDK's types
+# they are never absent.
 UNKNOWN: Any = None
-"""The smallest and the largest observation of a histogram, which nothing keeps; in the SDK's types they are never absent."""
 
 Attributes = Mapping[str, str]
 
@@ -69,7 +72,7 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ExportTimes:
     """When numbers are as they are, and from when on they count; in nanoseconds since 1970.
 
     Attributes:
@@ -113,7 +116,7 @@ class Points:
         self._scope = InstrumentationScope(SCOPE, version)
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
-    def portions(self, families: Iterable[Family], moment: Moment) -> Iterator[Portion]:
+    def portions(self, families: Iterable[Family], times: ExportTimes) -> Iterator[Portion]:
         """Return everything in portions of at most `POINTS` points, none if there is no point."""
         metrics: list[Metric] = []
         rows: list[tuple[Family, slice]] = []
@@ -122,7 +125,7 @@ class Points:
             first, count = 0, len(family.row_numbers)
             while first < count:
                 piece = slice(first, min(count, first + room))
-                metric = self._guarded(family, piece, moment)
+                metric = self._guarded(family, piece, times)
                 if metric is None:
                     break
                 metrics.append(metric)
@@ -139,41 +142,41 @@ class Points:
         scope = ScopeMetrics(self._scope, metrics, "")
         return Portion(MetricsData([ResourceMetrics(self._resource, [scope], "")]), tuple(rows))
 
-    def _guarded(self, family: Family, piece: slice, moment: Moment) -> Metric | None:
+    def _guarded(self, family: Family, piece: slice, times: ExportTimes) -> Metric | None:
         def left_out(error: Exception) -> None:
             self._on_error(ValueError(f"{family.spec.name} cannot be encoded: {type(error).__name__}: {error}"))
 
-        return Guard(left_out).result(self._metric, family, piece, moment)
+        return Guard(left_out).result(self._metric, family, piece, times)
 
-    def _metric(self, family: Family, piece: slice, moment: Moment) -> Metric:
+    def _metric(self, family: Family, piece: slice, times: ExportTimes) -> Metric:
         """The points of some of the present rows."""
         spec, rows = family.spec, family.row_numbers[piece]
         attributes = [self._prepared(family)[row] for row in rows]
         data: Gauge | Sum | Histogram | ExponentialHistogram
         if spec.kind is Kind.GAUGE:
             values = family.values[rows].tolist()
-            data = Gauge([NumberDataPoint(of, 0, moment.at, value) for of, value in zip(attributes, values, strict=True)])
+            data = Gauge([NumberDataPoint(of, 0, times.at, value) for of, value in zip(attributes, values, strict=True)])
         else:
             temporality = self._temporality[spec.kind]
-            starts = self._starts(family, rows, temporality, moment)
+            starts = self._starts(family, rows, temporality, times)
             if spec.kind is Kind.COUNTER:
                 numbers = zip(attributes, starts, family.values[rows].tolist(), strict=True)
-                points = [NumberDataPoint(of, start, moment.at, value) for of, start, value in numbers]
+                points = [NumberDataPoint(of, start, times.at, value) for of, start, value in numbers]
                 data = Sum(points, temporality.value, is_monotonic=True)
             else:
-                places = [(family, row, of, start, moment.at) for of, start, row in zip(attributes, starts, rows, strict=True)]
+                places = [(family, row, of, start, times.at) for of, start, row in zip(attributes, starts, rows, strict=True)]
                 if family.exponential is None:
                     data = Histogram([_explicit(*place) for place in places], temporality.value)
                 else:
                     data = ExponentialHistogram([_exponential(*place) for place in places], temporality.value)
         return Metric(spec.name, spec.help, UNITS.get(spec.unit, ""), data)
 
-    def _starts(self, family: Family, rows: Sequence[int], temporality: Temporality, moment: Moment) -> list[int]:
+    def _starts(self, family: Family, rows: Sequence[int], temporality: Temporality, times: ExportTimes) -> list[int]:
         """From when on each row counts, 0 where that is not known."""
         if temporality is Temporality.DELTA:
-            starts: list[int] = moment.since(family)[rows].tolist()
+            starts: list[int] = times.since(family)[rows].tolist()
             return starts
-        return [0 if family.spec.older else moment.start] * len(rows)
+        return [0 if family.spec.older else times.start] * len(rows)
 
     def _prepared(self, family: Family) -> list[Attributes]:
         """The attributes of each row, kept while the rows are."""
@@ -221,7 +224,7 @@ def _sum(family: Family, row: int) -> float:
 
 
 def _exemplars(family: Family, row: int) -> list[SdkExemplar]:
-    found: Iterable[Exemplar] = () if family.exemplars is None else family.exemplars[row].values()
+    exemplars: Iterable[Exemplar] = () if family.exemplars is None else family.exemplars[row].values()
     return [
-        SdkExemplar({}, one.value, int(one.at * 1e9), int.from_bytes(one.span_id), int.from_bytes(one.trace_id)) for one in found
+        SdkExemplar({}, of.value, int(of.at * 1e9), int.from_bytes(of.span_id), int.from_bytes(of.trace_id)) for of in exemplars
     ]

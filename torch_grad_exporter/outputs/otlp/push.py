@@ -26,32 +26,36 @@ from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import Moment, Points, Portion, Temporality
+from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion, Temporality
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# The `service.name` of a process that has none, as the job is called in the shipped configuration of
+# Prometheus.
 SERVICE = "training"
-"""The `service.name` of a process that has none, as the job is called in the shipped configuration of Prometheus."""
 
+# Until the first export, where the interval is longer: a wrong endpoint is logged while the user
+# still watches the start.
 FIRST_SECONDS = 2.0
-"""Until the first export, where the interval is longer: a wrong endpoint is logged while the user still watches the start."""
 
+# For the last export of a run, all of its requests together.
 LAST_SECONDS = 1.1
-"""For the last export of a run, all of its requests together."""
 
+# The seconds of these that one more request needs.
 LAST_REQUEST_SECONDS = 0.05
-"""The seconds of these that one more request needs."""
 
+# For an export that is under way when the run ends: differences that it carries are not to be sent
+# twice.
 GRACE = 0.25
-"""For an export that is under way when the run ends: differences that it carries are not to be sent twice."""
 
+# Exports that hang, at most; where there are so many, no further one begins until one of them has
+# finished.
 LEFT_BEHIND = 3
-"""Exports that hang, at most; where there are so many, no further one begins until one of them has finished."""
 
+# In a forked child: connections of the parent, which gRPC must not end here.
 _inherited: list[object] = []
-"""In a forked child: connections of the parent, which gRPC must not end here."""
 
 
 class Push:
@@ -182,7 +186,7 @@ class Push:
 
     def _portions(self, families: list[Family]) -> Iterator[Portion]:
         """Metrics that `_values` gave last."""
-        return self._points.portions(families, Moment(self._began, self._deltas.since, self._at))
+        return self._points.portions(families, ExportTimes(self._began, self._deltas.since, self._at))
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Notes what has become of an export until now. What a thread that is left behind still does is not noted."""
@@ -193,8 +197,8 @@ class Push:
             self._on_error(failures[0])
 
 
+# What was sent, and what that has failed of, if it has.
 Outcome = tuple[Portion, Exception | None]
-"""What was sent, and what that has failed of, if it has."""
 
 
 class _Transfer:
