@@ -167,10 +167,11 @@ $(BENCH_STAMP): pyproject.toml
 	$(BENCH)/python -m pip install --no-deps '$(COMPOSER)'
 	@touch $@
 
-lint: venv ## check style, formatting and who imports whom
+lint: venv ## check style, formatting, names and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/names.py
 
 type: venv ## check types
 	$(BIN)/mypy --strict --package torch_grad_exporter
