@@ -42,7 +42,7 @@ _UFUNCS = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum
 
 
 def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArray:
-    """Return the L2 norm of each group of vectors from the norms of the vectors, without overflow."""
+    """Return the L2 norm of each group of vectors, 0 of an empty one, from the norms of the vectors, without overflow."""
     largest = np.zeros(groups)
     np.maximum.at(largest, group, norms)
     scale = _divisor(largest)

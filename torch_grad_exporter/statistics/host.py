@@ -32,46 +32,44 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
     """Measure all gradients of the batches.
 
     Args:
-        batches: What to measure.
+        batches: What to measure; those with output units come first.
         layout: The columns.
         counts: Whether zeros and extremes are wanted. They are measured in any case where
-            something is not finite; otherwise they are NaN.
+            something is not finite; otherwise they are NaN. A layout of norms has none.
 
     Returns:
         The rows, shape (gradients, columns), and of all units which are zero and which are not.
         A unit with a NaN is neither.
     """
-    looks, squares, rows = counts or bool(layout.apart), [], []
+    looks = counts or bool(layout.apart)
+    tensors, parts = [len(batch.tensors) for batch in batches], []
+    squares: list[FloatArray] = []
+    lengths, rows = [], []
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
-        for batch in batches:
-            own, tensors = [], len(batch.tensors)
+        for batch, count in zip(batches, tensors, strict=True):
+            before = len(squares)
             for block in blocks(batch, wide=layout.float64, whole=not looks):
-                own.append(row_squares(block))
+                squares.append(row_squares(block))
                 if looks:
-                    rows.append(_row(block.reshape(tensors, -1), layout, counts=counts))
-            squares.append(own)
-        sums = _joined(squares)
-        found = _norms(batches, *sums)
-        columns = np.concatenate(rows) if looks else np.zeros((len(found), layout.width))
-        if len(columns) > len(found):  # a gradient of several blocks has a batch for itself
-            parts = np.repeat([*map(len, squares)], [len(batch.tensors) for batch in batches])
-            group = np.repeat(np.arange(len(parts)), parts)
-            columns = layout.runs(columns, group, np.cumsum(parts) - parts)
-        columns[:, Column.NORM] = found
+                    rows.append(_looked_at(block.reshape(count, -1), layout, counts=counts))
+            parts.append(len(squares) - before)
+            lengths.append(sum(map(len, squares[before:])))
+        sums = np.concatenate(squares, dtype=np.float64)
+        norms = _norms(batches, tensors, sums, lengths)
+        if layout.norms_only:
+            return norms[:, None], *np.zeros((2, 0), dtype=np.bool_)
+        columns = np.concatenate(rows) if looks else np.zeros((len(norms), layout.width))
+        if len(columns) > len(norms):  # a gradient of several blocks has a batch for itself
+            each = np.repeat(parts, tensors)
+            columns = layout.runs(columns, np.repeat(np.arange(len(each)), each), np.cumsum(each) - each)
+        columns[:, Column.NORM] = norms
         # Without negative zeros, whose order depends on the company that they are measured in.
         columns[:, Column.MIN : Column.MAX + 1] += 0.0
         if not counts:
             columns[:, [Column.ZEROS, Column.MIN, Column.MAX]] = np.nan
-            if not np.isfinite(found).all():
+            if not np.isfinite(norms).all():
                 return measure(batches, layout, counts=True)
-        return columns, *_units(batches, *sums)
-
-
-def norms(batches: Sequence[Batch], *, wide: bool = False) -> FloatArray:
-    """Return only the norm of each gradient, shape (gradients,), bit-equal to that of `measure`."""
-    with np.errstate(all="ignore"):
-        squares = [[row_squares(rows) for rows in blocks(batch, wide=wide, whole=True)] for batch in batches]
-        return _norms(batches, *_joined(squares))
+        return columns, *_units(batches, sums, lengths)
 
 
 def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator[FloatArray]:
@@ -120,18 +118,18 @@ def _dots(vectors: FloatArray) -> FloatArray:
     return np.vecdot(vectors, vectors)  # type: ignore[no-any-return]
 
 
-def _row(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
+def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
     """The rows of a block of gradients, shape (gradients, elements), without norms and units."""
-    found = np.zeros((len(flat), layout.width))
+    row = np.zeros((len(flat), layout.width))
     if counts:
-        found[:, Column.MIN] = low = np.minimum.reduce(flat, 1)
-        found[:, Column.MAX] = high = np.maximum.reduce(flat, 1)
-        found[:, Column.ZEROS] = count(flat == 0)
+        row[:, Column.MIN] = low = np.minimum.reduce(flat, 1)
+        row[:, Column.MAX] = high = np.maximum.reduce(flat, 1)
+        row[:, Column.ZEROS] = count(flat == 0)
         if not (high - low < np.inf).all():
-            found[:, Column.NANS], found[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
-    for one in layout.apart:
-        found[:, layout.places(one)] = one.on_host(flat)
-    return found
+            row[:, Column.NANS], row[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
+    for one, here in layout.apart.items():
+        row[:, here] = one.on_host(flat)
+    return row
 
 
 def count(mask: BoolArray) -> IntArray:
@@ -140,26 +138,20 @@ def count(mask: BoolArray) -> IntArray:
     return np.full(len(mask), total) if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
 
 
-def _joined(squares: Sequence[Sequence[FloatArray]]) -> tuple[FloatArray, list[int]]:
-    """The `row_squares` of all batches end to end, float64, and their number for each batch."""
-    return np.concatenate([*itertools.chain(*squares)], dtype=np.float64), [sum(map(len, own)) for own in squares]
-
-
-def _norms(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]) -> FloatArray:
-    """The norm of each gradient, without under- or overflow."""
-    tensors = [len(batch.tensors) for batch in batches]
+def _norms(batches: Sequence[Batch], tensors: Sequence[int], squares: FloatArray, lengths: Sequence[int]) -> FloatArray:
+    """The norm of each gradient, without under- or overflow; `lengths`: squares of each batch."""
     each = np.repeat([length // n for length, n in zip(lengths, tensors, strict=True)], tensors)
     # The sum of a gradient depends on its own squares alone: measured alone it has the same bits.
     total = np.add.reduceat(squares, np.cumsum(each) - each)
-    found: FloatArray = np.sqrt(total)
+    norms: FloatArray = np.sqrt(total)
     least = np.repeat([batch.elements * FAITHFUL for batch in batches], tensors)
     doubtful = ~((total > least) & np.isfinite(total))
     if doubtful.any():
         for batch, end in zip(batches, itertools.accumulate(tensors), strict=True):
             here = slice(end - len(batch.tensors), end)
             if doubtful[here].any():
-                found[here] = np.where(doubtful[here], _scaled_norms(batch), found[here])
-    return found
+                norms[here] = np.where(doubtful[here], _scaled_norms(batch), norms[here])
+    return norms
 
 
 def _scaled_norms(batch: Batch) -> FloatArray:
@@ -168,24 +160,24 @@ def _scaled_norms(batch: Batch) -> FloatArray:
     largest = np.max([np.abs(rows).reshape(shape).max(axis=1) for rows in blocks(batch, wide=True)], axis=0)
     scale = np.where((largest > 0) & np.isfinite(largest), np.ldexp(1.0, np.frexp(largest)[1] - 1), 1.0)
     squares = [np.square(rows.reshape(shape) / scale[:, None]).sum(axis=1) for rows in blocks(batch, wide=True)]
-    found: FloatArray = np.sqrt(np.sum(squares, axis=0)) * scale
-    return found
+    norms: FloatArray = np.sqrt(np.sum(squares, axis=0)) * scale
+    return norms
 
 
 def _units(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]) -> tuple[BoolArray, BoolArray]:
-    """Of all output units, which are zero and which are not; a NaN is neither. Batches with units come first."""
-    counts = [batch.rows * len(batch.tensors) for batch in batches if batch.units]
-    zero = np.zeros(sum(counts), dtype=np.bool_)
+    """Of all output units, which are zero and which are not."""
+    sizes = [batch.rows * len(batch.tensors) for batch in batches if batch.layout is not None]
+    zero = np.zeros(sum(sizes), dtype=np.bool_)
     alive = ~zero
     if not zero.size or squares.min() > 0:
         return zero, alive
     start = end = 0
-    for batch, n, length in zip(batches, counts, lengths, strict=False):
-        rows, here = squares[start : start + length].reshape(n, -1), slice(end, end + n)
-        start, end = start + length, end + n
+    for batch, size, length in zip(batches, sizes, lengths, strict=False):
+        rows, here = squares[start : start + length].reshape(size, -1), slice(end, end + size)
+        start, end = start + length, end + size
         silent, nan = (rows == 0).all(axis=1), np.isnan(rows).any(axis=1)
-        if silent.any():  # squares of float32 may underflow: only the bits but for the sign tell
-            nonzero = [np.bitwise_or.reduce(some.view(f"u{some.itemsize}"), 1) << 1 != 0 for some in blocks(batch)]
-            silent &= ~np.concatenate(nonzero).reshape(n, -1).any(axis=1)
+        if silent.any():  # squares of float32 may underflow
+            nonzero = [(block != 0).any(axis=1) for block in blocks(batch)]
+            silent &= ~np.concatenate(nonzero).reshape(size, -1).any(axis=1)
         zero[here], alive[here] = silent, ~(silent | nan)
     return zero, alive

@@ -4,114 +4,119 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import Combine
-from torch_grad_exporter.statistics.declared import COUNTS, MOMENTS, NORM, Statistic
+from torch_grad_exporter.statistics.declared import MOMENTS, ColumnSpec, Statistic
+
+# The package's own columns, in the order of `Column`. `host.py` and `device.py` measure them
+# together, but for the sum, which is that of the moments and 0 unless they are enabled.
+OWN = (
+    ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),
+    *(ColumnSpec(name, Combine.SUM) for name in ("zeros", "nans", "infs")),
+    ColumnSpec("min", Combine.MIN, power=1),
+    ColumnSpec("max", Combine.MAX, power=1),
+    *(ColumnSpec(name, Combine.SUM) for name in ("zero_units", "dead_units")),
+    *MOMENTS.columns,
+)
 
 
 class Layout:
-    """The columns of a row: those of `statistics`, in this order.
+    """The columns of a row: the package's own, then those of the chosen statistics.
 
     Args:
-        statistics: All statistics that have columns.
-        apart: Those among them that are measured by measures of their own.
+        chosen: What is measured besides, by measures of its own.
+        norms_only: Whether a row has the norm alone. It has then the same bits as beside the chosen.
     """
 
-    def __init__(self, statistics: Sequence[Statistic], apart: Sequence[Statistic] = ()) -> None:
-        self.statistics, self.apart = tuple(statistics), tuple(apart)
-        pairs = [(one, column) for one in statistics for column in one.columns]
-        self.columns = tuple(column for _, column in pairs)
-        self.keys = tuple(column.name if one in (NORM, COUNTS) else f"{one.name}.{column.name}" for one, column in pairs)
-        self.width = len(pairs)
-        self.float64 = any(one.float64 for one in apart)
+    def __init__(self, chosen: Sequence[Statistic] = (), *, norms_only: bool = False) -> None:
+        self.norms_only = norms_only
+        self.float64 = any(statistic.float64 for statistic in chosen)
+        columns, keys = [*OWN], [column.name for column in OWN]
+        self.apart: dict[Statistic, slice] = {}  # where the columns of each chosen one stand
+        for one in () if norms_only else chosen:
+            start = Column.SUM if one is MOMENTS else len(columns)
+            self.apart[one] = here = slice(start, start + len(one.columns))
+            columns[here], keys[here] = one.columns, [f"{one.name}.{column.name}" for column in one.columns]
+        self.columns = tuple(columns[:1] if norms_only else columns)
+        self.keys = tuple(keys[: len(self.columns)])
+        self.width = len(self.columns)
+        # The powers of the scale by which devices without float64 divide what they measure.
+        self.divided = np.zeros(self.width)
+        self.divided[Column.NORM] = 1
+        for one, here in self.apart.items():
+            self.divided[here] = [column.power if one.homogeneous else 0 for column in one.columns]
         self._ways = np.array([column.combine.value for column in self.columns])
-
-    @classmethod
-    def of(cls, chosen: Sequence[Statistic] = ()) -> Self:
-        """Return the layout of what is always measured and the chosen ones."""
-        more = tuple(one for one in chosen if one is not MOMENTS)
-        # The sum of the moments has its place in any case: it is a column of the package's own.
-        return cls((NORM, COUNTS, MOMENTS, *more), (MOMENTS, *more) if MOMENTS in chosen else more)
-
-    def places(self, statistic: Statistic) -> slice:
-        """Return where the columns of a statistic stand."""
-        start = sum(len(one.columns) for one in self.statistics[: self.statistics.index(statistic)])
-        return slice(start, start + len(statistic.columns))
 
     def proportional(self) -> Iterator[tuple[int, int]]:
         """Return the places of what contains the loss scale, with its power."""
         return ((place, column.power) for place, column in enumerate(self.columns) if column.power)
 
-    def scaled(self) -> Iterator[tuple[int, int]]:
-        """Return the places of what devices without float64 divide by a scale, with its power."""
-        for one in self.statistics:
-            if one is NORM or (one in self.apart and one.homogeneous):
-                yield from enumerate((column.power for column in one.columns), self.places(one).start)
-
-    def of_zeros(self, count: int) -> FloatArray:
-        """Return the row of a gradient of this many zeros, shape (width,)."""
-        row = np.zeros(self.width)
-        row[Column.ZEROS] = 1
-        for one in self.apart:
-            row[self.places(one)] = one.on_host(np.zeros((1, 1)))[0]
-        row[self._ways == Combine.SUM.value] *= count
-        row[self._ways == Combine.ROOT_OF_SQUARES.value] *= np.sqrt(count)
-        return row
+    def of_zeros(self, counts: IntArray) -> FloatArray:
+        """Return the rows of gradients of so many zeros, shape (gradients, width)."""
+        rows = np.zeros((len(counts), self.width))
+        rows[:, Column.ZEROS] = 1
+        for one, here in self.apart.items():
+            rows[:, here] = one.on_host(np.zeros((1, 1)))
+        rows[:, self._ways == Combine.SUM.value] *= counts[:, None]
+        rows[:, self._ways == Combine.ROOT_OF_SQUARES.value] *= np.sqrt(counts)[:, None]
+        return rows
 
     def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
         """Combine the rows of each group, which stand next to each other; see `Combine.runs`."""
-        found = np.empty((len(starts), self.width))
+        combined = np.empty((len(starts), self.width))
         for way in Combine:
             places = self._ways == way.value
             if places.any():
-                found[:, places] = way.runs(rows[:, places], group, starts)
-        return found
-
-    def combined(self, rows: FloatArray, group: IntArray, groups: int) -> FloatArray:
-        """Like `runs` for groups in any order."""
-        order = np.argsort(group, kind="stable")
-        return self.runs(rows[order], group[order], np.searchsorted(group[order], np.arange(groups)))
+                combined[:, places] = way.runs(rows[:, places], group, starts)
+        return combined
 
 
-ORDINARY = Layout.of()
-NORMS = Layout((NORM,))
+ORDINARY = Layout()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """How rows are packed into one vector."""
+    """How rows are packed into one vector.
+
+    Attributes:
+        layout: The columns of a row.
+        pieces: Rows of each gradient, shape (gradients,); None: one each.
+        scaled: Whether a scale follows each row, by whose power some columns are to be multiplied:
+            devices without float64 could not hold the products.
+        implied: Zeros that were not measured with each gradient, such as those that a sparse one
+            does not store.
+        counted: The gradients whose zero and dead units follow the rows; None: no unit is zero.
+    """
 
     layout: Layout
-    pieces: IntArray | None = None  # rows of each gradient, shape (gradients,); None: one each
-    # Whether a scale follows each row, by whose power some columns are to be multiplied: devices
-    # without float64 could not hold the products.
+    pieces: IntArray | None = None
     scaled: bool = False
-    # Zeros that were not measured with each gradient, such as those that a sparse one does not store.
     implied: IntArray | None = None
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row in the vector."""
-        return self.layout.width + self.scaled
+    counted: IntArray | None = None
 
     def rows(self, vector: FloatArray, gradients: int) -> FloatArray:
         """Return the rows of the gradients, shape (gradients, columns), of a vector that begins so."""
+        layout, width = self.layout, self.layout.width + self.scaled
         count = gradients if self.pieces is None else int(self.pieces.sum())
-        rows = vector[: count * self.width].reshape(count, self.width)
-        group = np.arange(gradients)
+        rows = vector[: count * width].reshape(count, width)
         with np.errstate(all="ignore"):  # NaN and overflow are values like others
             if self.scaled:
-                rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
-                for place, power in self.layout.scaled():
-                    rows[:, place] *= scale**power
+                rows = rows[:, :-1] * rows[:, -1:].astype(np.float64) ** layout.divided
             if self.pieces is not None:
-                rows = self.layout.combined(rows, np.repeat(group, self.pieces), gradients)
-            if self.implied is not None and (sparse := np.flatnonzero(self.implied)).size:
-                zeros = [self.layout.of_zeros(count) for count in self.implied[sparse].tolist()]
-                rows = self.layout.combined(np.stack([*rows, *zeros]), np.append(group, sparse), gradients)
+                group = np.repeat(np.arange(gradients), self.pieces)
+                rows = layout.runs(rows, group, np.cumsum(self.pieces) - self.pieces)
+            if self.implied is not None or self.counted is not None:
+                rows = rows.copy()
+            if self.implied is not None:
+                sparse = np.flatnonzero(self.implied)
+                pairs = np.stack([rows[sparse], layout.of_zeros(self.implied[sparse])], axis=1)
+                group = np.arange(2 * len(sparse)) // 2
+                rows[sparse] = layout.runs(pairs.reshape(-1, layout.width), group, np.arange(0, len(group), 2))
+            if self.counted is not None:
+                units = vector[count * width :][: 2 * len(self.counted)].reshape(-1, 2)
+                rows[self.counted, Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = units
         return rows
