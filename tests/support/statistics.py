@@ -39,6 +39,14 @@ def elements(gradient: torch.Tensor, units: UnitLayout | None = None) -> Element
     return Elements(dense.double().reshape(-1).tolist(), [] if units is None else units.rows(dense).double().tolist())
 
 
+def _sum(elements: Elements) -> float:
+    infinite = [value for value in elements.flat if not math.isfinite(value)]
+    try:
+        return sum(infinite) if infinite else math.fsum(elements.flat)
+    except OverflowError:
+        return math.copysign(math.inf, max(elements.flat, key=abs))
+
+
 def own_columns(elements: Elements) -> tuple[float, ...]:
     """Return the package's own columns in plain loops, in the order of `Column`."""
     flat = elements.flat
@@ -47,7 +55,7 @@ def own_columns(elements: Elements) -> tuple[float, ...]:
     low, high = (math.nan, math.nan) if nans else (min(flat, default=0.0), max(flat, default=0.0))
     # Dead units depend on earlier samples. This is their number for a window of one.
     units = float(sum(not any(unit) for unit in elements.units))
-    return norm, zeros, nans, infs, low, high, units, units, *MOMENTS.reference(elements)
+    return norm, zeros, nans, infs, low, high, units, units, _sum(elements)
 
 
 def by_definition(gradient: torch.Tensor, units: UnitLayout | None = None) -> SimpleNamespace:

@@ -17,7 +17,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics.batches import batches, dense_local
+from torch_grad_exporter.statistics.batches import batches, plain_local, resolved
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import magnitudes
 from torch_grad_exporter.store.host_transfer import HostTransfer
@@ -123,4 +123,4 @@ class WeightProbe(Inspection):
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's own plain, real tensor of a parameter."""
-    return dense_local(parameter, keep_sparse=False)
+    return resolved(plain_local(parameter, keep_sparse=False))

@@ -6,12 +6,11 @@ but the numbers changes from sample to sample, so that the grouping is kept.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -53,25 +52,29 @@ class Batch:
         return first.numel() * (2 if first.is_complex() else 1)
 
     def cut(self, most: int) -> Iterator[torch.Tensor]:
-        """Return all as one real tensor, or one of more than `most` elements in parts, in the order of units.
+        """Return real tensors of shape (gradients, rows, columns); only small ones are copies.
 
-        Only several tensors, and parts whose units are not rows of their memory, are copies.
+        A row is an output unit or a part of one: a larger unit comes in parts, as many for each.
+        A gradient of more than `most` elements comes in several tensors, and alone.
         """
         tensors, layout = self.tensors, self.layout
-        apart = layout is not None and layout.dims != (0,)
+        if layout is not None and layout.dims == (0,):
+            layout = None  # the units stand in memory as they are
+        first, width = tensors[0], self.elements // self.rows
         if self.elements <= most:
-            if layout is not None and apart:
+            if layout is not None:
                 tensors = tuple(map(layout.rows, tensors))
-            yield resolved(tensors[0] if len(tensors) == 1 else torch.stack(tensors))
-            return
-        gradient = tensors[0]
-        if layout is not None and apart:
-            # A view of `layout.shape` would be a copy where the last dimensions are apart in memory.
-            split = gradient.view((*layout.shape[:2], *gradient.shape[1:]))
-            gradient = split.movedim(layout.dims, tuple(range(len(layout.dims))))
-        elif gradient.is_contiguous():
-            gradient = gradient.view(self.rows, -1)
-        yield from map(resolved, slices(gradient, most // 2 if gradient.is_complex() else most))
+            parts: Iterable[torch.Tensor] = (tensors[0] if len(tensors) == 1 else torch.stack(tensors),)
+        else:
+            if layout is not None:
+                # A view of `layout.shape` would be a copy where the last dimensions are apart in memory.
+                split = first.view((*layout.shape[:2], *first.shape[1:]))
+                first = split.movedim(layout.dims, tuple(range(len(layout.dims))))
+            elif first.is_contiguous():
+                first = first.view(self.rows, -1)
+            parts = slices(first, most // 2 if first.is_complex() else most)
+        for part in map(resolved, parts):
+            yield part.reshape(len(tensors), max(1, part.numel() // (len(tensors) * width)), -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,16 +88,6 @@ class Group:
     units: IntArray  # output units of each
     implied: IntArray  # zeros of each that a sparse gradient does not store
     readable: bool  # all are plain tensors on the host, of types that NumPy has
-
-    @classmethod
-    def joined(cls, groups: Sequence[Self]) -> Self:
-        """Return several groups of one device as one."""
-        positions, elements, units, implied = (
-            np.concatenate([getattr(group, name) for group in groups]) for name in ("positions", "elements", "units", "implied")
-        )
-        members = tuple(itertools.chain(*(group.members for group in groups)))
-        readable = all(group.readable for group in groups)
-        return cls(groups[0].device, members, positions, elements, units, implied, readable)
 
 
 def slices(values: _Values, most: int) -> Iterator[_Values]:
@@ -134,11 +127,6 @@ def resolved(part: torch.Tensor) -> torch.Tensor:
     return part.float() if part.element_size() == 1 else part.resolve_neg()
 
 
-def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
-    """Like `plain_local`, and `resolved`."""
-    return resolved(plain_local(gradient, keep_sparse=keep_sparse))
-
-
 def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
     """Batch `(position in the table, gradient)`; empty gradients are left out."""
     stacks: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
@@ -152,10 +140,11 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
             implied = tracked.elements - elements
         # To copy a gradient into a stack costs less than a call only if it is small.
         small = elements <= STACKED_ELEMENTS // (8 if gradient.device.type == "cpu" else 2)
+        if elements == 0 and implied:
+            values, elements, implied = values.new_zeros(1), 1, implied - 1
         if elements == 0:
-            if implied:
-                yield Batch((position,), (values.new_zeros(1),), None, implied - 1)
-        elif implied or not small:
+            continue
+        if implied or not small:
             yield Batch((position,), (values,), layout, implied)
         else:
             key = (values.device, values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))

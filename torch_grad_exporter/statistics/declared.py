@@ -12,7 +12,6 @@ layer are in `GradientSnapshot.declared["signs.positive"]`, where a collector fi
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -100,19 +99,11 @@ class Statistic:
         return values
 
 
-def _sum(elements: Elements) -> tuple[float, ...]:
-    infinite = [value for value in elements.flat if not math.isfinite(value)]
-    try:
-        return (sum(infinite) if infinite else math.fsum(elements.flat),)
-    except OverflowError:
-        return (math.copysign(math.inf, max(elements.flat, key=abs)),)
-
-
 # The sum of the elements gives, with the norm, their mean and standard deviation.
 MOMENTS = Statistic(
     "moments",
     (ColumnSpec("sum", Combine.SUM, power=1),),
-    _sum,
+    lambda elements: (sum(elements.flat),),
     host=lambda block: np.add.reduce(block, axis=1, dtype=np.float64, keepdims=True),
     device=lambda chunk, wide: chunk.sum(dim=1, keepdim=True, dtype=wide),
     # A standard deviation is the small rest of the norm when the mean is taken out.

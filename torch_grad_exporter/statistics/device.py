@@ -12,13 +12,14 @@ time: four levels of 64 additions, each off by 2**-24 at most, give a norm that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.layout import Layout
@@ -44,9 +45,9 @@ def capturing_graph() -> bool:
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
-def sent(values: IntArray | BoolArray, device: torch.device) -> torch.Tensor:
-    """Return the values on a device, without waiting for it."""
-    tensor = torch.from_numpy(values)
+def to_device(values: torch.Tensor | np.ndarray[Any, Any] | Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return values of the host on a device, without waiting for it."""
+    tensor = torch.as_tensor(values)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -79,7 +80,7 @@ class ByTorch:
         magnitudes = [torch.empty(0, device=group.device)]  # the largest of each unit
         for batch in parts:
             before, own = len(rows), []
-            for chunk in chunks(batch, self.most):
+            for chunk in batch.cut(self.most):
                 flat = chunk.reshape(len(chunk), -1)
                 norm, *scale = _norms(flat, accumulate)
                 columns = [norm] + [torch.zeros_like(norm)] * (layout.width - 1)
@@ -103,24 +104,13 @@ class ByTorch:
 
 def norms(batch: Batch, accumulate: torch.dtype) -> torch.Tensor:
     """Return a norm of each piece of each gradient, shape (pieces, 1), or (pieces, 2) with a scale."""
-    found = (_norms(chunk.reshape(len(chunk), -1), accumulate) for chunk in chunks(batch, CHUNK_ELEMENTS))
+    found = (_norms(chunk.reshape(len(chunk), -1), accumulate) for chunk in batch.cut(CHUNK_ELEMENTS))
     return joined([torch.stack(columns, dim=1) for columns in found])
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Concatenate, without a launch where there is a single tensor, as there mostly is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)
-
-
-def chunks(batch: Batch, most: int) -> Iterator[torch.Tensor]:
-    """Cut a batch into parts of shape (tensors, rows, columns); only small ones are copies.
-
-    A row is an output unit or a part of one: a larger unit comes in parts, as many for each. If a
-    tensor is cut, it is the only one.
-    """
-    tensors, width = len(batch.tensors), batch.elements // batch.rows
-    for part in batch.cut(most):
-        yield part.reshape(tensors, max(1, part.numel() // (tensors * width)), -1)
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
@@ -153,16 +143,12 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: torch.cuda.Stream | None = None
-        self._done: torch.cuda.Event | None = None
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def begin(self, *kept: torch.Tensor) -> None:
         """The tensors are going to be read, and perhaps dropped, on the current stream."""
-        if self._done is None:
-            return
-        stream = torch.cuda.current_stream(self._device)
-        if stream != self._last:
-            stream.wait_event(self._done)
+        if self._last is not None and (stream := torch.cuda.current_stream(self._device)) != self._last[0]:
+            stream.wait_event(self._last[1])
             for tensor in kept:
                 # Its memory is not used again on its own stream before this one has read it.
                 tensor.record_stream(stream)
@@ -170,6 +156,5 @@ class StreamOrder:
     def end(self) -> None:
         """All that reads or writes them was put onto the current stream."""
         if self._device.type == "cuda":
-            self._last = torch.cuda.current_stream(self._device)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(self._last)
+            self._last = torch.cuda.current_stream(self._device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._last[1].record(self._last[0])

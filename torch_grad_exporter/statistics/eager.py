@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import torch
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import device, host
-from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Group, Grouping
+from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Grouping
 from torch_grad_exporter.statistics.device import ByTorch, GroupReading, joined
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout, Packing
@@ -136,19 +137,22 @@ class EagerStatistics:
 
     def _packed(self, parts: Sequence[GroupReading], layout: Layout, sample: int | None = None) -> Measurement:
         """Pack the readings of one device. `sample`: in which their units are counted, if they are."""
-        group = parts[0].group if len(parts) == 1 else Group.joined([part.group for part in parts])
-        where, pieces = group.device, np.concatenate([part.pieces for part in parts])
-        vector, implied, counted = joined([part.rows for part in parts]).reshape(-1), None, None
+        groups, where = [part.group for part in parts], parts[0].group.device
+        arrays = [(one.positions, one.elements, one.units, one.implied) for one in groups]
+        positions, elements, units, implied = map(np.concatenate, zip(*arrays, strict=True))
+        pieces, vector = np.concatenate([part.pieces for part in parts]), joined([part.rows for part in parts]).reshape(-1)
+        missing = counted = None
         if sample is not None:
-            implied = group.implied if group.implied.any() else None
-            if group.members:
+            missing = implied if implied.any() else None
+            members = groups[0].members if len(groups) == 1 else tuple(itertools.chain(*(group.members for group in groups)))
+            if members:
                 if where not in self._units:
                     self._units[where] = UnitState(self._window, where)
                 zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
-                counts = self._units[where].update(group.members, zero, alive, sample)
+                counts = self._units[where].update(members, zero, alive, sample)
                 if counts is not None:
                     vector = torch.cat((vector, counts.reshape(-1).to(vector.dtype)))
-                    counted = np.flatnonzero(group.units)
+                    counted = np.flatnonzero(units)
         scaled = where.type not in self._on_host and self._by_torch.wide(where) is torch.float32
-        packing = Packing(layout, pieces if (pieces > 1).any() else None, scaled, implied, counted)
-        return Measurement(group.positions, group.elements, group.units, vector, packing)
+        packing = Packing(layout, pieces if pieces.max() > 1 else None, scaled, missing, counted)
+        return Measurement(positions, elements, units, vector, packing)

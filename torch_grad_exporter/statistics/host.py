@@ -94,10 +94,9 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
             return
         parts = slices(array, BLOCK_ELEMENTS)
     else:
-        parts = (part.to(dtype).contiguous().numpy(force=True) for part in batch.cut(BLOCK_ELEMENTS))
-    width = batch.elements // batch.rows
-    for array in parts:
-        yield array.reshape(-1, min(width, array.size))
+        parts = (part.to(dtype).contiguous().flatten(0, 1).numpy(force=True) for part in batch.cut(BLOCK_ELEMENTS))
+    for part in parts:
+        yield part if part.ndim > 1 else part[None]
 
 
 def row_squares(rows: FloatArray) -> FloatArray:

@@ -35,15 +35,15 @@ class Layout:
     def __init__(self, chosen: Sequence[Statistic] = (), *, norms_only: bool = False) -> None:
         self.norms_only = norms_only
         self.float64 = any(statistic.float64 for statistic in chosen)
-        columns, keys = [*OWN], [column.name for column in OWN]
         self.apart: dict[Statistic, slice] = {}  # where the columns of each chosen one stand
+        pairs = [(column.name, column) for column in (OWN[:1] if norms_only else OWN)]
         for one in () if norms_only else chosen:
-            start = Column.SUM if one is MOMENTS else len(columns)
+            start = Column.SUM if one is MOMENTS else len(pairs)
             self.apart[one] = here = slice(start, start + len(one.columns))
-            columns[here], keys[here] = one.columns, [f"{one.name}.{column.name}" for column in one.columns]
-        self.columns = tuple(columns[:1] if norms_only else columns)
-        self.keys = tuple(keys[: len(self.columns)])
-        self.width = len(self.columns)
+            pairs[here] = [(f"{one.name}.{column.name}", column) for column in one.columns]
+        self.keys = tuple(key for key, _ in pairs)
+        self.columns = tuple(column for _, column in pairs)
+        self.width = len(pairs)
         # The powers of the scale by which devices without float64 divide what they measure.
         self.divided = np.zeros(self.width)
         self.divided[Column.NORM] = 1

@@ -14,7 +14,7 @@ import torch
 
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.statistics.batches import Batch
-from torch_grad_exporter.statistics.device import CHUNK_ELEMENTS, chunks, joined
+from torch_grad_exporter.statistics.device import CHUNK_ELEMENTS, joined
 from torch_grad_exporter.statistics.host import blocks, count
 
 # Columns of a row: the elements in each bucket, the last of which has no bound, and the sum.
@@ -24,7 +24,7 @@ WIDTH = len(WEIGHT_MAGNITUDES) + 2
 def magnitudes(batch: Batch, accumulate: torch.dtype) -> torch.Tensor:
     """Return rows of shape (parts * tensors, `WIDTH`), which add up to those of the tensors."""
     if batch.tensors[0].device.type != "cpu":
-        return joined([_on_device(chunk.reshape(len(chunk), -1), accumulate) for chunk in chunks(batch, CHUNK_ELEMENTS)])
+        return joined([_on_device(chunk.reshape(len(chunk), -1), accumulate) for chunk in batch.cut(CHUNK_ELEMENTS)])
     rows = np.zeros((len(batch.tensors), WIDTH))
     with np.errstate(all="ignore"):  # a sum beyond the type is infinite
         for block in blocks(batch):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.model.parameters import TrackedParameter
-from torch_grad_exporter.statistics.device import StreamOrder, sent
+from torch_grad_exporter.statistics.device import StreamOrder, to_device
 
 # Parameters with their numbers of units, in the order in which their units are concatenated.
 Members = tuple[tuple[TrackedParameter, int], ...]
@@ -67,7 +67,7 @@ class UnitState:
         if last.members is not members and last.members != members:
             for (tracked, _), part in zip(last.members, torch.split(before, [n for _, n in last.members]), strict=True):
                 self._kept[tracked] = part.clone()
-            ends = sent(np.cumsum([n for _, n in members]) - 1, self._device)
+            ends = to_device(np.cumsum([n for _, n in members]) - 1, self._device)
             if self._kept:
                 known = [(self._kept.get(tracked), n) for tracked, n in members]
                 before = torch.cat([self._new(n) if kept is None or len(kept) != n else kept for kept, n in known])
@@ -95,7 +95,7 @@ class UnitState:
         last = self._counts
         meant = [tracked in foreign for tracked, _ in last.members]
         if sample == last.sample and any(meant):
-            mask = sent(np.repeat(meant, [n for _, n in last.members]), self._device)
+            mask = to_device(np.repeat(meant, [n for _, n in last.members]), self._device)
             self._counts = replace(last, after=torch.where(mask, last.before, last.after))
 
     def _new(self, units: int) -> torch.Tensor:

@@ -246,7 +246,7 @@ def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) ->
         return rows, np.ones(len(rows), dtype=np.int64)
     found, pieces = [], []
     for batch, own in zip(parts, torch.split(rows, [len(batch.tensors) for batch in parts]), strict=True):
-        chunks = list(device.chunks(batch, by_torch.most))
+        chunks = list(batch.cut(by_torch.most))
         pieces += [len(chunks)] * len(own)
         for number, chunk in enumerate(chunks):
             row = own if number == 0 else torch.zeros_like(own)
