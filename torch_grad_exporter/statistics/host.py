@@ -46,18 +46,19 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
     squares: list[FloatArray] = []
     lengths, rows = [], []
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
-        for batch, count in zip(batches, tensors, strict=True):
+        for batch, n in zip(batches, tensors, strict=True):
             before = len(squares)
             for block in blocks(batch, wide=layout.float64, whole=not looks):
                 squares.append(row_squares(block))
                 if looks:
-                    rows.append(_looked_at(block.reshape(count, -1), layout, counts=counts))
+                    rows.append(_looked_at(block.reshape(n, -1), layout, counts=counts))
             parts.append(len(squares) - before)
             lengths.append(sum(map(len, squares[before:])))
         sums = np.concatenate(squares, dtype=np.float64)
-        norms = _norms(batches, tensors, sums, lengths)
+        squares.clear()  # as large as the gradients where units are narrow
+        norms, zero, alive = _norms(batches, tensors, sums, lengths)
         if layout.norms_only:
-            return norms[:, None], *np.zeros((2, 0), dtype=np.bool_)
+            return norms[:, None], zero, alive
         columns = np.concatenate(rows) if looks else np.zeros((len(norms), layout.width))
         if len(columns) > len(norms):  # a gradient of several blocks has a batch for itself
             each = np.repeat(parts, tensors)
@@ -69,7 +70,7 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
             columns[:, [Column.ZEROS, Column.MIN, Column.MAX]] = np.nan
             if not np.isfinite(norms).all():
                 return measure(batches, layout, counts=True)
-        return columns, *_units(batches, sums, lengths)
+        return columns, zero, alive
 
 
 def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator[FloatArray]:
@@ -137,46 +138,42 @@ def count(mask: BoolArray) -> IntArray:
     return np.full(len(mask), total) if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
 
 
-def _norms(batches: Sequence[Batch], tensors: Sequence[int], squares: FloatArray, lengths: Sequence[int]) -> FloatArray:
-    """The norm of each gradient, without under- or overflow; `lengths`: squares of each batch."""
+def _norms(
+    batches: Sequence[Batch], tensors: Sequence[int], squares: FloatArray, lengths: Sequence[int]
+) -> tuple[FloatArray, BoolArray, BoolArray]:
+    """The norm of each gradient, without under- or overflow, and of all output units which are zero and which are not.
+
+    Args:
+        batches: The gradients.
+        tensors: How many each batch has.
+        squares: The `row_squares` of all batches, end to end.
+        lengths: How many of them each batch has.
+    """
     each = np.repeat([length // n for length, n in zip(lengths, tensors, strict=True)], tensors)
     # The sum of a gradient depends on its own squares alone: measured alone it has the same bits.
     total = np.add.reduceat(squares, np.cumsum(each) - each)
     norms: FloatArray = np.sqrt(total)
     least = np.repeat([batch.elements * FAITHFUL for batch in batches], tensors)
     doubtful = ~((total > least) & np.isfinite(total))
-    if doubtful.any():
-        for batch, end in zip(batches, itertools.accumulate(tensors), strict=True):
-            here = slice(end - len(batch.tensors), end)
-            if doubtful[here].any():
-                norms[here] = np.where(doubtful[here], _scaled_norms(batch), norms[here])
-    return norms
-
-
-def _scaled_norms(batch: Batch) -> FloatArray:
-    """The norms in float64, scaled by a power of two so that no square over- or underflows."""
-    shape = len(batch.tensors), -1
-    largest = np.max([np.abs(rows).reshape(shape).max(axis=1) for rows in blocks(batch, wide=True)], axis=0)
-    scale = np.where((largest > 0) & np.isfinite(largest), np.ldexp(1.0, np.frexp(largest)[1] - 1), 1.0)
-    squares = [np.square(rows.reshape(shape) / scale[:, None]).sum(axis=1) for rows in blocks(batch, wide=True)]
-    norms: FloatArray = np.sqrt(np.sum(squares, axis=0)) * scale
-    return norms
-
-
-def _units(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]) -> tuple[BoolArray, BoolArray]:
-    """Of all output units, which are zero and which are not."""
-    sizes = [batch.rows * len(batch.tensors) for batch in batches if batch.layout is not None]
-    zero = np.zeros(sum(sizes), dtype=np.bool_)
+    units = [0 if batch.layout is None else batch.rows * n for batch, n in zip(batches, tensors, strict=True)]
+    zero = np.zeros(sum(units), dtype=np.bool_)
     alive = ~zero
-    if not zero.size or squares.min() > 0:
-        return zero, alive
-    start = end = 0
-    for batch, size, length in zip(batches, sizes, lengths, strict=False):
-        rows, here = squares[start : start + length].reshape(size, -1), slice(end, end + size)
-        start, end = start + length, end + size
-        silent, nan = (rows == 0).all(axis=1), np.isnan(rows).any(axis=1)
-        if silent.any():  # squares of float32 may underflow
-            nonzero = [(block != 0).any(axis=1) for block in blocks(batch)]
-            silent &= ~np.concatenate(nonzero).reshape(size, -1).any(axis=1)
-        zero[here], alive[here] = silent, ~(silent | nan)
-    return zero, alive
+    if squares.min() > 0 and not doubtful.any():  # as mostly
+        return norms, zero, alive
+    ends = (itertools.accumulate(sizes) for sizes in (tensors, lengths, units))
+    for batch, n, length, size, *end in zip(batches, tensors, lengths, units, *ends, strict=True):
+        mine, here = slice(end[0] - n, end[0]), slice(end[2] - size, end[2])
+        doubts = doubtful[mine]
+        if not doubts.any() and (size == 0 or squares[end[1] - length : end[1]].min() > 0):
+            continue
+        # Squares may underflow: only the largest magnitude of a row tells whether it is zero.
+        peaks = np.concatenate([np.abs(block).max(axis=1) for block in blocks(batch)])
+        if size:
+            largest = peaks.reshape(size, -1).max(axis=1)
+            zero[here], alive[here] = largest == 0, largest > 0
+        if doubts.any():  # again in float64, scaled by a power of two so that no square over- or underflows
+            largest = peaks.reshape(n, -1).max(axis=1)
+            scale = np.where((largest > 0) & np.isfinite(largest), np.ldexp(1.0, np.frexp(largest)[1] - 1), 1.0)
+            parts = [np.square(block.reshape(n, -1) / scale[:, None]).sum(axis=1) for block in blocks(batch, wide=True)]
+            norms[mine] = np.where(doubts, np.sqrt(np.sum(parts, axis=0)) * scale, norms[mine])
+    return norms, zero, alive
