@@ -43,7 +43,10 @@ class Batch:
     @property
     def rows(self) -> int:
         """Output units of each gradient, 1 where there are none."""
-        return 1 if self.layout is None else self.layout.count
+        layout = self.layout
+        if layout is None:
+            return 1
+        return layout.shape[0] if layout.dims == (0,) else layout.count  # the product takes longer
 
     @property
     def elements(self) -> int:
@@ -59,22 +62,22 @@ class Batch:
         """
         tensors, layout = self.tensors, self.layout
         if layout is not None and layout.dims == (0,):
-            layout = None  # the units stand in memory as they are
-        first, width = tensors[0], self.elements // self.rows
+            layout = None  # the units are as they stand in memory
         if self.elements <= most:
             if layout is not None:
                 tensors = tuple(map(layout.rows, tensors))
-            parts: Iterable[torch.Tensor] = (tensors[0] if len(tensors) == 1 else torch.stack(tensors),)
-        else:
-            if layout is not None:
-                # A view of `layout.shape` would be a copy where the last dimensions are apart in memory.
-                split = first.view((*layout.shape[:2], *first.shape[1:]))
-                first = split.movedim(layout.dims, tuple(range(len(layout.dims))))
-            elif first.is_contiguous():
-                first = first.view(self.rows, -1)
-            parts = slices(first, most // 2 if first.is_complex() else most)
-        for part in map(resolved, parts):
-            yield part.reshape(len(tensors), max(1, part.numel() // (len(tensors) * width)), -1)
+            whole = resolved(tensors[0] if len(tensors) == 1 else torch.stack(tensors))
+            yield whole.reshape(len(tensors), self.rows, -1)
+            return
+        gradient, width = tensors[0], self.elements // self.rows
+        if layout is not None:
+            # A view of `layout.shape` would be a copy where the last dimensions are apart in memory.
+            split = gradient.view((*layout.shape[:2], *gradient.shape[1:]))
+            gradient = split.movedim(layout.dims, tuple(range(len(layout.dims))))
+        elif gradient.is_contiguous():
+            gradient = gradient.view(self.rows, -1)
+        for part in map(resolved, slices(gradient, most // 2 if gradient.is_complex() else most)):
+            yield part.reshape(1, max(1, part.numel() // width), -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

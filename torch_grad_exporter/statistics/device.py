@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.layout import Layout
@@ -58,7 +57,7 @@ class GroupReading:
     """What was read of the gradients of a group, before the past of their units is considered."""
 
     group: Group
-    pieces: IntArray  # rows of each gradient, shape (n,)
+    pieces: list[int]  # rows of each gradient
     rows: torch.Tensor  # shape (all pieces, columns), followed by a scale where the device has no float64
     zero: torch.Tensor  # units whose gradient is exactly zero, shape (units of all members,)
     alive: torch.Tensor  # units that have a nonzero element and no NaN
@@ -99,7 +98,7 @@ class ByTorch:
                 magnitudes.append(joined(own, dim=1).reshape(batch.rows * len(batch.tensors), -1).amax(dim=1))
         # The widest of their types rounds none of them to zero. A NaN is neither zero nor more.
         largest = torch.cat(magnitudes)
-        return GroupReading(group, np.array(pieces, dtype=np.int64), torch.cat(rows), largest == 0, largest > 0)
+        return GroupReading(group, pieces, torch.cat(rows), largest == 0, largest > 0)
 
 
 def norms(batch: Batch, accumulate: torch.dtype) -> torch.Tensor:

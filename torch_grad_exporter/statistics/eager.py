@@ -93,7 +93,7 @@ class EagerStatistics:
         for group, parts in self._grouping.groups(table, gradients):
             if group.device.type in self._on_host:
                 measured = map(torch.from_numpy, host.measure(parts, by_torch.layout, counts=counts))
-                readings.append(GroupReading(group, np.ones_like(group.positions), *measured))
+                readings.append(GroupReading(group, [1] * len(group.positions), *measured))
             elif self._kernels is None:
                 readings.append(by_torch.read(group, parts))
             else:
@@ -118,7 +118,6 @@ class EagerStatistics:
             by_device.setdefault(reading.group.device, []).append(reading)
         return [self._packed(parts, self.layout, sample) for parts in by_device.values()]
 
-    @torch.no_grad()
     def norms(self, table: ParameterTable, gradients: Gradients) -> list[Measurement]:
         """Return only the norms, with the same rounding: equal gradients give equal bits."""
         layout = self._norms_by_torch.layout
@@ -140,7 +139,9 @@ class EagerStatistics:
         groups, where = [part.group for part in parts], parts[0].group.device
         arrays = [(one.positions, one.elements, one.units, one.implied) for one in groups]
         positions, elements, units, implied = map(np.concatenate, zip(*arrays, strict=True))
-        pieces, vector = np.concatenate([part.pieces for part in parts]), joined([part.rows for part in parts]).reshape(-1)
+        rows = joined([part.rows for part in parts])
+        pieces = None if len(rows) == len(positions) else np.concatenate([part.pieces for part in parts])
+        vector = rows.reshape(-1)
         missing = counted = None
         if sample is not None:
             missing = implied if implied.any() else None
@@ -154,5 +155,5 @@ class EagerStatistics:
                     vector = torch.cat((vector, counts.reshape(-1).to(vector.dtype)))
                     counted = np.flatnonzero(units)
         scaled = where.type not in self._on_host and self._by_torch.wide(where) is torch.float32
-        packing = Packing(layout, pieces if pieces.max() > 1 else None, scaled, missing, counted)
+        packing = Packing(layout, pieces, scaled, missing, counted)
         return Measurement(positions, elements, units, vector, packing)

@@ -47,13 +47,14 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
     lengths, rows = [], []
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
         for batch, n in zip(batches, tensors, strict=True):
-            before = len(squares)
+            number = length = 0
             for block in blocks(batch, wide=layout.float64, whole=not looks):
                 squares.append(row_squares(block))
+                number, length = number + 1, length + len(squares[-1])
                 if looks:
                     rows.append(_looked_at(block.reshape(n, -1), layout, counts=counts))
-            parts.append(len(squares) - before)
-            lengths.append(sum(map(len, squares[before:])))
+            parts.append(number)
+            lengths.append(length)
         sums = np.concatenate(squares, dtype=np.float64)
         squares.clear()  # as large as the gradients where units are narrow
         norms, zero, alive = _norms(batches, tensors, sums, lengths)
@@ -89,13 +90,13 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
     parts: Iterable[FloatArray]
     if first.dtype is dtype and first.is_contiguous() and len(batch.tensors) == 1 and (layout is None or layout.dims == (0,)):
         # Almost all are like this. The general way below has the same result at twice the price.
-        array = first.numpy(force=True).reshape(batch.rows, -1)
+        array = first.numpy(force=True).reshape((1, -1) if layout is None else layout.shape)
         if whole or array.size <= BLOCK_ELEMENTS:
             yield array
             return
         parts = slices(array, BLOCK_ELEMENTS)
     else:
-        parts = (part.to(dtype).contiguous().flatten(0, 1).numpy(force=True) for part in batch.cut(BLOCK_ELEMENTS))
+        parts = (part.to(dtype).contiguous().numpy(force=True).reshape(-1, part.shape[2]) for part in batch.cut(BLOCK_ELEMENTS))
     for part in parts:
         yield part if part.ndim > 1 else part[None]
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.errors import Guard, logger, say
-from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.metrics.families import BoolArray
 from torch_grad_exporter.statistics import Column, device
 from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.declared import MOMENTS
@@ -158,7 +158,7 @@ class Kernels:
         if found is None:
             return [by_torch.read(own, mine), *rest]
         rows = found.rows[:, Column.NORM : Column.NORM + 1]
-        return [GroupReading(own, np.ones_like(own.positions), rows, found.zero, found.alive), *rest]
+        return [GroupReading(own, [1] * len(rows), rows, found.zero, found.alive), *rest]
 
     def _try(self, state: _Device, action: Callable[..., None], *arguments: object) -> None:
         """A step of the decision; if it fails, the decision is for torch."""
@@ -239,12 +239,13 @@ def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
     return replace(group, members=members, **numbers), tuple(batches)
 
 
-def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, IntArray]:
+def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, list[int]]:
     """The rows of the programs with what they do not measure, by torch: a large gradient has several rows then, see `device.py`."""
     others = [(one, here) for one, here in by_torch.layout.apart.items() if one is not MOMENTS]
     if not others:
-        return rows, np.ones(len(rows), dtype=np.int64)
-    found, pieces = [], []
+        return rows, [1] * len(rows)
+    found: list[torch.Tensor] = []
+    pieces: list[int] = []
     for batch, own in zip(parts, torch.split(rows, [len(batch.tensors) for batch in parts]), strict=True):
         chunks = list(batch.cut(by_torch.most))
         pieces += [len(chunks)] * len(own)
@@ -255,4 +256,4 @@ def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) ->
             for one, here in others:
                 row[:, here] = one.on_device(chunk.reshape(len(chunk), -1), torch.float64)
             found.append(row)
-    return torch.cat(found), np.array(pieces, dtype=np.int64)
+    return torch.cat(found), pieces
