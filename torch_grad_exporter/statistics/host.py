@@ -7,8 +7,9 @@ cost three more passes. They are taken on request, and whenever something is not
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,7 +26,11 @@ BLOCK_ELEMENTS = 1 << 17
 FAITHFUL = 1e-30
 
 _PIECE = 1024  # elements of one sum in the gradient's own precision: no rounding piles up
-_NARROW = 32  # width from which on a product of BLAS pays off; numpy 1 has none of rows
+_NARROW = 32  # width from which on a product of BLAS pays off
+
+_Dots = Callable[[FloatArray, FloatArray], FloatArray]
+_einsum: _Dots = functools.partial(np.einsum, "...i,...i->...")
+_vecdot: _Dots = getattr(np, "vecdot", _einsum)  # numpy 1 has none
 
 
 def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[FloatArray, BoolArray, BoolArray]:
@@ -104,19 +109,15 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
 def row_squares(rows: FloatArray) -> FloatArray:
     """Return sums of squares in the rows' own precision, one or more of each, end to end."""
     width = rows.shape[1]
+    dots = _einsum if width < _NARROW else _vecdot
     if width <= _PIECE:
-        return _dots(rows)
+        return dots(rows, rows)
     rest = width % _PIECE
-    found = _dots(rows[:, : width - rest].reshape(len(rows), -1, _PIECE))
+    pieces, tail = rows[:, : width - rest].reshape(len(rows), -1, _PIECE), rows[:, width - rest :]
+    squares = dots(pieces, pieces)
     if rest:
-        found = np.concatenate([found, _dots(rows[:, width - rest :])[:, None]], axis=1)
-    return found.reshape(-1)
-
-
-def _dots(vectors: FloatArray) -> FloatArray:
-    if vectors.shape[-1] < _NARROW or not hasattr(np, "vecdot"):
-        return np.einsum("...i,...i->...", vectors, vectors)  # type: ignore[no-any-return]
-    return np.vecdot(vectors, vectors)  # type: ignore[no-any-return]
+        squares = np.concatenate([squares, dots(tail, tail)[:, None]], axis=1)
+    return squares.reshape(-1)
 
 
 def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
@@ -133,10 +134,10 @@ def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
     return row
 
 
-def count(mask: BoolArray) -> IntArray:
-    """How many are true in each row; numpy counts a whole array ten times as fast as by rows."""
-    total = np.count_nonzero(mask)
-    return np.full(len(mask), total) if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
+def count(mask: BoolArray) -> IntArray | int:
+    """How many are true in each row, one number if the same; numpy counts a whole array ten times as fast as by rows."""
+    total = int(np.count_nonzero(mask))
+    return total if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
 
 
 def _norms(

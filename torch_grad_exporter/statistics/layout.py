@@ -55,15 +55,15 @@ class Layout:
         """Return the places of what contains the loss scale, with its power."""
         return ((place, column.power) for place, column in enumerate(self.columns) if column.power)
 
-    def of_zeros(self, counts: IntArray) -> FloatArray:
-        """Return the rows of gradients of so many zeros, shape (gradients, width)."""
-        rows = np.zeros((len(counts), self.width))
-        rows[:, Column.ZEROS] = 1
+    def of_zeros(self, count: int) -> FloatArray:
+        """Return the row of a gradient of this many zeros, shape (width,)."""
+        row = np.zeros(self.width)
+        row[Column.ZEROS] = 1
         for one, here in self.apart.items():
-            rows[:, here] = one.on_host(np.zeros((1, 1)))
-        rows[:, self._ways == Combine.SUM.value] *= counts[:, None]
-        rows[:, self._ways == Combine.ROOT_OF_SQUARES.value] *= np.sqrt(counts)[:, None]
-        return rows
+            row[here] = one.on_host(np.zeros((1, 1)))[0]
+        row[self._ways == Combine.SUM.value] *= count
+        row[self._ways == Combine.ROOT_OF_SQUARES.value] *= np.sqrt(count)
+        return row
 
     def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
         """Combine the rows of each group, which stand next to each other; see `Combine.runs`."""
@@ -112,10 +112,9 @@ class Packing:
             if self.implied is not None or self.counted is not None:
                 rows = rows.copy()
             if self.implied is not None:
-                sparse = np.flatnonzero(self.implied)
-                pairs = np.stack([rows[sparse], layout.of_zeros(self.implied[sparse])], axis=1)
-                group = np.arange(2 * len(sparse)) // 2
-                rows[sparse] = layout.runs(pairs.reshape(-1, layout.width), group, np.arange(0, len(group), 2))
+                for place in np.flatnonzero(self.implied).tolist():
+                    both = np.stack([rows[place], layout.of_zeros(int(self.implied[place]))])
+                    rows[place] = layout.runs(both, np.zeros(2, dtype=np.int64), np.zeros(1, dtype=np.int64))
             if self.counted is not None:
                 units = vector[count * width :][: 2 * len(self.counted)].reshape(-1, 2)
                 rows[self.counted, Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = units

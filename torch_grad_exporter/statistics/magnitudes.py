@@ -29,11 +29,13 @@ def magnitudes(batch: Batch, accumulate: torch.dtype) -> torch.Tensor:
     with np.errstate(all="ignore"):  # a sum beyond the type is infinite
         for block in blocks(batch):
             values = np.abs(block.reshape(len(rows), -1))
-            up_to = [count(values <= bound) for bound in _bounds(float64=values.dtype == np.float64)]
+            up_to = np.empty((len(rows), WIDTH - 1))
+            for place, bound in enumerate(_bounds(float64=values.dtype == np.float64)):
+                up_to[:, place] = count(values <= bound)
             total = values.sum(axis=1, dtype=np.float64)
             if not np.isfinite(total).all():
                 total = np.where(np.isfinite(values), values, 0.0).sum(axis=1, dtype=np.float64)
-            rows += np.column_stack([np.diff(np.stack(up_to, axis=1), prepend=0), total])
+            rows += np.column_stack([np.diff(up_to, prepend=0), total])
     return torch.from_numpy(rows).to(accumulate)
 
 

@@ -29,8 +29,6 @@ def norms(gradient: torch.Tensor, added_to: torch.Tensor | None = None, wide: de
     elif gradient.numel() <= most or not gradient.layout is added_to.layout is torch.strided:
         parts = (gradient + added_to,)
     else:
-        if gradient.is_contiguous() and added_to.is_contiguous():  # many small rows are then one
-            gradient, added_to = gradient.view(-1), added_to.view(-1)
         parts = (one + other for one, other in zip(slices(gradient, most), slices(added_to, most), strict=True))
     for part in parts:
         batch = Batch((0,), (plain_local(part, keep_sparse=True),), None)
