@@ -176,7 +176,7 @@ class Grouping:
         for known, kinds, groups in self._known:
             if known == which and all(map(operator.eq, map(_kind, values), kinds)):
                 return [
-                    (group, tuple(Batch(one.positions, tuple(map(at, one.positions)), one.layout) for one in parts))
+                    (group, tuple(Batch(part.positions, tuple(map(at, part.positions)), part.layout) for part in parts))
                     for group, parts in groups
                 ]
         by_device: dict[torch.device, list[Batch]] = {}
@@ -198,6 +198,6 @@ class Grouping:
             shared: dict[tuple[object, ...], tuple[object, ...]] = {}
             kinds = [shared.setdefault(kind, kind) for kind in map(_kind, values)]
             kept = [(group, tuple(replace(batch, tensors=()) for batch in parts)) for group, parts in grouped]
-            of_this_table = (one for one in self._known if one[0][0] is table)
+            of_this_table = (known for known in self._known if known[0][0] is table)
             self._known = ((which, kinds, kept), *of_this_table)[:_KNOWN]
         return grouped

@@ -141,4 +141,4 @@ def register(statistic: Statistic) -> contextlib.ExitStack:
 
 def chosen(options: Mapping[str, bool]) -> list[Statistic]:
     """Return the statistics that are always measured, and those whose option is on."""
-    return [one for one in _declared.values() if not one.opt_in or options.get(one.opt_in, False)]
+    return [each for each in _declared.values() if not each.opt_in or options.get(each.opt_in, False)]

@@ -46,7 +46,7 @@ def capturing_graph() -> bool:
 
 def to_device(values: torch.Tensor | np.ndarray[Any, Any] | Sequence[int], device: torch.device) -> torch.Tensor:
     """Return values of the host on a device, without waiting for it."""
-    tensor = torch.as_tensor(values)
+    tensor = torch.as_tensor(values, device="cpu")  # whatever the default is
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -76,7 +76,7 @@ class ByTorch:
         accumulate, layout = self.wide(group.device), self.layout
         rows: list[torch.Tensor] = []
         pieces: list[int] = []
-        magnitudes = [torch.empty(0, device=group.device)]  # the largest of each unit
+        magnitudes = [torch.empty(0, dtype=torch.float32, device=group.device)]  # the largest of each unit
         for batch in parts:
             before, own = len(rows), []
             for chunk in batch.cut(self.most):
@@ -87,14 +87,14 @@ class ByTorch:
                     for column, flags in ((Column.ZEROS, flat == 0), (Column.NANS, flat.isnan()), (Column.INFS, flat.isinf())):
                         columns[column] = flags.sum(dim=1, dtype=accumulate)
                     columns[Column.MIN], columns[Column.MAX] = flat.amin(dim=1).to(accumulate), flat.amax(dim=1).to(accumulate)
-                    for one, here in layout.apart.items():
-                        values = flat.to(accumulate) / scale[0][:, None] if scale and one.homogeneous else flat
-                        columns[here] = one.on_device(values, accumulate).unbind(dim=1)
+                    for statistic, here in layout.apart.items():
+                        values = flat.to(accumulate) / scale[0][:, None] if scale and statistic.homogeneous else flat
+                        columns[here] = statistic.on_device(values, accumulate).unbind(dim=1)
                     if batch.layout is not None:
                         own.append(_largest(chunk))
                 rows.append(torch.stack([*columns, *scale], dim=1))
             pieces += [len(rows) - before] * len(batch.tensors)
-            if own:  # a unit that is larger than a chunk came in several parts, as many as each other one
+            if own:  # a unit that is larger than a chunk came in several parts, all as many
                 magnitudes.append(joined(own, dim=1).reshape(batch.rows * len(batch.tensors), -1).amax(dim=1))
         # The widest of their types rounds none of them to zero. A NaN is neither zero nor more.
         largest = torch.cat(magnitudes)
@@ -103,8 +103,8 @@ class ByTorch:
 
 def norms(batch: Batch, accumulate: torch.dtype) -> torch.Tensor:
     """Return a norm of each piece of each gradient, shape (pieces, 1), or (pieces, 2) with a scale."""
-    found = (_norms(chunk.reshape(len(chunk), -1), accumulate) for chunk in batch.cut(CHUNK_ELEMENTS))
-    return joined([torch.stack(columns, dim=1) for columns in found])
+    parts = (_norms(chunk.reshape(len(chunk), -1), accumulate) for chunk in batch.cut(CHUNK_ELEMENTS))
+    return joined([torch.stack(columns, dim=1) for columns in parts])
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -137,7 +137,7 @@ class EagerStatistics:
     def _packed(self, parts: Sequence[GroupReading], layout: Layout, sample: int | None = None) -> Measurement:
         """Pack the readings of one device. `sample`: in which their units are counted, if they are."""
         groups, where = [part.group for part in parts], parts[0].group.device
-        arrays = [(one.positions, one.elements, one.units, one.implied) for one in groups]
+        arrays = [(group.positions, group.elements, group.units, group.implied) for group in groups]
         positions, elements, units, implied = map(np.concatenate, zip(*arrays, strict=True))
         rows = joined([part.rows for part in parts])
         pieces = None if len(rows) == len(positions) else np.concatenate([part.pieces for part in parts])

@@ -1,7 +1,7 @@
 """Measuring on the CPU, where branching on the data costs nothing.
 
 Every sample reads the memory once, for the squares of rows: their sums are the norms, a sum that
-is 0 belongs to a silent unit, and one that is not finite tells of a NaN or Inf. Zeros and extremes
+is 0 belongs to a silent unit, and one that is not finite shows a NaN or Inf. Zeros and extremes
 cost three more passes. They are taken on request, and whenever something is not finite.
 """
 
@@ -22,7 +22,7 @@ from torch_grad_exporter.statistics.layout import Layout
 # Elements of a block: larger ones leave the cache, smaller ones cost more in calls than they save.
 BLOCK_ELEMENTS = 1 << 17
 
-# Mean square from which on underflow of float32 squares, 1.2e-38 each at most, is of no matter.
+# Mean square from which on underflow of float32 squares, 1.2e-38 each at most, does not matter.
 FAITHFUL = 1e-30
 
 _PIECE = 1024  # elements of one sum in the gradient's own precision: no rounding piles up
@@ -129,8 +129,8 @@ def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
         row[:, Column.ZEROS] = count(flat == 0)
         if not (high - low < np.inf).all():
             row[:, Column.NANS], row[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
-    for one, here in layout.apart.items():
-        row[:, here] = one.on_host(flat)
+    for statistic, here in layout.apart.items():
+        row[:, here] = statistic.on_host(flat)
     return row
 
 

@@ -37,19 +37,19 @@ class Layout:
         self.float64 = any(statistic.float64 for statistic in chosen)
         self.apart: dict[Statistic, slice] = {}  # where the columns of each chosen one stand
         pairs = [(column.name, column) for column in (OWN[:1] if norms_only else OWN)]
-        for one in () if norms_only else chosen:
-            start = Column.SUM if one is MOMENTS else len(pairs)
-            self.apart[one] = here = slice(start, start + len(one.columns))
-            pairs[here] = [(f"{one.name}.{column.name}", column) for column in one.columns]
+        for statistic in () if norms_only else chosen:
+            start = Column.SUM if statistic is MOMENTS else len(pairs)
+            self.apart[statistic] = here = slice(start, start + len(statistic.columns))
+            pairs[here] = [(f"{statistic.name}.{column.name}", column) for column in statistic.columns]
         self.keys = tuple(key for key, _ in pairs)
         self.columns = tuple(column for _, column in pairs)
         self.width = len(pairs)
         # The powers of the scale by which devices without float64 divide what they measure.
         self.divided = np.zeros(self.width)
         self.divided[Column.NORM] = 1
-        for one, here in self.apart.items():
-            self.divided[here] = [column.power if one.homogeneous else 0 for column in one.columns]
-        self._ways = np.array([column.combine.value for column in self.columns])
+        for statistic, here in self.apart.items():
+            self.divided[here] = [column.power if statistic.homogeneous else 0 for column in statistic.columns]
+        self._places = {way: [i for i, column in enumerate(self.columns) if column.combine is way] for way in Combine}
 
     def proportional(self) -> Iterator[tuple[int, int]]:
         """Return the places of what contains the loss scale, with its power."""
@@ -59,19 +59,17 @@ class Layout:
         """Return the row of a gradient of this many zeros, shape (width,)."""
         row = np.zeros(self.width)
         row[Column.ZEROS] = 1
-        for one, here in self.apart.items():
-            row[here] = one.on_host(np.zeros((1, 1)))[0]
-        row[self._ways == Combine.SUM.value] *= count
-        row[self._ways == Combine.ROOT_OF_SQUARES.value] *= np.sqrt(count)
+        for statistic, here in self.apart.items():
+            row[here] = statistic.on_host(np.zeros((1, 1)))[0]
+        row[self._places[Combine.SUM]] *= count
+        row[self._places[Combine.ROOT_OF_SQUARES]] *= np.sqrt(count)
         return row
 
     def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
         """Combine the rows of each group, which stand next to each other; see `Combine.runs`."""
         combined = np.empty((len(starts), self.width))
-        for way in Combine:
-            places = self._ways == way.value
-            if places.any():
-                combined[:, places] = way.runs(rows[:, places], group, starts)
+        for way, places in self._places.items():
+            combined[:, places] = way.runs(rows[:, places], group, starts)
         return combined
 
 

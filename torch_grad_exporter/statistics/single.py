@@ -29,7 +29,7 @@ def norms(gradient: torch.Tensor, added_to: torch.Tensor | None = None, wide: de
     elif gradient.numel() <= most or not gradient.layout is added_to.layout is torch.strided:
         parts = (gradient + added_to,)
     else:
-        parts = (one + other for one, other in zip(slices(gradient, most), slices(added_to, most), strict=True))
+        parts = (part + other for part, other in zip(slices(gradient, most), slices(added_to, most), strict=True))
     for part in parts:
         batch = Batch((0,), (plain_local(part, keep_sparse=True),), None)
         if batch.elements and part.device.type == "cpu":
