@@ -75,6 +75,7 @@ LARGE: dict[str, Callable[[], torch.Tensor]] = {
     "float64": lambda: some(SIDES).double() * 1e200,
     "transposed": lambda: some(SIDES).t(),
     "units larger than a chunk, transposed": lambda: some((300_000, 2)).t(),
+    "a unit that is zero but for its second chunk": lambda: some((2, 300_000)).index_fill_(1, torch.arange(290_000), 0),
     "strided": lambda: some((SIDES[0], 2 * SIDES[1]))[:, ::2],
     "channels last": lambda: some((300, 300, 3, 3)).to(memory_format=torch.channels_last),
     "a type of one byte": lambda: some(SIDES).to(torch.float8_e5m2),
@@ -145,6 +146,7 @@ def test_chunks_in_several_readings() -> None:
     """Large and small gradients, with units and without, read in any parts or one by one: each has its own row and dead units."""
     shapes = [(400, 500), (7,), (8, 5), (300_000,), (3, 100_000), (8, 5)]
     gradients = [some(shape, seed=seed) for seed, shape in enumerate(shapes)]
+    gradients[2][3:6] = gradients[5][4:] = 0  # each has zero units of its own number
     table, statistics = plan_of(Bare(*shapes)), ON_DEVICE(1, WITH_MOMENTS, chunk_elements=STACKED_ELEMENTS)
     pairs = list(enumerate(gradients))
     cuts = [[pairs[:cut], pairs[cut:]] for cut in range(len(pairs))] + [[[pair] for pair in pairs]]
