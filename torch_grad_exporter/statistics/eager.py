@@ -138,7 +138,7 @@ class EagerStatistics:
         """Pack the readings of one device. `sample`: in which their units are counted, if they are."""
         groups, where = [part.group for part in parts], parts[0].group.device
         arrays = [(group.positions, group.elements, group.units, group.implied) for group in groups]
-        positions, elements, units, implied = map(np.concatenate, zip(*arrays, strict=True))
+        positions, elements, units, implied = arrays[0] if len(arrays) == 1 else map(np.concatenate, zip(*arrays, strict=True))
         rows = joined([part.rows for part in parts])
         pieces = None if len(rows) == len(positions) else np.concatenate([part.pieces for part in parts])
         vector = rows.reshape(-1)
