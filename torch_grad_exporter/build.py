@@ -127,7 +127,7 @@ class Stages:
         # Capture, on the thread that trains: hooks, rounds, sampling, and the gradients' numbers.
         self._mailbox = mailbox = Mailbox()
         enabled = {field.name: getattr(settings, field.name) is True for field in fields(settings)}
-        layout = Layout.of(chosen(enabled))
+        layout = Layout(chosen(enabled))
         events = EventPool(errors.boundary("timing"))
         self._hooks = hooks = Hooks(errors)
         self.clock = clock = StepClock(mailbox, events=events)

@@ -86,7 +86,7 @@ def parts(name: str, table: ParameterTable, gradients: Gradients, seconds: float
 
 
 def _candidates(table: ParameterTable, gradients: Gradients) -> dict[str, Callable[[], object]]:
-    plain, moments = EagerStatistics(100), EagerStatistics(100, Layout.of([MOMENTS]))
+    plain, moments = EagerStatistics(100), EagerStatistics(100, Layout([MOMENTS]))
     broken, tiny = EagerStatistics(100), EagerStatistics(100)
     sample = itertools.count()
     tensors = [g for _, g in gradients]

@@ -12,7 +12,7 @@ import torch
 
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.statistics.batches import Batch
-from torch_grad_exporter.statistics.magnitudes import CHUNK_ELEMENTS, WIDTH, Magnitudes
+from torch_grad_exporter.statistics.magnitudes import CHUNK_ELEMENTS, WIDTH, magnitudes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -55,7 +55,7 @@ class Elsewhere(torch.Tensor):
 def measured(tensors: Sequence[torch.Tensor], accumulate: torch.dtype = torch.float64, *, elsewhere: bool = False) -> torch.Tensor:
     """Return the rows of a batch, on the CPU or in the way of other devices."""
     batch = tuple(tensor.as_subclass(Elsewhere) for tensor in tensors) if elsewhere else tuple(tensors)
-    return Magnitudes().of(Batch(tuple(range(len(batch))), batch, None), accumulate)
+    return magnitudes(Batch(tuple(range(len(batch))), batch, None), accumulate)
 
 
 @pytest.mark.slow
@@ -81,9 +81,8 @@ def test_tensors_of_a_batch_have_a_row_each() -> None:
 
 def test_nothing_is_read_from_a_device() -> None:
     """On the device `meta`, where any reading raises, a large tensor is measured in parts."""
-    magnitudes = Magnitudes()
     for dtype in DTYPES:
         tensor = torch.empty(5 * CHUNK_ELEMENTS, dtype=dtype, device="meta")
-        rows = magnitudes.of(Batch((0,), (tensor,), None), torch.float32)
+        rows = magnitudes(Batch((0,), (tensor,), None), torch.float32)
         assert rows.shape[1] == WIDTH
         assert len(rows) >= 5

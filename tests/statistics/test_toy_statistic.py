@@ -15,16 +15,15 @@ import torch
 from tests.statistics.test_device_chunks import NARROW, ON_DEVICE
 from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, sparse
 from tests.support.scrape import errors, value, values
-from tests.support.statistics import by_position, elements
+from tests.support.statistics import by_position, elements, own_columns
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows
-from torch_grad_exporter.statistics import declared
 from torch_grad_exporter.statistics.combine import Combine
-from torch_grad_exporter.statistics.declared import MOMENTS, ColumnSpec, Elements, Statistic, register
+from torch_grad_exporter.statistics.declared import MOMENTS, ColumnSpec, Elements, Statistic, chosen, register
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -171,7 +170,7 @@ def test_what_cannot_be_measured_is_not_registered(wrong: Statistic, message: st
         register(wrong)
     with register(TOY), pytest.raises(ValueError, match="close its registration"):
         register(TOY)
-    assert [one.name for one in declared.declared()] == ["moments"]
+    assert [one.name for one in chosen({"moments": True})] == ["moments"]
 
 
 def test_a_failing_measure_does_not_harm_training() -> None:
@@ -196,7 +195,7 @@ def test_a_failing_measure_does_not_harm_training() -> None:
 
 # Each declared statistic against its definition
 
-EVERYTHING = Layout.of([MOMENTS, TOY])
+EVERYTHING = Layout([MOMENTS, TOY])
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "matrix": lambda: some((40, 30)),
@@ -220,7 +219,7 @@ def test_every_column_agrees_with_its_reference(kind: str, statistics: EagerStat
     table = plan_of(module)
     row = by_position(statistics.measure(table, [(0, gradient)], 1))[0]
     every = elements(gradient, table.tracked[0].units)
-    expected = [v for one in EVERYTHING.statistics for v in one.reference(every)]
+    expected = [*own_columns(every), *TOY.reference(every)]
     assert len(row) == len(expected) == EVERYTHING.width == 12
     size = sum(abs(v) for v in every.flat)
     for key, found, wanted in zip(EVERYTHING.keys, row, expected, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_grad_exporter.model.units import UnitLayout
+from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.declared import MOMENTS, Elements
 from torch_grad_exporter.statistics.eager import Measurement
 from torch_grad_exporter.statistics.layout import Layout
 
-WITH_MOMENTS = Layout.of([MOMENTS])
+WITH_MOMENTS = Layout([MOMENTS])
 
 
 def by_position(measured: Iterable[Measurement]) -> dict[int, np.ndarray]:
@@ -37,14 +39,29 @@ def elements(gradient: torch.Tensor, units: UnitLayout | None = None) -> Element
     return Elements(dense.double().reshape(-1).tolist(), [] if units is None else units.rows(dense).double().tolist())
 
 
+def _sum(elements: Elements) -> float:
+    infinite = [value for value in elements.flat if not math.isfinite(value)]
+    try:
+        return sum(infinite) if infinite else math.fsum(elements.flat)
+    except OverflowError:
+        return math.copysign(math.inf, max(elements.flat, key=abs))
+
+
+def own_columns(elements: Elements) -> tuple[float, ...]:
+    """Return the package's own columns in plain loops, in the order of `Column`."""
+    flat = elements.flat
+    norm = math.nan if any(map(math.isnan, flat)) else math.hypot(*flat)
+    zeros, nans, infs = (float(sum(map(test, flat))) for test in ((0.0).__eq__, math.isnan, math.isinf))
+    low, high = (math.nan, math.nan) if nans else (min(flat, default=0.0), max(flat, default=0.0))
+    # Dead units depend on earlier samples. This is their number for a window of one.
+    units = float(sum(not any(unit) for unit in elements.units))
+    return norm, zeros, nans, infs, low, high, units, units, _sum(elements)
+
+
 def by_definition(gradient: torch.Tensor, units: UnitLayout | None = None) -> SimpleNamespace:
     """The columns of one gradient by name, by their definitions, and how many `elements` it has; a complex one counts as two."""
     found = elements(gradient, units)
-    values = {
-        column.name: value
-        for one in WITH_MOMENTS.statistics
-        for column, value in zip(one.columns, one.reference(found), strict=True)
-    }
+    values = {column.name.lower(): value for column, value in zip(Column, own_columns(found), strict=True)}
     return SimpleNamespace(elements=len(found.flat), **values)
 
 

@@ -163,7 +163,7 @@ def _on_device(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor
     norm = device.norms(batch, accumulate).prod(dim=1)  # without float64 it comes with a scale
     counts = [
         torch.stack([flags.sum(dtype=accumulate) for flags in (chunk == 0, chunk.isnan(), chunk.isinf())])
-        for chunk in device.chunks(batch, device.CHUNK_ELEMENTS)
+        for chunk in batch.cut(device.CHUNK_ELEMENTS)
     ]
     if len(counts) > 1:
         norm, counts = torch.linalg.vector_norm(norm).reshape(1), [torch.stack(counts).sum(dim=0)]

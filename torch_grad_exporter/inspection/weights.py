@@ -17,9 +17,9 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics.batches import batches, dense_local
+from torch_grad_exporter.statistics.batches import batches, plain_local, resolved
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.statistics.magnitudes import Magnitudes
+from torch_grad_exporter.statistics.magnitudes import magnitudes
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Inspected
@@ -54,7 +54,6 @@ class WeightProbe(Inspection):
     def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
         self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
-        self._magnitudes = Magnitudes()
         self._next: dict[int, int] = {}
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
         """By optimizer: the positions of some parameters, and their copies from before its step."""
@@ -102,7 +101,7 @@ class WeightProbe(Inspection):
         counted = [(position, now, table.tracked[position].flat) for position, now in here if table.counts[position]]
         # FSDP1's padding is no element of the model.
         for batch in batches(table, ((position, now if flat is None else flat.of(now)) for position, now, flat in counted)):
-            found = self._magnitudes.of(batch, wide(batch.tensors[0].device))
+            found = magnitudes(batch, wide(batch.tensors[0].device))
             owners += batch.positions * (len(found) // len(batch.positions))
             rows.append(found.reshape(-1))
         return np.array(owners, dtype=np.int64), rows
@@ -124,4 +123,4 @@ class WeightProbe(Inspection):
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's own plain, real tensor of a parameter."""
-    return dense_local(parameter, keep_sparse=False)
+    return resolved(plain_local(parameter, keep_sparse=False))

@@ -2,8 +2,8 @@
 
 `eager.py` is the interface. It has the gradients prepared and batched (`batches.py`), measures
 those on the CPU in `host.py`, which may branch on the data, and all others in `device.py`, which
-never does, so that the host never waits. `declared.py` defines a statistic and lists those of the
-package; `layout.py` derives the row of a gradient from these declarations.
+never does, so that the host never waits. `layout.py` has the row of a gradient: the columns below,
+and those of statistics that are declared apart (`declared.py`).
 """
 
 from __future__ import annotations

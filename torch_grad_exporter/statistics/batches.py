@@ -6,12 +6,11 @@ but the numbers changes from sample to sample, so that the grouping is kept.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ STACKED_ELEMENTS = 1 << 17
 
 _ORDINARY = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _KNOWN = 8  # sets of gradients whose grouping is kept: each optimizer may have its own
-_kind: Callable[[torch.Tensor], tuple[object, ...]] = operator.attrgetter("layout", "dtype", "device", "shape")
+_kind: Callable[[torch.Tensor], tuple[object, ...]] = operator.attrgetter("__class__", "layout", "dtype", "device", "shape")
 
 _Values = TypeVar("_Values", torch.Tensor, FloatArray)
 Gradients = Mapping[int, torch.Tensor] | Iterable[tuple[int, torch.Tensor]]
@@ -40,13 +39,8 @@ class Batch:
 
     positions: tuple[int, ...]  # of the parameters in their table
     tensors: tuple[torch.Tensor, ...]
-    layout: UnitLayout | None
+    layout: UnitLayout | None  # None: they have no units
     implied_zeros: int = 0  # elements of a sparse gradient that are not stored, and so are zero
-
-    @property
-    def units(self) -> bool:
-        """Whether the gradients have output units."""
-        return self.layout is not None
 
     @property
     def rows(self) -> int:
@@ -62,26 +56,30 @@ class Batch:
         first = self.tensors[0]
         return first.numel() * (2 if first.is_complex() else 1)
 
-    def stacked(self) -> torch.Tensor:
-        """Return all as one tensor in the order of units; a copy if there are several."""
-        tensors, layout = self.tensors, self.layout
-        if layout is not None and layout.dims != (0,):
-            tensors = tuple(map(layout.rows, tensors))
-        return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
-
     def cut(self, most: int) -> Iterator[torch.Tensor]:
-        """Return all as one real tensor, or one of more than `most` elements in parts, in the order of units."""
+        """Return real tensors of shape (gradients, rows, columns); only small ones are copies.
+
+        A row is an output unit or a part of one: a larger unit comes in parts, as many for each.
+        A gradient of more than `most` elements comes in several tensors, and alone.
+        """
+        tensors, layout = self.tensors, self.layout
+        if layout is not None and layout.dims == (0,):
+            layout = None  # the units are as they stand in memory
         if self.elements <= most:
-            yield resolved(self.stacked())
+            if layout is not None:
+                tensors = tuple(map(layout.rows, tensors))
+            whole = resolved(tensors[0] if len(tensors) == 1 else torch.stack(tensors))
+            yield whole.reshape(len(tensors), self.rows, -1)
             return
-        gradient, layout = self.tensors[0], self.layout
-        if layout is not None and layout.dims != (0,):
+        gradient, width = tensors[0], self.elements // self.rows
+        if layout is not None:
             # A view of `layout.shape` would be a copy where the last dimensions are apart in memory.
             split = gradient.view((*layout.shape[:2], *gradient.shape[1:]))
             gradient = split.movedim(layout.dims, tuple(range(len(layout.dims))))
         elif gradient.is_contiguous():
-            gradient = gradient.view(-1 if layout is None else (layout.count, -1))
-        yield from map(resolved, slices(gradient, most // 2 if gradient.is_complex() else most))
+            gradient = gradient.view(self.rows, -1)
+        for part in map(resolved, slices(gradient, most // 2 if gradient.is_complex() else most)):
+            yield part.reshape(1, max(1, part.numel() // width), -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,26 +93,6 @@ class Group:
     units: IntArray  # output units of each
     implied: IntArray  # zeros of each that a sparse gradient does not store
     readable: bool  # all are plain tensors on the host, of types that NumPy has
-
-    @classmethod
-    def of(cls, device: torch.device, table: ParameterTable, ordered: Sequence[Batch], *, ordinary: bool) -> Self:
-        """Return the group of these batches, of which those with units come first. `ordinary`: all gradients are."""
-        positions = np.array([position for batch in ordered for position in batch.positions], dtype=np.int64)
-        implied = np.repeat([batch.implied_zeros for batch in ordered], [len(batch.positions) for batch in ordered])
-        units = table.units[positions]
-        members = tuple((table.tracked[p], n) for p, n in zip(positions.tolist(), units.tolist(), strict=True) if n)
-        readable = ordinary and device.type == "cpu" and all(b.tensors[0].dtype is not torch.bfloat16 for b in ordered)
-        return cls(device, members, positions, table.elements[positions], units, implied, readable)
-
-    @classmethod
-    def joined(cls, groups: Sequence[Self]) -> Self:
-        """Return several groups of one device as one."""
-        positions, elements, units, implied = (
-            np.concatenate([getattr(group, name) for group in groups]) for name in ("positions", "elements", "units", "implied")
-        )
-        members = tuple(itertools.chain(*(group.members for group in groups)))
-        readable = all(group.readable for group in groups)
-        return cls(groups[0].device, members, positions, elements, units, implied, readable)
 
 
 def slices(values: _Values, most: int) -> Iterator[_Values]:
@@ -154,17 +132,10 @@ def resolved(part: torch.Tensor) -> torch.Tensor:
     return part.float() if part.element_size() == 1 else part.resolve_neg()
 
 
-def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
-    """Like `plain_local`, and `resolved`."""
-    return resolved(plain_local(gradient, keep_sparse=keep_sparse))
-
-
 def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
     """Batch `(position in the table, gradient)`; empty gradients are left out."""
     stacks: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
     for position, gradient in gradients:
-        # To copy a gradient into a stack costs less than a call only if it is small.
-        small = STACKED_ELEMENTS // (8 if gradient.device.type == "cpu" else 2)
         tracked = table.tracked[position]
         layout, values, implied = tracked.units, gradient, 0
         if not is_ordinary(gradient):
@@ -172,10 +143,13 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
         elements = values.numel() * (2 if values.is_complex() else 1)
         if gradient.is_sparse:
             implied = tracked.elements - elements
+        # To copy a gradient into a stack costs less than a call only if it is small.
+        small = elements <= STACKED_ELEMENTS // (8 if gradient.device.type == "cpu" else 2)
+        if elements == 0 and implied:
+            values, elements, implied = values.new_zeros(1), 1, implied - 1
         if elements == 0:
-            if implied:
-                yield Batch((position,), (values.new_zeros(1),), None, implied - 1)
-        elif implied or elements > small:
+            continue
+        if implied or not small:
             yield Batch((position,), (values,), layout, implied)
         else:
             key = (values.device, values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
@@ -195,32 +169,37 @@ class Grouping:
 
     def __init__(self) -> None:
         # Which gradients, their kinds, and their groups without them. Replaced, never changed: threads may share it.
-        self._known: tuple[tuple[tuple[object, ...], list[tuple[object, ...]], Grouped], ...] = ()
+        self._known: tuple[tuple[tuple[ParameterTable, list[int]], list[tuple[object, ...]], Grouped], ...] = ()
 
     def groups(self, table: ParameterTable, gradients: Gradients) -> Grouped:
         """Return the gradients, without empty ones and those of which this rank has a summand."""
         wanted = dict(gradients)
-        values, at = wanted.values(), wanted.__getitem__
-        what = table, [*wanted], [*map(type, values)]
+        which, values, at = (table, [*wanted]), wanted.values(), wanted.__getitem__
         for known, kinds, groups in self._known:
-            if known == what and all(map(operator.eq, map(_kind, values), kinds)):
+            if known == which and all(map(operator.eq, map(_kind, values), kinds)):
                 return [
-                    (group, tuple(Batch(one.positions, tuple(map(at, one.positions)), one.layout) for one in parts))
+                    (group, tuple(Batch(part.positions, tuple(map(at, part.positions)), part.layout) for part in parts))
                     for group, parts in groups
                 ]
         by_device: dict[torch.device, list[Batch]] = {}
         # The norm of a sum does not follow from one summand.
         for batch in batches(table, ((i, gradient) for i, gradient in wanted.items() if not is_partial(gradient))):
             by_device.setdefault(batch.tensors[0].device, []).append(batch)
-        grouped, ordinary = [], all(map(is_ordinary, values))
-        for device, found in by_device.items():
-            ordered = sorted(found, key=lambda batch: not batch.units)
-            grouped.append((Group.of(device, table, ordered, ordinary=ordinary), tuple(ordered)))
+        ordinary, grouped = all(map(is_ordinary, values)), []
+        for device, parts in by_device.items():
+            parts.sort(key=lambda batch: batch.layout is None)
+            positions = np.array([position for batch in parts for position in batch.positions], dtype=np.int64)
+            implied = np.repeat([batch.implied_zeros for batch in parts], [len(batch.positions) for batch in parts])
+            units = table.units[positions]
+            members = tuple((table.tracked[p], n) for p, n in zip(positions.tolist(), units.tolist(), strict=True) if n)
+            readable = ordinary and device.type == "cpu" and all(b.tensors[0].dtype is not torch.bfloat16 for b in parts)
+            group = Group(device, members, positions, table.elements[positions], units, implied, readable)
+            grouped.append((group, tuple(parts)))
         # How other gradients are grouped does not follow from their kind alone.
         if ordinary:
             shared: dict[tuple[object, ...], tuple[object, ...]] = {}
             kinds = [shared.setdefault(kind, kind) for kind in map(_kind, values)]
             kept = [(group, tuple(replace(batch, tensors=()) for batch in parts)) for group, parts in grouped]
-            of_this_table = (one for one in self._known if one[0][0] is table)
-            self._known = ((what, kinds, kept), *of_this_table)[:_KNOWN]
+            of_this_table = (known for known in self._known if known[0][0] is table)
+            self._known = ((which, kinds, kept), *of_this_table)[:_KNOWN]
         return grouped

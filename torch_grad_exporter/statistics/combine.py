@@ -31,18 +31,12 @@ class Combine(enum.Enum):
         scale = _divisor(np.maximum.reduceat(rows, starts, axis=0))
         return np.sqrt(np.add.reduceat(np.square(rows / scale[group]), starts, axis=0)) * scale
 
-    def groups(self, values: FloatArray, group: IntArray, groups: int) -> FloatArray:
-        """Like `runs` for one column, shape (n,), whose groups come in any order."""
-        order = np.argsort(group, kind="stable")
-        starts = np.searchsorted(group[order], np.arange(groups))
-        return self.runs(values[order, None].astype(np.float64), group[order], starts)[:, 0]
-
 
 _UFUNCS = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 
 
 def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArray:
-    """Return the L2 norm of each group of vectors from the norms of the vectors, without overflow."""
+    """Return the L2 norm of each group of vectors, 0 of an empty one, from the norms of the vectors, without overflow."""
     largest = np.zeros(groups)
     np.maximum.at(largest, group, norms)
     scale = _divisor(largest)

@@ -12,7 +12,6 @@ layer are in `GradientSnapshot.declared["signs.positive"]`, where a collector fi
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -73,8 +72,8 @@ class Statistic:
     name: str
     columns: tuple[ColumnSpec, ...]
     reference: Callable[[Elements], tuple[float, ...]]
-    host: Callable[[FloatArray], FloatArray] | None = None
-    device: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
+    host: Callable[[FloatArray], FloatArray]
+    device: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
     float64: bool = False
     opt_in: str = ""
 
@@ -87,11 +86,11 @@ class Statistic:
         """Return the columns of a block; raises `ValueError` for a wrong shape."""
         block = block.view()
         block.flags.writeable = False  # it may be the gradient itself
-        return self._checked(self.host(block))  # type: ignore[misc]  # what has its own measures has both
+        return self._checked(self.host(block))
 
     def on_device(self, chunk: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
         """Return the columns of a chunk, shape (tensors, elements), in the type to accumulate in."""
-        return self._checked(self.device(chunk, accumulate)).to(accumulate)  # type: ignore[misc]
+        return self._checked(self.device(chunk, accumulate)).to(accumulate)
 
     def _checked(self, values: _Values) -> _Values:
         if values.ndim != 2 or values.shape[1] != len(self.columns):
@@ -100,44 +99,11 @@ class Statistic:
         return values
 
 
-def _norm(elements: Elements) -> tuple[float, ...]:
-    return (math.nan if any(map(math.isnan, elements.flat)) else math.hypot(*elements.flat),)
-
-
-def _counts(elements: Elements) -> tuple[float, ...]:
-    flat = elements.flat
-    zeros, nans, infs = (sum(map(test, flat)) for test in ((0.0).__eq__, math.isnan, math.isinf))
-    low, high = (math.nan, math.nan) if nans else (min(flat, default=0.0), max(flat, default=0.0))
-    # Dead units depend on earlier samples, see `units.py`. This is their number for a window of one.
-    units = sum(not any(unit) for unit in elements.units)
-    return float(zeros), float(nans), float(infs), low, high, float(units), float(units)
-
-
-def _sum(elements: Elements) -> tuple[float, ...]:
-    infinite = [value for value in elements.flat if not math.isfinite(value)]
-    try:
-        return (sum(infinite) if infinite else math.fsum(elements.flat),)
-    except OverflowError:
-        return (math.copysign(math.inf, max(elements.flat, key=abs)),)
-
-
-# What `host.py` and `device.py` measure together.
-NORM = Statistic("norm", (ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),), _norm)
-COUNTS = Statistic(
-    "counts",
-    (
-        *(ColumnSpec(name, Combine.SUM) for name in ("zeros", "nans", "infs")),
-        ColumnSpec("min", Combine.MIN, power=1),
-        ColumnSpec("max", Combine.MAX, power=1),
-        *(ColumnSpec(name, Combine.SUM) for name in ("zero_units", "dead_units")),
-    ),
-    _counts,
-)
 # The sum of the elements gives, with the norm, their mean and standard deviation.
 MOMENTS = Statistic(
     "moments",
     (ColumnSpec("sum", Combine.SUM, power=1),),
-    _sum,
+    lambda elements: (sum(elements.flat),),
     host=lambda block: np.add.reduce(block, axis=1, dtype=np.float64, keepdims=True),
     device=lambda chunk, wide: chunk.sum(dim=1, keepdim=True, dtype=wide),
     # A standard deviation is the small rest of the norm when the mean is taken out.
@@ -161,7 +127,7 @@ def register(statistic: Statistic) -> contextlib.ExitStack:
     problem = ""
     if not columns or len(set(columns)) < len(columns):
         problem = f"expected columns of different names, got {columns}"
-    elif statistic.host is None or statistic.device is None:
+    elif not all(map(callable, (statistic.host, statistic.device))):
         problem = "give it a measure for the host and one for devices"
     elif statistic.name in _declared:
         problem = "there is one of this name; choose another one, or close its registration"
@@ -173,11 +139,6 @@ def register(statistic: Statistic) -> contextlib.ExitStack:
     return registration
 
 
-def declared() -> list[Statistic]:
-    """Return the statistics that have measures of their own."""
-    return list(_declared.values())
-
-
 def chosen(options: Mapping[str, bool]) -> list[Statistic]:
-    """Return those that are always measured, and those whose option is on."""
-    return [one for one in declared() if not one.opt_in or options.get(one.opt_in, False)]
+    """Return the statistics that are always measured, and those whose option is on."""
+    return [each for each in _declared.values() if not each.opt_in or options.get(each.opt_in, False)]

@@ -12,13 +12,13 @@ time: four levels of 64 additions, each off by 2**-24 at most, give a norm that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.layout import Layout
@@ -44,12 +44,20 @@ def capturing_graph() -> bool:
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
+def to_device(values: torch.Tensor | np.ndarray[Any, Any] | Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return values of the host on a device, without waiting for it."""
+    tensor = torch.as_tensor(values, device="cpu")  # whatever the default is
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupReading:
     """What was read of the gradients of a group, before the past of their units is considered."""
 
     group: Group
-    pieces: IntArray | None  # rows of each gradient, shape (n,); None: one
+    pieces: list[int]  # rows of each gradient
     rows: torch.Tensor  # shape (all pieces, columns), followed by a scale where the device has no float64
     zero: torch.Tensor  # units whose gradient is exactly zero, shape (units of all members,)
     alive: torch.Tensor  # units that have a nonzero element and no NaN
@@ -64,56 +72,39 @@ class ByTorch:
     most: int  # elements that are read at once
 
     def read(self, group: Group, parts: Sequence[Batch]) -> GroupReading:
-        """Return all that can be said of the gradients without their past."""
-        accumulate = self.wide(group.device)
-        rows, pieces, magnitudes = [], [], []
+        """Return all that can be said of the gradients without their past; only norms if the layout has no more."""
+        accumulate, layout = self.wide(group.device), self.layout
+        rows: list[torch.Tensor] = []
+        pieces: list[int] = []
+        magnitudes = [torch.empty(0, dtype=torch.float32, device=group.device)]  # the largest of each unit
         for batch in parts:
-            extremes = []
-            for chunk in chunks(batch, self.most):
-                low, high = _extremes(chunk)
-                rows.append(self._row(chunk, low, high, accumulate))
-                extremes.append(torch.maximum(-low, high))
-            pieces.append(len(extremes))
-            if batch.units:
-                units = joined(extremes, dim=1)
-                if units.numel() > batch.rows * len(batch.tensors):  # each came in as many parts
-                    units = units.reshape(batch.rows, -1).amax(dim=1)
-                magnitudes.append(units.reshape(-1))
+            before, own = len(rows), []
+            for chunk in batch.cut(self.most):
+                flat = chunk.reshape(len(chunk), -1)
+                norm, *scale = _norms(flat, accumulate)
+                columns = [norm] + [torch.zeros_like(norm)] * (layout.width - 1)
+                if not layout.norms_only:
+                    for column, flags in ((Column.ZEROS, flat == 0), (Column.NANS, flat.isnan()), (Column.INFS, flat.isinf())):
+                        columns[column] = flags.sum(dim=1, dtype=accumulate)
+                    columns[Column.MIN], columns[Column.MAX] = flat.amin(dim=1).to(accumulate), flat.amax(dim=1).to(accumulate)
+                    for statistic, here in layout.apart.items():
+                        values = flat.to(accumulate) / scale[0][:, None] if scale and statistic.homogeneous else flat
+                        columns[here] = statistic.on_device(values, accumulate).unbind(dim=1)
+                    if batch.layout is not None:
+                        own.append(_largest(chunk))
+                rows.append(torch.stack([*columns, *scale], dim=1))
+            pieces += [len(rows) - before] * len(batch.tensors)
+            if own:  # a unit that is larger than a chunk came in several parts, all as many
+                magnitudes.append(joined(own, dim=1).reshape(batch.rows * len(batch.tensors), -1).amax(dim=1))
         # The widest of their types rounds none of them to zero. A NaN is neither zero nor more.
-        largest = torch.cat(magnitudes or [rows[0].new_zeros(0)])
-        return GroupReading(group, pieces_of(parts, pieces), torch.cat(rows), largest == 0, largest > 0)
-
-    def norms(self, group: Group, parts: Sequence[Batch]) -> tuple[torch.Tensor, IntArray | None]:
-        """Return only the norms, with the same rounding, and how many each gradient has."""
-        measured = [norms(batch, self.wide(group.device), self.most) for batch in parts]
-        pieces = [len(rows) // len(batch.tensors) for batch, rows in zip(parts, measured, strict=True)]
-        return torch.cat(measured).reshape(-1), pieces_of(parts, pieces)
-
-    def _row(self, chunk: torch.Tensor, low: torch.Tensor, high: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
-        """The row of each tensor of a chunk, whose extremes by unit are known."""
-        flat, layout = chunk.reshape(len(chunk), -1), self.layout
-        norm, *scale = _norms(chunk, accumulate, (low, high))
-        columns = [torch.zeros_like(norm)] * layout.width
-        columns[Column.NORM] = norm
-        for column, flags in ((Column.ZEROS, flat == 0), (Column.NANS, flat.isnan()), (Column.INFS, flat.isinf())):
-            columns[column] = flags.sum(dim=1, dtype=accumulate)
-        columns[Column.MIN], columns[Column.MAX] = low.amin(dim=1).to(accumulate), high.amax(dim=1).to(accumulate)
-        for one in layout.apart:
-            values = flat.to(accumulate) / scale[0][:, None] if scale and one.homogeneous else flat
-            columns[layout.places(one)] = one.on_device(values, accumulate).unbind(dim=1)
-        return torch.stack([*columns, *scale], dim=1)
+        largest = torch.cat(magnitudes)
+        return GroupReading(group, pieces, torch.cat(rows), largest == 0, largest > 0)
 
 
-def norms(batch: Batch, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> torch.Tensor:
+def norms(batch: Batch, accumulate: torch.dtype) -> torch.Tensor:
     """Return a norm of each piece of each gradient, shape (pieces, 1), or (pieces, 2) with a scale."""
-    return joined([torch.stack(_norms(chunk, accumulate), dim=1) for chunk in chunks(batch, most)])
-
-
-def pieces_of(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray | None:
-    """Return the rows of each gradient from those of each batch; None: one."""
-    if max(pieces) == 1:
-        return None
-    return np.repeat(np.array(pieces, dtype=np.int64), [len(batch.positions) for batch in batches])
+    parts = (_norms(chunk.reshape(len(chunk), -1), accumulate) for chunk in batch.cut(CHUNK_ELEMENTS))
+    return joined([torch.stack(columns, dim=1) for columns in parts])
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -121,44 +112,25 @@ def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)
 
 
-def chunks(batch: Batch, most: int) -> Iterator[torch.Tensor]:
-    """Cut a batch into parts of shape (tensors, rows, columns); only small ones are copies.
-
-    A row is an output unit or a part of one: a larger unit comes in parts, as many for each. If a
-    tensor is cut, it is the only one.
-    """
-    tensors, width = len(batch.tensors), batch.elements // batch.rows
-    for part in batch.cut(most):
-        yield part.reshape(tensors, max(1, part.numel() // (tensors * width)), -1)
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude along the last dimension; NaN where there is one. It needs no temporary."""
+    largest: torch.Tensor = torch.linalg.vector_norm(values, torch.inf, dim=-1)
+    return largest
 
 
-def _extremes(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest element of each row."""
-    if chunk.device.type == "mps":  # older versions of torch have no `aminmax` there
-        return chunk.amin(dim=2), chunk.amax(dim=2)
-    low, high = chunk.aminmax(dim=2)
-    return low, high
-
-
-def _norms(
-    chunk: torch.Tensor, accumulate: torch.dtype, extremes: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, ...]:
-    """The norm of each tensor; without float64 that of the tensor divided by its scale, and the scale."""
-    flat = chunk.reshape(len(chunk), -1)
+def _norms(flat: torch.Tensor, accumulate: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The norm of each row; without float64 that of the row divided by its scale, and the scale."""
     if accumulate is torch.float64 and flat.dtype is not torch.float64:
         return (torch.linalg.vector_norm(flat, dim=1, dtype=accumulate),)
-    low, high = extremes or _extremes(chunk)
-    largest = torch.maximum(-low, high).amax(dim=1)
-    # The largest magnitude of each tensor, 1 where that is no divisor.
+    largest = _largest(flat)
+    # 1 where the largest magnitude is no divisor.
     scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest)).to(accumulate)
     values = flat.to(accumulate) / scale[:, None]
     if accumulate is torch.float64:
         return (torch.linalg.vector_norm(values, dim=1) * scale,)
     while values.shape[1] > 1:
-        whole = values.shape[1] - values.shape[1] % _PIECE
-        pieces = torch.linalg.vector_norm(values[:, :whole].reshape(len(values), whole // _PIECE, _PIECE), dim=2)
-        rest = torch.linalg.vector_norm(values[:, whole:], dim=1, keepdim=True)
-        values = torch.cat((pieces, rest), dim=1)
+        padded = torch.nn.functional.pad(values, (0, -values.shape[1] % _PIECE))
+        values = torch.linalg.vector_norm(padded.view(len(padded), -1, _PIECE), dim=2)
     return values[:, 0].abs(), scale
 
 
@@ -170,16 +142,12 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: torch.cuda.Stream | None = None
-        self._done: torch.cuda.Event | None = None
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def begin(self, *kept: torch.Tensor) -> None:
         """The tensors are going to be read, and perhaps dropped, on the current stream."""
-        if self._done is None:
-            return
-        stream = torch.cuda.current_stream(self._device)
-        if stream != self._last:
-            stream.wait_event(self._done)
+        if self._last is not None and (stream := torch.cuda.current_stream(self._device)) != self._last[0]:
+            stream.wait_event(self._last[1])
             for tensor in kept:
                 # Its memory is not used again on its own stream before this one has read it.
                 tensor.record_stream(stream)
@@ -187,6 +155,5 @@ class StreamOrder:
     def end(self) -> None:
         """All that reads or writes them was put onto the current stream."""
         if self._device.type == "cuda":
-            self._last = torch.cuda.current_stream(self._device)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(self._last)
+            self._last = torch.cuda.current_stream(self._device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._last[1].record(self._last[0])

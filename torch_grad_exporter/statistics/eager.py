@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics import Column, device, host
-from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Group, Grouping
+from torch_grad_exporter.statistics import device, host
+from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Grouping
 from torch_grad_exporter.statistics.device import ByTorch, GroupReading, joined
 from torch_grad_exporter.statistics.kernels.choice import Kernels
-from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
+from torch_grad_exporter.statistics.layout import ORDINARY, Layout, Packing
 from torch_grad_exporter.statistics.units import UnitState
 
 # Zeros and extremes of a model with more elements than this are measured in every fourth sample on
@@ -30,7 +31,7 @@ class Measurement:
     positions: IntArray  # of the parameters in their table, shape (n,)
     elements: IntArray  # of each (local) gradient
     units: IntArray  # output units of each
-    vector: torch.Tensor  # the rows, in the widest type of the device
+    vector: torch.Tensor  # the rows and the counts of units, in the widest type of the device
     packing: Packing
 
 
@@ -65,6 +66,7 @@ class EagerStatistics:
         self._on_host = on_host
         # Gradients that were stacked are not cut.
         self._by_torch = ByTorch(layout, wide, max(chunk_elements, STACKED_ELEMENTS // 2))
+        self._norms_by_torch = replace(self._by_torch, layout=Layout([*layout.apart], norms_only=True))
         self._kernels = kernels
         self._units: dict[torch.device, UnitState] = {}
         self._grouping = Grouping()
@@ -79,22 +81,23 @@ class EagerStatistics:
         return self.finish(self.read(table, gradients), sample)
 
     @torch.no_grad()
-    def read(self, table: ParameterTable, gradients: Gradients) -> list[GroupReading]:
+    def read(self, table: ParameterTable, gradients: Gradients, *, norms_only: bool = False) -> list[GroupReading]:
         """Read gradients; those of a sample may be read in several calls."""
         if table is not self._table:
             self._table, self._small = table, int(table.elements.sum()) <= SMALL
         # The number of a sample is known only when it is finished. Where samples have several captures,
         # this one may belong to the last sample or to a new one, and is counted if either is due.
-        counts = self._small or self._samples % COUNTS_EVERY <= self._several
+        counts = not norms_only and (self._small or self._samples % COUNTS_EVERY <= self._several)
+        by_torch = self._norms_by_torch if norms_only else self._by_torch
         readings: list[GroupReading] = []
         for group, parts in self._grouping.groups(table, gradients):
             if group.device.type in self._on_host:
-                measured = host.measure(parts, self.layout, counts=counts)
-                readings.append(GroupReading(group, None, *map(torch.from_numpy, measured)))
-            elif self._kernels is not None:
-                readings += self._kernels.read(group, parts, self._by_torch)
+                measured = map(torch.from_numpy, host.measure(parts, by_torch.layout, counts=counts))
+                readings.append(GroupReading(group, [1] * len(group.positions), *measured))
+            elif self._kernels is None:
+                readings.append(by_torch.read(group, parts))
             else:
-                readings.append(self._by_torch.read(group, parts))
+                readings += (self._kernels.norms if norms_only else self._kernels.read)(group, parts, by_torch)
         return readings
 
     @torch.no_grad()
@@ -113,37 +116,12 @@ class EagerStatistics:
         by_device: dict[torch.device, list[GroupReading]] = {}
         for reading in readings:
             by_device.setdefault(reading.group.device, []).append(reading)
-        measured = []
-        for where, parts in by_device.items():
-            group, pieces = parts[0].group, parts[0].pieces
-            if len(parts) > 1:
-                group = Group.joined([part.group for part in parts])
-                if any(part.pieces is not None for part in parts):
-                    own = (np.ones_like(part.group.positions) if part.pieces is None else part.pieces for part in parts)
-                    pieces = np.concatenate([*own])
-            if group.members:
-                self._count_units(group, parts, sample)
-            packing = self._packing(where, self.layout, pieces, group.implied if group.implied.any() else None)
-            vector = joined([part.rows for part in parts]).reshape(-1)
-            measured.append(Measurement(group.positions, group.elements, group.units, vector, packing))
-        return measured
+        return [self._packed(parts, self.layout, sample) for parts in by_device.values()]
 
-    @torch.no_grad()
     def norms(self, table: ParameterTable, gradients: Gradients) -> list[Measurement]:
         """Return only the norms, with the same rounding: equal gradients give equal bits."""
-        measured = []
-        found: list[tuple[Group, torch.Tensor, IntArray | None]]
-        for group, parts in self._grouping.groups(table, gradients):
-            if group.device.type in self._on_host:
-                found = [(group, torch.from_numpy(host.norms(parts, wide=self.layout.float64)), None)]
-            elif self._kernels is not None:
-                found = self._kernels.norms(group, parts, self._by_torch)
-            else:
-                found = [(group, *self._by_torch.norms(group, parts))]
-            for some, vector, pieces in found:
-                packing = self._packing(group.device, NORMS, pieces)
-                measured.append(Measurement(some.positions, some.elements, some.units, vector, packing))
-        return measured
+        layout = self._norms_by_torch.layout
+        return [self._packed([reading], layout) for reading in self.read(table, gradients, norms_only=True)]
 
     def taken_once(self) -> bool:
         """Return whether the samples since the last call did work that others will not need."""
@@ -156,24 +134,26 @@ class EagerStatistics:
         for state in self._units.values():
             state.forget(foreign, sample)
 
-    def _count_units(self, group: Group, parts: list[GroupReading], sample: int) -> None:
-        """Count zero and dead units of one device, and write them into the rows of the readings."""
-        state = self._units.get(group.device)
-        if state is None:
-            state = self._units[group.device] = UnitState(self._window, group.device)
-        zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
-        counts = state.update(group.members, zero, alive, sample)
-        if counts is None:  # as the rows say
-            return
-        counts = counts.to(parts[0].rows.dtype)
-        for part, own in zip(parts, torch.split(counts, [len(part.group.members) for part in parts]), strict=True):
-            columns = part.rows[:, Column.ZERO_UNITS : Column.DEAD_UNITS + 1]
-            if part.pieces is None:
-                columns[: len(own)] = own
-            else:  # into the first row of each; an index would have to be copied to the device
-                for row, pair in zip((np.cumsum(part.pieces) - part.pieces).tolist(), own.unbind(), strict=False):
-                    columns[row] = pair
-
-    def _packing(self, where: torch.device, layout: Layout, pieces: IntArray | None, implied: IntArray | None = None) -> Packing:
+    def _packed(self, parts: Sequence[GroupReading], layout: Layout, sample: int | None = None) -> Measurement:
+        """Pack the readings of one device. `sample`: in which their units are counted, if they are."""
+        groups, where = [part.group for part in parts], parts[0].group.device
+        arrays = [(group.positions, group.elements, group.units, group.implied) for group in groups]
+        positions, elements, units, implied = arrays[0] if len(arrays) == 1 else map(np.concatenate, zip(*arrays, strict=True))
+        rows = joined([part.rows for part in parts])
+        pieces = None if len(rows) == len(positions) else np.concatenate([part.pieces for part in parts])
+        vector = rows.reshape(-1)
+        missing = counted = None
+        if sample is not None:
+            missing = implied if implied.any() else None
+            members = groups[0].members if len(groups) == 1 else tuple(itertools.chain(*(group.members for group in groups)))
+            if members:
+                if where not in self._units:
+                    self._units[where] = UnitState(self._window, where)
+                zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
+                counts = self._units[where].update(members, zero, alive, sample)
+                if counts is not None:
+                    vector = torch.cat((vector, counts.reshape(-1).to(vector.dtype)))
+                    counted = np.flatnonzero(units)
         scaled = where.type not in self._on_host and self._by_torch.wide(where) is torch.float32
-        return Packing(layout, pieces, scaled, implied)
+        packing = Packing(layout, pieces, scaled, missing, counted)
+        return Measurement(positions, elements, units, vector, packing)

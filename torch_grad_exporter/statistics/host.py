@@ -1,14 +1,15 @@
 """Measuring on the CPU, where branching on the data costs nothing.
 
 Every sample reads the memory once, for the squares of rows: their sums are the norms, a sum that
-is 0 belongs to a silent unit, and one that is not finite tells of a NaN or Inf. Zeros and extremes
+is 0 belongs to a silent unit, and one that is not finite shows a NaN or Inf. Zeros and extremes
 cost three more passes. They are taken on request, and whenever something is not finite.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,57 +22,61 @@ from torch_grad_exporter.statistics.layout import Layout
 # Elements of a block: larger ones leave the cache, smaller ones cost more in calls than they save.
 BLOCK_ELEMENTS = 1 << 17
 
-# Mean square from which on underflow of float32 squares, 1.2e-38 each at most, is of no matter.
+# Mean square from which on underflow of float32 squares, 1.2e-38 each at most, does not matter.
 FAITHFUL = 1e-30
 
 _PIECE = 1024  # elements of one sum in the gradient's own precision: no rounding piles up
-_NARROW = 32  # width from which on a product of BLAS pays off; numpy 1 has none of rows
+_NARROW = 32  # width from which on a product of BLAS pays off
+
+_Dots = Callable[[FloatArray, FloatArray], FloatArray]
+_einsum: _Dots = functools.partial(np.einsum, "...i,...i->...")
+_vecdot: _Dots = getattr(np, "vecdot", _einsum)  # numpy 1 has none
 
 
 def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[FloatArray, BoolArray, BoolArray]:
     """Measure all gradients of the batches.
 
     Args:
-        batches: What to measure.
+        batches: What to measure; those with output units come first.
         layout: The columns.
         counts: Whether zeros and extremes are wanted. They are measured in any case where
-            something is not finite; otherwise they are NaN.
+            something is not finite; otherwise they are NaN. A layout of norms has none.
 
     Returns:
         The rows, shape (gradients, columns), and of all units which are zero and which are not.
         A unit with a NaN is neither.
     """
-    looks, squares, rows = counts or bool(layout.apart), [], []
+    looks = counts or bool(layout.apart)
+    tensors, parts = [len(batch.tensors) for batch in batches], []
+    squares: list[FloatArray] = []
+    lengths, rows = [], []
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
-        for batch in batches:
-            own, tensors = [], len(batch.tensors)
+        for batch, n in zip(batches, tensors, strict=True):
+            number = length = 0
             for block in blocks(batch, wide=layout.float64, whole=not looks):
-                own.append(row_squares(block))
+                squares.append(row_squares(block))
+                number, length = number + 1, length + len(squares[-1])
                 if looks:
-                    rows.append(_row(block.reshape(tensors, -1), layout, counts=counts))
-            squares.append(own)
-        sums = _joined(squares)
-        found = _norms(batches, *sums)
-        columns = np.concatenate(rows) if looks else np.zeros((len(found), layout.width))
-        if len(columns) > len(found):  # a gradient of several blocks has a batch for itself
-            parts = np.repeat([*map(len, squares)], [len(batch.tensors) for batch in batches])
-            group = np.repeat(np.arange(len(parts)), parts)
-            columns = layout.runs(columns, group, np.cumsum(parts) - parts)
-        columns[:, Column.NORM] = found
+                    rows.append(_looked_at(block.reshape(n, -1), layout, counts=counts))
+            parts.append(number)
+            lengths.append(length)
+        sums = np.concatenate(squares, dtype=np.float64)
+        squares.clear()  # as large as the gradients where units are narrow
+        norms, zero, alive = _norms(batches, tensors, sums, lengths)
+        if layout.norms_only:
+            return norms[:, None], zero, alive
+        columns = np.concatenate(rows) if looks else np.zeros((len(norms), layout.width))
+        if len(columns) > len(norms):  # a gradient of several blocks has a batch for itself
+            each = np.repeat(parts, tensors)
+            columns = layout.runs(columns, np.repeat(np.arange(len(each)), each), np.cumsum(each) - each)
+        columns[:, Column.NORM] = norms
         # Without negative zeros, whose order depends on the company that they are measured in.
         columns[:, Column.MIN : Column.MAX + 1] += 0.0
         if not counts:
             columns[:, [Column.ZEROS, Column.MIN, Column.MAX]] = np.nan
-            if not np.isfinite(found).all():
+            if not np.isfinite(norms).all():
                 return measure(batches, layout, counts=True)
-        return columns, *_units(batches, *sums)
-
-
-def norms(batches: Sequence[Batch], *, wide: bool = False) -> FloatArray:
-    """Return only the norm of each gradient, shape (gradients,), bit-equal to that of `measure`."""
-    with np.errstate(all="ignore"):
-        squares = [[row_squares(rows) for rows in blocks(batch, wide=wide, whole=True)] for batch in batches]
-        return _norms(batches, *_joined(squares))
+        return columns, zero, alive
 
 
 def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator[FloatArray]:
@@ -90,102 +95,87 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
     parts: Iterable[FloatArray]
     if first.dtype is dtype and first.is_contiguous() and len(batch.tensors) == 1 and (layout is None or layout.dims == (0,)):
         # Almost all are like this. The general way below has the same result at twice the price.
-        array = first.numpy(force=True).reshape(batch.rows, -1)
+        array = first.numpy(force=True).reshape((1, -1) if layout is None else layout.shape)
         if whole or array.size <= BLOCK_ELEMENTS:
             yield array
             return
         parts = slices(array, BLOCK_ELEMENTS)
     else:
-        parts = (part.to(dtype).contiguous().numpy(force=True) for part in batch.cut(BLOCK_ELEMENTS))
-    width = batch.elements // batch.rows
-    for array in parts:
-        yield array.reshape(-1, min(width, array.size))
+        parts = (part.to(dtype).contiguous().numpy(force=True).reshape(-1, part.shape[2]) for part in batch.cut(BLOCK_ELEMENTS))
+    for part in parts:
+        yield part if part.ndim > 1 else part[None]
 
 
 def row_squares(rows: FloatArray) -> FloatArray:
     """Return sums of squares in the rows' own precision, one or more of each, end to end."""
     width = rows.shape[1]
+    dots = _einsum if width < _NARROW else _vecdot
     if width <= _PIECE:
-        return _dots(rows)
+        return dots(rows, rows)
     rest = width % _PIECE
-    found = _dots(rows[:, : width - rest].reshape(len(rows), -1, _PIECE))
+    pieces, tail = rows[:, : width - rest].reshape(len(rows), -1, _PIECE), rows[:, width - rest :]
+    squares = dots(pieces, pieces)
     if rest:
-        found = np.concatenate([found, _dots(rows[:, width - rest :])[:, None]], axis=1)
-    return found.reshape(-1)
+        squares = np.concatenate([squares, dots(tail, tail)[:, None]], axis=1)
+    return squares.reshape(-1)
 
 
-def _dots(vectors: FloatArray) -> FloatArray:
-    if vectors.shape[-1] < _NARROW or not hasattr(np, "vecdot"):
-        return np.einsum("...i,...i->...", vectors, vectors)  # type: ignore[no-any-return]
-    return np.vecdot(vectors, vectors)  # type: ignore[no-any-return]
-
-
-def _row(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
+def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
     """The rows of a block of gradients, shape (gradients, elements), without norms and units."""
-    found = np.zeros((len(flat), layout.width))
+    row = np.zeros((len(flat), layout.width))
     if counts:
-        found[:, Column.MIN] = low = np.minimum.reduce(flat, 1)
-        found[:, Column.MAX] = high = np.maximum.reduce(flat, 1)
-        found[:, Column.ZEROS] = count(flat == 0)
+        row[:, Column.MIN] = low = np.minimum.reduce(flat, 1)
+        row[:, Column.MAX] = high = np.maximum.reduce(flat, 1)
+        row[:, Column.ZEROS] = count(flat == 0)
         if not (high - low < np.inf).all():
-            found[:, Column.NANS], found[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
-    for one in layout.apart:
-        found[:, layout.places(one)] = one.on_host(flat)
-    return found
+            row[:, Column.NANS], row[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
+    for statistic, here in layout.apart.items():
+        row[:, here] = statistic.on_host(flat)
+    return row
 
 
-def count(mask: BoolArray) -> IntArray:
-    """How many are true in each row; numpy counts a whole array ten times as fast as by rows."""
-    total = np.count_nonzero(mask)
-    return np.full(len(mask), total) if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
+def count(mask: BoolArray) -> IntArray | int:
+    """How many are true in each row, one number if the same; numpy counts a whole array ten times as fast as by rows."""
+    total = int(np.count_nonzero(mask))
+    return total if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
 
 
-def _joined(squares: Sequence[Sequence[FloatArray]]) -> tuple[FloatArray, list[int]]:
-    """The `row_squares` of all batches end to end, float64, and their number for each batch."""
-    return np.concatenate([*itertools.chain(*squares)], dtype=np.float64), [sum(map(len, own)) for own in squares]
+def _norms(
+    batches: Sequence[Batch], tensors: Sequence[int], squares: FloatArray, lengths: Sequence[int]
+) -> tuple[FloatArray, BoolArray, BoolArray]:
+    """The norm of each gradient, without under- or overflow, and of all output units which are zero and which are not.
 
-
-def _norms(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]) -> FloatArray:
-    """The norm of each gradient, without under- or overflow."""
-    tensors = [len(batch.tensors) for batch in batches]
+    Args:
+        batches: The gradients.
+        tensors: How many each batch has.
+        squares: The `row_squares` of all batches, end to end.
+        lengths: How many of them each batch has.
+    """
     each = np.repeat([length // n for length, n in zip(lengths, tensors, strict=True)], tensors)
     # The sum of a gradient depends on its own squares alone: measured alone it has the same bits.
     total = np.add.reduceat(squares, np.cumsum(each) - each)
-    found: FloatArray = np.sqrt(total)
+    norms: FloatArray = np.sqrt(total)
     least = np.repeat([batch.elements * FAITHFUL for batch in batches], tensors)
     doubtful = ~((total > least) & np.isfinite(total))
-    if doubtful.any():
-        for batch, end in zip(batches, itertools.accumulate(tensors), strict=True):
-            here = slice(end - len(batch.tensors), end)
-            if doubtful[here].any():
-                found[here] = np.where(doubtful[here], _scaled_norms(batch), found[here])
-    return found
-
-
-def _scaled_norms(batch: Batch) -> FloatArray:
-    """The norms in float64, scaled by a power of two so that no square over- or underflows."""
-    shape = len(batch.tensors), -1
-    largest = np.max([np.abs(rows).reshape(shape).max(axis=1) for rows in blocks(batch, wide=True)], axis=0)
-    scale = np.where((largest > 0) & np.isfinite(largest), np.ldexp(1.0, np.frexp(largest)[1] - 1), 1.0)
-    squares = [np.square(rows.reshape(shape) / scale[:, None]).sum(axis=1) for rows in blocks(batch, wide=True)]
-    found: FloatArray = np.sqrt(np.sum(squares, axis=0)) * scale
-    return found
-
-
-def _units(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]) -> tuple[BoolArray, BoolArray]:
-    """Of all output units, which are zero and which are not; a NaN is neither. Batches with units come first."""
-    counts = [batch.rows * len(batch.tensors) for batch in batches if batch.units]
-    zero = np.zeros(sum(counts), dtype=np.bool_)
+    units = [0 if batch.layout is None else batch.rows * n for batch, n in zip(batches, tensors, strict=True)]
+    zero = np.zeros(sum(units), dtype=np.bool_)
     alive = ~zero
-    if not zero.size or squares.min() > 0:
-        return zero, alive
-    start = end = 0
-    for batch, n, length in zip(batches, counts, lengths, strict=False):
-        rows, here = squares[start : start + length].reshape(n, -1), slice(end, end + n)
-        start, end = start + length, end + n
-        silent, nan = (rows == 0).all(axis=1), np.isnan(rows).any(axis=1)
-        if silent.any():  # squares of float32 may underflow: only the bits but for the sign tell
-            nonzero = [np.bitwise_or.reduce(some.view(f"u{some.itemsize}"), 1) << 1 != 0 for some in blocks(batch)]
-            silent &= ~np.concatenate(nonzero).reshape(n, -1).any(axis=1)
-        zero[here], alive[here] = silent, ~(silent | nan)
-    return zero, alive
+    if squares.min() > 0 and not doubtful.any():  # as mostly
+        return norms, zero, alive
+    ends = (itertools.accumulate(sizes) for sizes in (tensors, lengths, units))
+    for batch, n, length, size, *end in zip(batches, tensors, lengths, units, *ends, strict=True):
+        mine, here = slice(end[0] - n, end[0]), slice(end[2] - size, end[2])
+        doubts = doubtful[mine]
+        if not doubts.any() and (size == 0 or squares[end[1] - length : end[1]].min() > 0):
+            continue
+        # Squares may underflow: only the largest magnitude of a row tells whether it is zero.
+        peaks = np.concatenate([np.abs(block).max(axis=1) for block in blocks(batch)])
+        if size:
+            largest = peaks.reshape(size, -1).max(axis=1)
+            zero[here], alive[here] = largest == 0, largest > 0
+        if doubts.any():  # again in float64, scaled by a power of two so that no square over- or underflows
+            largest = peaks.reshape(n, -1).max(axis=1)
+            scale = np.where((largest > 0) & np.isfinite(largest), np.ldexp(1.0, np.frexp(largest)[1] - 1), 1.0)
+            parts = [np.square(block.reshape(n, -1) / scale[:, None]).sum(axis=1) for block in blocks(batch, wide=True)]
+            norms[mine] = np.where(doubts, np.sqrt(np.sum(parts, axis=0)) * scale, norms[mine])
+    return norms, zero, alive

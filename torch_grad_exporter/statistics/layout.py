@@ -4,114 +4,116 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import Combine
-from torch_grad_exporter.statistics.declared import COUNTS, MOMENTS, NORM, Statistic
+from torch_grad_exporter.statistics.declared import MOMENTS, ColumnSpec, Statistic
+
+# The package's own columns, in the order of `Column`. `host.py` and `device.py` measure them
+# together, but for the sum, which is that of the moments and 0 unless they are enabled.
+OWN = (
+    ColumnSpec("norm", Combine.ROOT_OF_SQUARES, power=1, whole_only=True),
+    *(ColumnSpec(name, Combine.SUM) for name in ("zeros", "nans", "infs")),
+    ColumnSpec("min", Combine.MIN, power=1),
+    ColumnSpec("max", Combine.MAX, power=1),
+    *(ColumnSpec(name, Combine.SUM) for name in ("zero_units", "dead_units")),
+    *MOMENTS.columns,
+)
 
 
 class Layout:
-    """The columns of a row: those of `statistics`, in this order.
+    """The columns of a row: the package's own, then those of the chosen statistics.
 
     Args:
-        statistics: All statistics that have columns.
-        apart: Those among them that are measured by measures of their own.
+        chosen: What is measured besides, by measures of its own.
+        norms_only: Whether a row has the norm alone. It has then the same bits as beside the chosen.
     """
 
-    def __init__(self, statistics: Sequence[Statistic], apart: Sequence[Statistic] = ()) -> None:
-        self.statistics, self.apart = tuple(statistics), tuple(apart)
-        pairs = [(one, column) for one in statistics for column in one.columns]
+    def __init__(self, chosen: Sequence[Statistic] = (), *, norms_only: bool = False) -> None:
+        self.norms_only = norms_only
+        self.float64 = any(statistic.float64 for statistic in chosen)
+        self.apart: dict[Statistic, slice] = {}  # where the columns of each chosen one stand
+        pairs = [(column.name, column) for column in (OWN[:1] if norms_only else OWN)]
+        for statistic in () if norms_only else chosen:
+            start = Column.SUM if statistic is MOMENTS else len(pairs)
+            self.apart[statistic] = here = slice(start, start + len(statistic.columns))
+            pairs[here] = [(f"{statistic.name}.{column.name}", column) for column in statistic.columns]
+        self.keys = tuple(key for key, _ in pairs)
         self.columns = tuple(column for _, column in pairs)
-        self.keys = tuple(column.name if one in (NORM, COUNTS) else f"{one.name}.{column.name}" for one, column in pairs)
         self.width = len(pairs)
-        self.float64 = any(one.float64 for one in apart)
-        self._ways = np.array([column.combine.value for column in self.columns])
-
-    @classmethod
-    def of(cls, chosen: Sequence[Statistic] = ()) -> Self:
-        """Return the layout of what is always measured and the chosen ones."""
-        more = tuple(one for one in chosen if one is not MOMENTS)
-        # The sum of the moments has its place in any case: it is a column of the package's own.
-        return cls((NORM, COUNTS, MOMENTS, *more), (MOMENTS, *more) if MOMENTS in chosen else more)
-
-    def places(self, statistic: Statistic) -> slice:
-        """Return where the columns of a statistic stand."""
-        start = sum(len(one.columns) for one in self.statistics[: self.statistics.index(statistic)])
-        return slice(start, start + len(statistic.columns))
+        # The powers of the scale by which devices without float64 divide what they measure.
+        self.divided = np.zeros(self.width)
+        self.divided[Column.NORM] = 1
+        for statistic, here in self.apart.items():
+            self.divided[here] = [column.power if statistic.homogeneous else 0 for column in statistic.columns]
+        self._places = {way: [i for i, column in enumerate(self.columns) if column.combine is way] for way in Combine}
 
     def proportional(self) -> Iterator[tuple[int, int]]:
         """Return the places of what contains the loss scale, with its power."""
         return ((place, column.power) for place, column in enumerate(self.columns) if column.power)
 
-    def scaled(self) -> Iterator[tuple[int, int]]:
-        """Return the places of what devices without float64 divide by a scale, with its power."""
-        for one in self.statistics:
-            if one is NORM or (one in self.apart and one.homogeneous):
-                yield from enumerate((column.power for column in one.columns), self.places(one).start)
-
     def of_zeros(self, count: int) -> FloatArray:
         """Return the row of a gradient of this many zeros, shape (width,)."""
         row = np.zeros(self.width)
         row[Column.ZEROS] = 1
-        for one in self.apart:
-            row[self.places(one)] = one.on_host(np.zeros((1, 1)))[0]
-        row[self._ways == Combine.SUM.value] *= count
-        row[self._ways == Combine.ROOT_OF_SQUARES.value] *= np.sqrt(count)
+        for statistic, here in self.apart.items():
+            row[here] = statistic.on_host(np.zeros((1, 1)))[0]
+        row[self._places[Combine.SUM]] *= count
+        row[self._places[Combine.ROOT_OF_SQUARES]] *= np.sqrt(count)
         return row
 
     def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
         """Combine the rows of each group, which stand next to each other; see `Combine.runs`."""
-        found = np.empty((len(starts), self.width))
-        for way in Combine:
-            places = self._ways == way.value
-            if places.any():
-                found[:, places] = way.runs(rows[:, places], group, starts)
-        return found
-
-    def combined(self, rows: FloatArray, group: IntArray, groups: int) -> FloatArray:
-        """Like `runs` for groups in any order."""
-        order = np.argsort(group, kind="stable")
-        return self.runs(rows[order], group[order], np.searchsorted(group[order], np.arange(groups)))
+        combined = np.empty((len(starts), self.width))
+        for way, places in self._places.items():
+            combined[:, places] = way.runs(rows[:, places], group, starts)
+        return combined
 
 
-ORDINARY = Layout.of()
-NORMS = Layout((NORM,))
+ORDINARY = Layout()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """How rows are packed into one vector."""
+    """How rows are packed into one vector.
+
+    Attributes:
+        layout: The columns of a row.
+        pieces: Rows of each gradient, shape (gradients,); None: one each.
+        scaled: Whether a scale follows each row, by whose power some columns are to be multiplied:
+            devices without float64 could not hold the products.
+        implied: Zeros that were not measured with each gradient, such as those that a sparse one
+            does not store.
+        counted: The gradients whose zero and dead units follow the rows; None: no unit is zero.
+    """
 
     layout: Layout
-    pieces: IntArray | None = None  # rows of each gradient, shape (gradients,); None: one each
-    # Whether a scale follows each row, by whose power some columns are to be multiplied: devices
-    # without float64 could not hold the products.
+    pieces: IntArray | None = None
     scaled: bool = False
-    # Zeros that were not measured with each gradient, such as those that a sparse one does not store.
     implied: IntArray | None = None
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row in the vector."""
-        return self.layout.width + self.scaled
+    counted: IntArray | None = None
 
     def rows(self, vector: FloatArray, gradients: int) -> FloatArray:
         """Return the rows of the gradients, shape (gradients, columns), of a vector that begins so."""
+        layout, width = self.layout, self.layout.width + self.scaled
         count = gradients if self.pieces is None else int(self.pieces.sum())
-        rows = vector[: count * self.width].reshape(count, self.width)
-        group = np.arange(gradients)
+        rows = vector[: count * width].reshape(count, width)
         with np.errstate(all="ignore"):  # NaN and overflow are values like others
             if self.scaled:
-                rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
-                for place, power in self.layout.scaled():
-                    rows[:, place] *= scale**power
+                rows = rows[:, :-1] * rows[:, -1:].astype(np.float64) ** layout.divided
             if self.pieces is not None:
-                rows = self.layout.combined(rows, np.repeat(group, self.pieces), gradients)
-            if self.implied is not None and (sparse := np.flatnonzero(self.implied)).size:
-                zeros = [self.layout.of_zeros(count) for count in self.implied[sparse].tolist()]
-                rows = self.layout.combined(np.stack([*rows, *zeros]), np.append(group, sparse), gradients)
+                group = np.repeat(np.arange(gradients), self.pieces)
+                rows = layout.runs(rows, group, np.cumsum(self.pieces) - self.pieces)
+            if self.implied is not None or self.counted is not None:
+                rows = rows.copy()
+            if self.implied is not None:
+                for place in np.flatnonzero(self.implied).tolist():
+                    both = np.stack([rows[place], layout.of_zeros(int(self.implied[place]))])
+                    rows[place] = layout.runs(both, np.zeros(2, dtype=np.int64), np.zeros(1, dtype=np.int64))
+            if self.counted is not None:
+                units = vector[count * width :][: 2 * len(self.counted)].reshape(-1, 2)
+                rows[self.counted, Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = units
         return rows

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from torch_grad_exporter.statistics import device, host
-from torch_grad_exporter.statistics.batches import Batch, is_ordinary, plain_local, slices
+from torch_grad_exporter.statistics.batches import Batch, plain_local, slices
+from torch_grad_exporter.statistics.layout import Layout
 
 # A number if the gradient is on the CPU, else a tensor of shape (1,) on its device.
 Norm = float | torch.Tensor
+
+_NORMS = Layout(norms_only=True)
 
 
 @torch.no_grad()
@@ -20,20 +23,17 @@ def norms(gradient: torch.Tensor, added_to: torch.Tensor | None = None, wide: de
     A backward is about to add it to `added_to`, if that is given: the sum is measured piece by
     piece, so that the memory needed stays small and neither is changed. What is empty has no part.
     """
+    most = host.BLOCK_ELEMENTS if gradient.device.type == "cpu" else device.CHUNK_ELEMENTS // 2
     if added_to is None:
         parts: Iterable[torch.Tensor] = (gradient,)
+    elif gradient.numel() <= most or not gradient.layout is added_to.layout is torch.strided:
+        parts = (gradient + added_to,)
     else:
-        most = host.BLOCK_ELEMENTS if gradient.device.type == "cpu" else device.CHUNK_ELEMENTS // 2
-        if gradient.numel() <= most or not gradient.layout is added_to.layout is torch.strided:
-            parts = (gradient + added_to,)
-        else:
-            if gradient.is_contiguous() and added_to.is_contiguous():  # many small rows are then one
-                gradient, added_to = gradient.view(-1), added_to.view(-1)
-            parts = (one + other for one, other in zip(slices(gradient, most), slices(added_to, most), strict=True))
+        parts = (part + other for part, other in zip(slices(gradient, most), slices(added_to, most), strict=True))
     for part in parts:
-        values = part.detach() if is_ordinary(part) else plain_local(part, keep_sparse=True)
-        if values.numel() and values.device.type == "cpu":
-            yield float(host.norms((Batch((0,), (values,), None),))[0])
-        elif values.numel():
-            rows = device.norms(Batch((0,), (values,), None), wide(values.device))
+        batch = Batch((0,), (plain_local(part, keep_sparse=True),), None)
+        if batch.elements and part.device.type == "cpu":
+            yield float(host.measure((batch,), _NORMS, counts=False)[0][0, 0])
+        elif batch.elements:
+            rows = device.norms(batch, wide(part.device))
             yield from torch.split(rows.prod(dim=1), 1)  # without float64 a norm comes with its scale

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.model.parameters import TrackedParameter
-from torch_grad_exporter.statistics.device import StreamOrder
+from torch_grad_exporter.statistics.device import StreamOrder, to_device
 
 # Parameters with their numbers of units, in the order in which their units are concatenated.
 Members = tuple[tuple[TrackedParameter, int], ...]
@@ -45,7 +45,7 @@ class UnitState:
         self._device = device
         # Of parameters that were members before, and may be again.
         self._kept: weakref.WeakKeyDictionary[TrackedParameter, torch.Tensor] = weakref.WeakKeyDictionary()
-        none = torch.zeros(0, dtype=torch.int32, device=device)
+        none = self._new(0)
         self._counts = _Counts((), none.long(), none, none, -1)
         self._streams = StreamOrder(device)
 
@@ -65,7 +65,14 @@ class UnitState:
         self._streams.begin(last.before, last.after, last.ends, *self._kept.values())
         before, ends = last.before if sample == last.sample else last.after, last.ends
         if last.members is not members and last.members != members:
-            before, ends = self._rearranged(before, last.members, members)
+            for (tracked, _), part in zip(last.members, torch.split(before, [n for _, n in last.members]), strict=True):
+                self._kept[tracked] = part.clone()
+            ends = to_device(np.cumsum([n for _, n in members]) - 1, self._device)
+            if self._kept:
+                known = [(self._kept.get(tracked), n) for tracked, n in members]
+                before = torch.cat([self._new(n) if kept is None or len(kept) != n else kept for kept, n in known])
+            else:  # the first sample
+                before = self._new(len(zero))
         if on_host and alive.numpy().all():  # as mostly
             after, totals = torch.zeros_like(before), None
         else:
@@ -88,25 +95,8 @@ class UnitState:
         last = self._counts
         meant = [tracked in foreign for tracked, _ in last.members]
         if sample == last.sample and any(meant):
-            mask = self._sent(np.repeat(meant, [n for _, n in last.members]))
+            mask = to_device(np.repeat(meant, [n for _, n in last.members]), self._device)
             self._counts = replace(last, after=torch.where(mask, last.before, last.after))
-
-    def _sent(self, values: np.ndarray[tuple[int], np.dtype[np.generic]]) -> torch.Tensor:
-        """The values on the device of the counts, without waiting."""
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
-
-    def _rearranged(self, counts: torch.Tensor, known: Members, members: Members) -> tuple[torch.Tensor, torch.Tensor]:
-        """The counts in the order of other members, and their ends."""
-        for (tracked, _), part in zip(known, torch.split(counts, [n for _, n in known]), strict=True):
-            self._kept[tracked] = part.clone()
-        ends = self._sent(np.cumsum([n for _, n in members]) - 1)
-        if not self._kept:  # the first sample
-            return self._new(sum(n for _, n in members)), ends
-        found = [(self._kept.get(tracked), units) for tracked, units in members]
-        return torch.cat([self._new(n) if kept is None or len(kept) != n else kept for kept, n in found]), ends
 
     def _new(self, units: int) -> torch.Tensor:
         return torch.full((units,), self._window - 1, dtype=torch.int32, device=self._device)

@@ -133,7 +133,7 @@ class LayerValues:
         if not counted or selection.all_count:
             return self._combined[:, place]
         values = np.where(selection.counts, self._columns[:, place], 0.0)
-        return self.layout.columns[place].combine.groups(values, selection.group, len(self.layers))
+        return self.layout.columns[place].combine.runs(values[:, None], selection.group, selection.starts)[:, 0]
 
     def total(self, per_parameter: IntArray) -> FloatArray:
         """Return the sum of a number per parameter in each layer, shape (layers,)."""

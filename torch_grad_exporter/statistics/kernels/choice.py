@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.errors import Guard, logger, say
-from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.metrics.families import BoolArray
 from torch_grad_exporter.statistics import Column, device
 from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.declared import MOMENTS
-from torch_grad_exporter.statistics.device import ByTorch, GroupReading, pieces_of
+from torch_grad_exporter.statistics.device import ByTorch, GroupReading
 from torch_grad_exporter.statistics.kernels import launch
 from torch_grad_exporter.statistics.kernels.probe import probe
 from torch_grad_exporter.statistics.kernels.tables import Read
@@ -144,18 +144,21 @@ class Kernels:
             self._try(state, self._compare, state, reading, mine, by_torch)
         return [reading, *rest]
 
-    def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Norms]:
+    def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[GroupReading]:
         """Only the norms, by what has read the last sample."""
         state = self._devices.get(group.device)
         run = None if state is None or not state.trusted or self._capturing() else state.for_norms
         if run is None:
-            return [(group, *by_torch.norms(group, parts))]
+            return [by_torch.read(group, parts)]
         (own, mine), left = split(group, parts, run)
-        rest: list[Norms] = [(left[0], *by_torch.norms(*left))] if left else []
-        found = self._guard.result(run, gradients_of(mine), same(own, mine)) if mine else None
-        if found is not None:
-            return [(own, found.rows[:, Column.NORM], None), *rest]
-        return [(own, *by_torch.norms(own, mine)), *rest] if mine else rest
+        rest = [by_torch.read(*left)] if left else []
+        if not mine:
+            return rest
+        found = self._guard.result(run, gradients_of(mine), same(own, mine))
+        if found is None:
+            return [by_torch.read(own, mine), *rest]
+        rows = found.rows[:, Column.NORM : Column.NORM + 1]
+        return [GroupReading(own, [1] * len(rows), rows, found.zero, found.alive), *rest]
 
     def _try(self, state: _Device, action: Callable[..., None], *arguments: object) -> None:
         """A step of the decision; if it fails, the decision is for torch."""
@@ -202,9 +205,6 @@ class Kernels:
         return GroupReading(group, pieces, rows, found.zero, found.alive)
 
 
-Norms = tuple[Group, torch.Tensor, IntArray | None]
-"""Gradients, the vector of their norms, and how many each has of them, `None`: one."""
-
 Part = tuple[Group, tuple[Batch, ...]]
 
 
@@ -239,21 +239,21 @@ def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
     return replace(group, members=members, **numbers), tuple(batches)
 
 
-def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, IntArray | None]:
+def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, list[int]]:
     """The rows of the programs with what they do not measure, by torch: a large gradient has several rows then, see `device.py`."""
-    layout = by_torch.layout
-    others = [one for one in layout.apart if one is not MOMENTS]
+    others = [(one, here) for one, here in by_torch.layout.apart.items() if one is not MOMENTS]
     if not others:
-        return rows, None
-    found, pieces = [], []
+        return rows, [1] * len(rows)
+    found: list[torch.Tensor] = []
+    pieces: list[int] = []
     for batch, own in zip(parts, torch.split(rows, [len(batch.tensors) for batch in parts]), strict=True):
-        chunks = list(device.chunks(batch, by_torch.most))
-        pieces.append(len(chunks))
+        chunks = list(batch.cut(by_torch.most))
+        pieces += [len(chunks)] * len(own)
         for number, chunk in enumerate(chunks):
             row = own if number == 0 else torch.zeros_like(own)
             if number:
                 row[:, Column.MIN], row[:, Column.MAX] = math.inf, -math.inf
-            for one in others:
-                row[:, layout.places(one)] = one.on_device(chunk.reshape(len(chunk), -1), torch.float64)
+            for one, here in others:
+                row[:, here] = one.on_device(chunk.reshape(len(chunk), -1), torch.float64)
             found.append(row)
-    return torch.cat(found), pieces_of(parts, pieces)
+    return torch.cat(found), pieces

@@ -11,14 +11,12 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import torch
 
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.declared import MOMENTS
-from torch_grad_exporter.statistics.device import StreamOrder, joined
+from torch_grad_exporter.statistics.device import StreamOrder, joined, to_device
 from torch_grad_exporter.statistics.kernels import tables
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -106,17 +104,17 @@ class Launcher:
         if kinds == self._kinds and self._sent:
             return
         self._same, self._sent, sent = None, [], []  # what fails below leaves nothing that is half true
-        nowhere = self._copied([0])
+        nowhere = to_device([0], self._device)
         for flight in tables.flights(gradients, self._most):
             made = tables.tables(gradients[flight])
-            owners, entries = self._copied(made.owners), self._copied(made.entries)
+            owners, entries = (to_device(table, self._device) for table in (made.owners, made.entries))
             sent.append(_Sent(flight, owners, entries, made.flags, [], nowhere))
         self._kinds, self._sent = kinds, sent
 
     def _flight(self, sent: _Sent, at: list[int]) -> Found:
         if sent.at != at:
             # Not into the same memory: an earlier launch may still be going to read it. A copy that fails leaves both as they were.
-            sent.addresses, sent.at = self._copied(at), at
+            sent.addresses, sent.at = to_device(at, self._device), at
         aligned = -(-sent.flags // 16) * 16 + 16
         flags = torch.zeros((2, aligned), dtype=torch.uint8, device=self._device)
         rows = torch.zeros((len(at), self._layout.width), dtype=torch.float64, device=self._device)
@@ -132,12 +130,6 @@ class Launcher:
         )
         nonzero, nan = flags[:, : sent.flags].view(torch.bool)
         return Found(rows, ~nonzero, nonzero > nan)
-
-    def _copied(self, values: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.asarray(values))
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
 
 
 def options(*, hip: bool) -> dict[str, object]:

@@ -9,6 +9,7 @@ import torch
 
 from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics.batches import Batch, Group
+from torch_grad_exporter.statistics.device import to_device
 from torch_grad_exporter.statistics.kernels.tables import BLOCK, KINDS
 
 _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None], ...] = (
@@ -33,7 +34,7 @@ def probe(device: torch.device) -> tuple[Group, tuple[Batch, ...]]:
         for tensor in _of(shape, kind, 100 * number + place, device)
     ]
     parts = tuple(Batch((place,), (tensor,), layout) for place, (tensor, layout) in enumerate(made))
-    sizes = np.array([(one.elements, one.rows if one.units else 0) for one in parts], dtype=np.int64)
+    sizes = np.array([(one.elements, 0 if one.layout is None else one.rows) for one in parts], dtype=np.int64)
     positions = np.arange(len(parts), dtype=np.int64)
     return Group(device, (), positions, sizes[:, 0], sizes[:, 1], np.zeros_like(positions), readable=False), parts
 
@@ -46,14 +47,7 @@ def _of(shape: tuple[int, ...], kind: torch.dtype, seed: int, device: torch.devi
     values[:: max(2, count // 7)] = 0
     values[count // 3 : count // 2] = 0  # whole units, where there are any
     values[-1] = torch.finfo(kind).smallest_normal / 4
-    odd = _sent(values, kind, device)[1:].view(shape)
+    odd = to_device(torch.from_numpy(values).to(kind), device)[1:].view(shape)
     hard = np.array((math.nan, -math.inf, torch.finfo(kind).max))
     values[: min(3, count)] = hard[: min(3, count)]
-    return odd, _sent(values, kind, device)[:-1].view(shape)
-
-
-def _sent(values: np.ndarray[tuple[int], np.dtype[np.float64]], kind: torch.dtype, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values).to(kind)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return odd, to_device(torch.from_numpy(values).to(kind), device)[:-1].view(shape)

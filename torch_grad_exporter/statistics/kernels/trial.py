@@ -46,7 +46,7 @@ class Trial:
         arrived = send(torch.cat((expected.rows.reshape(-1), found.rows.reshape(-1), different)))
         if arrived is None:
             return None
-        packings = Packing(layout, expected.pieces), Packing(layout, found.pieces)
+        packings = Packing(layout, np.array(expected.pieces)), Packing(layout, np.array(found.pieces))
         return cls(arrived, packings, expected.rows.numel(), expected.group.elements.astype(np.float64))
 
     def passed(self) -> bool | None:
