@@ -60,7 +60,11 @@ class StepView:
 
 
 class GradientReader:
-    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward."""
+    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward.
+
+    Attributes:
+        readable: Whether the last sample's gradients can be compared at the step: plain tensors on the host.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class GradientReader:
         self._bypass: set[int] = set()  # optimizers whose gradients were once edited in a way that versions do not show
         self._looks: Counter[int] = Counter()  # by optimizer, how often its view was taken
         self._samples = 0
+        self.readable = True
         self._places: frozenset[torch.device] = frozenset()
         self._divisors: dict[int, Ticket | float] = {}  # by round, as the loop has reported them
         self._position: tuple[ParameterTable | None, dict[int, int]] = None, {}
@@ -132,7 +137,7 @@ class GradientReader:
             return False
         table, at = current.table, self._clock.now()
         if now is None or now.tracked is not table.tracked:
-            now = PresentGradients.of(table.tracked)
+            now = PresentGradients.of(table.tracked, marked=self.readable)
         if not now.in_place:
             return False
         begun = self._cost.timer.begin(self._places)
@@ -147,8 +152,9 @@ class GradientReader:
             return False
         self._samples += 1
         current.parts = parts
-        readable = all(reading.group.readable for reading in readings)
-        current.as_read = GradientsAsRead(present, self._samples) if readable else None
+        self.readable = all(reading.group.readable for reading in readings)
+        compared = now.marks if self.readable and not current.early_fired else None
+        current.as_read = None if compared is None else GradientsAsRead(present, compared, self._samples)
         # A gradient that a hook of the user removed at once counts as none.
         there = current.early_fired | gradients.keys()
         every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
@@ -210,15 +216,15 @@ class GradientReader:
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine: list[int] = fired[owners[fired] == optimizer].tolist()
         tracked = table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine]
-        now = PresentGradients.of(tracked, self._optimizers.parameters_at(optimizer, mine))
+        compared = current.as_read if not ours and optimizer not in self._bypass else None
+        now = PresentGradients.of(tracked, self._optimizers.parameters_at(optimizer, mine), marked=compared is not None)
         if not now.in_place:
             return
         loss_scale = self._loss_scale.value
         # A scaler's own division leaves no trace in versions.
         in_full = self._looks[optimizer] % IN_FULL == 0 or (loss_scale is not None and seen.grad_scale is None)
         self._looks[optimizer] += 1
-        compared = current.as_read is not None and not ours and optimizer not in self._bypass
-        unchanged = compared and current.as_read.unchanged(mine, now.gradients)  # type: ignore[union-attr]
+        unchanged = compared is not None and compared.unchanged(mine, now)
         parts: tuple[SamplePart, ...] = ()
         if unchanged and not in_full:
             scale = None if loss_scale is None else self._send_one(loss_scale)

@@ -25,6 +25,9 @@ from torch_grad_exporter.torch_compat.compiler import never_compile
 from torch_grad_exporter.torch_compat.modules import parameters_in
 from torch_grad_exporter.torch_compat.tensors import local
 
+AT_ONCE = 256
+"""Parameters of which all columns are taken before those of the next ones: they stay in the processor's cache."""
+
 
 class BackwardListener(Protocol):
     """What parameters report to.
