@@ -141,7 +141,7 @@ class GradientReader:
         if not now.in_place:
             return False
         begun = self._cost.timer.begin(self._places)
-        present = now.at(current.fired - current.early_fired)
+        present = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
         gradients = table.tracked.own(present)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.
@@ -156,7 +156,7 @@ class GradientReader:
         compared = now.marks if self.readable and not current.early_fired else None
         current.as_read = None if compared is None else GradientsAsRead(present, compared, self._samples)
         # A gradient that a hook of the user removed at once counts as none.
-        there = current.early_fired | gradients.keys()
+        there = current.early_fired | gradients.keys() if current.early_fired else gradients.keys()
         every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
         missing = [i for i, parameter in every if i not in there and parameter is not None and parameter.requires_grad]
         # Where no backward is seen, each optimizer's step reads the round again, with what those before have left.
