@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from torch_grad_exporter.capture.accumulate_grad import Gradients
@@ -261,7 +260,7 @@ class BackwardHooks:
         if at_start is not None and at_start.tracked is table.tracked:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
         # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
-        empty = {i for i in np.flatnonzero(table.elements == 0).tolist() if table.tracked[i].gradient() is not None}
+        empty = {i for i in table.tracked.empty if table.tracked[i].gradient() is not None}
         fired = self._detection.nodes.positions(table)
         fired.update(moved, empty, current.early_fired)
         return fired

@@ -117,16 +117,11 @@ class GradientVersions:
     versions: list[int]
 
     @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> GradientVersions:
-        """The versions of the parameters' gradients as they are now. `parameters`: where they were looked up already."""
-        return cls.of_present(PresentGradients.of(tracked, parameters))
-
-    @classmethod
-    def of_present(cls, present: PresentGradients) -> GradientVersions:
-        """The versions of gradients that were looked up."""
-        gradients = present.gradients
+    def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
+        """The versions of the parameters' gradients as they are now."""
+        gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
         numbers = [None if g is None else _numbered(g) for g in gradients]
-        return cls(present.tracked, numbers, [-1 if g is None else version_of_local(g) for g in gradients])
+        return cls(tracked, numbers, [-1 if g is None else version_of_local(g) for g in gradients])
 
     def moved(self, now: PresentGradients | None = None) -> set[int]:
         """The positions of those that have a gradient now that is another tensor than then, or was written to.

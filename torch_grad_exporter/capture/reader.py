@@ -6,7 +6,7 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -88,7 +88,6 @@ class GradientReader:
         self.readable = True
         self._places: frozenset[torch.device] = frozenset()
         self._divisors: dict[int, Ticket | float] = {}  # by round, as the loop has reported them
-        self._position: tuple[ParameterTable | None, dict[int, int]] = None, {}
 
     @property
     def devices(self) -> frozenset[str]:
@@ -196,10 +195,8 @@ class GradientReader:
 
     def positions_in(self, table: ParameterTable, optimizer: torch.optim.Optimizer) -> list[int]:
         """Return the positions in the table of the parameters in this optimizer's groups."""
-        if self._position[0] is not table:
-            self._position = table, {t.identity: i for i, t in enumerate(table.tracked)}
-        owned = (self._position[1].get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
-        return [position for position in owned if position is not None]
+        known = table.tracked.positions
+        return [known[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in known]
 
     def positions_of(self, table: ParameterTable, optimizer: int) -> list[int]:
         """Return the positions in the table of what the optimizer with this number owns."""
@@ -212,8 +209,7 @@ class GradientReader:
 
     def _read_again(self, current: ArmedRound, seen: StepView, ours: bool) -> None:
         table, optimizer = current.table, seen.optimizer
-        owners = self._optimizers.owners(table, {optimizer})
-        fired = np.array(sorted(current.fired), dtype=np.int64)
+        fired, owners = self._owners_of_fired(current, {optimizer})
         mine: list[int] = fired[owners[fired] == optimizer].tolist()
         tracked = table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine]
         compared = current.as_read if not ours and optimizer not in self._bypass else None
@@ -269,8 +265,14 @@ class GradientReader:
 
     def owners_of(self, current: ArmedRound, optimizer: int) -> frozenset[int]:
         """Return the optimizers that own what the round has read, among them this one that steps; -1 stands for none."""
-        owners = self._optimizers.owners(current.table, frozenset((*current.stepped, optimizer)))
-        return frozenset(owners[sorted(current.fired)].tolist())
+        fired, owners = self._owners_of_fired(current, {*current.stepped, optimizer})
+        return frozenset(owners[fired].tolist())
+
+    def _owners_of_fired(self, current: ArmedRound, stepped: Collection[int]) -> tuple[IntArray, IntArray]:
+        """Return the positions of what the round has read, and the owners of all parameters. `stepped`: see `owners`."""
+        owners = self._optimizers.owners(current.table, stepped)
+        every = len(current.fired) == len(owners)
+        return np.arange(len(owners)) if every else np.array(sorted(current.fired), dtype=np.int64), owners
 
     def close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
         """Hand over the outcome of the sample, and subtract what belongs to optimizers that did not step.
@@ -288,8 +290,7 @@ class GradientReader:
 
     def _close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
         did_step = frozenset(current.stepped)
-        owners = self._optimizers.owners(current.table, did_step)
-        fired = np.array(sorted(current.fired), dtype=np.int64)
+        fired, owners = self._owners_of_fired(current, did_step)
         mine = frozenset(owners[fired].tolist())
         stepped = did_step or usual & mine or mine
         # Where several own what was written, and it was never seen who steps on it, nobody knows whose these gradients were to be.

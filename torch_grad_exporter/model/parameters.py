@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -153,6 +154,16 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
     def flat(self) -> frozenset[int]:
         """The positions of those that `FullyShardedDataParallel` keeps."""
         return frozenset(position for position, one in enumerate(self) if one.flat is not None)
+
+    @functools.cached_property
+    def empty(self) -> frozenset[int]:
+        """The positions of those without elements."""
+        return frozenset(position for position, one in enumerate(self) if not one.elements)
+
+    @functools.cached_property
+    def positions(self) -> dict[int, int]:
+        """The position of each by its identity."""
+        return dict(zip(self._columns[2], itertools.count()))
 
     def parameters(self) -> list[torch.nn.Parameter | None]:
         """`parameter()` of each."""
