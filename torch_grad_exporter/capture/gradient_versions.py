@@ -53,8 +53,8 @@ def version_of_local(tensor: torch.Tensor) -> int:
 
 _gradient_of: Callable[[torch.nn.Parameter | None], torch.Tensor | None] = operator.attrgetter("grad")
 
-Marks = tuple[list[int], list[int]]
-"""Identity and version of each gradient."""
+Marks = tuple[list[int], list[int], list[int]]
+"""Identity, memory and version of each gradient; all three, since an `id` may be used again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,16 +82,16 @@ class PresentGradients:
         if types.NoneType in map(type, parameters):
             return cls(tracked, parameters, [None if p is None else p.grad for p in parameters])
         gradients: list[torch.Tensor | None] = []
-        marks: Marks = [], []
+        marks: Marks = [], [], []
         for start in range(0, len(parameters), AT_ONCE):
             several = [*map(_gradient_of, parameters[start : start + AT_ONCE])]
             gradients += several
             if marked:
                 there: Any = several if types.NoneType not in map(type, several) else [_NONE if g is None else g for g in several]
                 try:
-                    for column, mark in zip(marks, (id, version_of), strict=True):
+                    for column, mark in zip(marks, (id, torch.Tensor.data_ptr, version_of), strict=True):
                         column.extend(map(mark, there))
-                except RuntimeError:  # those of inference have no version
+                except (RuntimeError, NotImplementedError):  # a kind of tensor that does not tell
                     marked = False
         return cls(tracked, parameters, gradients, marks if marked else None)
 
