@@ -47,7 +47,6 @@ class _Held:
     """The nodes keep them alive anyway."""
     nodes: Sequence[Node] = ()
     kinds: Sequence[_Kind] = ()
-    shapes: Sequence[torch.Size] = ()
     places: Sequence[int] = ()
     """Their memory: autograd makes another node where it is replaced by that of another type, even if that is taken back."""
 
@@ -56,16 +55,14 @@ class _Held:
         """The nodes of what is trained of these parameters, and of the rest of them those that were held before."""
         parameters = [*trained.values()]
         nodes, kinds, places = nodes_of(parameters), _shared(map(_kind, parameters)), _places(parameters)
-        shapes = [kind[0] for kind in kinds]
         if len(trained) == len(tracked):
-            return cls(tracked, parameters, nodes, kinds, shapes, places)
+            return cls(tracked, parameters, nodes, kinds, places)
         frozen = before.only({one for one in tracked if one not in trained and one.parameter() is not None})
         return cls(
             TrackedParameters((*trained, *frozen.tracked)),
             [*parameters, *frozen.parameters],
             [*nodes, *frozen.nodes],
             [*kinds, *frozen.kinds],
-            [*shapes, *frozen.shapes],
             [*places, *frozen.places],
         )
 
@@ -77,7 +74,7 @@ class _Held:
             return [*itertools.compress(column, chosen)]
 
         tracked = TrackedParameters(some(self.tracked))
-        return _Held(tracked, some(self.parameters), some(self.nodes), some(self.kinds), some(self.shapes), some(self.places))
+        return _Held(tracked, some(self.parameters), some(self.nodes), some(self.kinds), some(self.places))
 
     def items(self) -> Iterator[tuple[TrackedParameter, Node]]:
         """The parameters with their nodes."""
@@ -89,7 +86,8 @@ class _Held:
         for start in range(0, len(self.parameters), AT_ONCE):
             those = slice(start, start + AT_ONCE)
             now = self.parameters[those]
-            if _places(now) != self.places[those] or [*map(_shape, now)] != self.shapes[those]:
+            shapes = [kind[0] for kind in self.kinds[those]]
+            if _places(now) != self.places[those] or [*map(_shape, now)] != shapes:
                 break
         else:
             if 0 not in self.places or [*map(_kind, self.parameters)] == self.kinds:
