@@ -213,8 +213,8 @@ class AccumulateGradNodes:
     def positions(self, table: ParameterTable) -> set[int]:
         """The positions in the table of the parameters that a backward has reached."""
         fired = {*self.fired}
-        if self.table is table and len(fired) == len(table.tracked):  # no others are hooked
-            return {*range(len(fired))}
+        if fired.issuperset(table.tracked):
+            return {*range(len(table.tracked))}
         return {position for position, tracked in enumerate(table.tracked) if tracked in fired}
 
     def disarm(self) -> None:

@@ -29,7 +29,7 @@ _STRIDE = 7919
 
 _ATTRIBUTE = "_torch_grad_exporter_number"
 _NUMBERS = itertools.count()
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, device="cpu")
 """Stands where there is no gradient."""
 
 
