@@ -12,16 +12,18 @@ each forward of a root.
 
 from __future__ import annotations
 
+import itertools
 import operator
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, TrackedParameters, parameters_of
+from torch_grad_exporter.model.parameters import AT_ONCE, ParameterTable, TrackedParameter, TrackedParameters, parameters_of
 from torch_grad_exporter.torch_compat.autograd import nodes_of
 
+T = TypeVar("T")
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -41,51 +43,57 @@ class _Held:
     """Nodes that are kept alive, whose they are, and what these parameters were when the nodes were taken; all in one order."""
 
     tracked: TrackedParameters
+    parameters: Sequence[torch.nn.Parameter] = ()
+    """The nodes keep them alive anyway."""
     nodes: Sequence[Node] = ()
     kinds: Sequence[_Kind] = ()
-    shapes: Sequence[torch.Size] = ()
     places: Sequence[int] = ()
     """Their memory: autograd makes another node where it is replaced by that of another type, even if that is taken back."""
 
     @classmethod
     def of(cls, tracked: TrackedParameters, trained: dict[TrackedParameter, torch.nn.Parameter], before: _Held) -> _Held:
         """The nodes of what is trained of these parameters, and of the rest of them those that were held before."""
-        nodes, kinds, places = nodes_of(trained.values()), _shared(map(_kind, trained.values())), _places(trained.values())
-        shapes = [kind[0] for kind in kinds]
+        parameters = [*trained.values()]
+        nodes, kinds, places = nodes_of(parameters), _shared(map(_kind, parameters)), _places(parameters)
         if len(trained) == len(tracked):
-            return cls(tracked, nodes, kinds, shapes, places)
+            return cls(tracked, parameters, nodes, kinds, places)
         frozen = before.only({one for one in tracked if one not in trained and one.parameter() is not None})
-        together = TrackedParameters((*trained, *frozen.tracked))
         return cls(
-            together,
+            TrackedParameters((*trained, *frozen.tracked)),
+            [*parameters, *frozen.parameters],
             [*nodes, *frozen.nodes],
             [*kinds, *frozen.kinds],
-            [*shapes, *frozen.shapes],
             [*places, *frozen.places],
         )
 
     def only(self, wanted: Collection[TrackedParameter]) -> _Held:
         """Those of some parameters."""
-        rows = zip(self.tracked, self.nodes, self.kinds, self.places, strict=True) if wanted else ()
-        found = [row for row in rows if row[0] in wanted]
-        tracked = TrackedParameters(row[0] for row in found)
-        kinds = [row[2] for row in found]
-        return _Held(tracked, [row[1] for row in found], kinds, [kind[0] for kind in kinds], [row[3] for row in found])
+        chosen = [tracked in wanted for tracked in self.tracked] if wanted else []
+
+        def some(column: Sequence[T]) -> list[T]:
+            return [*itertools.compress(column, chosen)]
+
+        tracked = TrackedParameters(some(self.tracked))
+        return _Held(tracked, some(self.parameters), some(self.nodes), some(self.kinds), some(self.places))
 
     def items(self) -> Iterator[tuple[TrackedParameter, Node]]:
         """The parameters with their nodes."""
         return zip(self.tracked, self.nodes, strict=True)
 
-    def changed(self, parameters: Sequence[torch.nn.Parameter | None]) -> set[TrackedParameter]:
-        """Which of these, which there are now, are of another kind or in other memory. What is not in its place is left."""
-        if types.NoneType not in map(type, parameters):
-            now: Sequence[torch.Tensor] = parameters  # type: ignore[assignment]  # none is `None`
-            # Another type or device is another place in memory, where that is known. This is asked in each sample.
-            in_place = _places(now) == self.places and [*map(_shape, now)] == self.shapes
-            if in_place and (0 not in self.places or [*map(_kind, now)] == self.kinds):
+    def changed(self) -> set[TrackedParameter]:
+        """Which of the parameters are of another kind now, or in other memory."""
+        # Another type or device is another place in memory, where that is known. This is asked in each sample.
+        for start in range(0, len(self.parameters), AT_ONCE):
+            those = slice(start, start + AT_ONCE)
+            now = self.parameters[those]
+            shapes = [kind[0] for kind in self.kinds[those]]
+            if _places(now) != self.places[those] or [*map(_shape, now)] != shapes:
+                break
+        else:
+            if 0 not in self.places or [*map(_kind, self.parameters)] == self.kinds:
                 return set()
-        rows = zip(self.tracked, parameters, self.kinds, self.places, strict=True)
-        return {t for t, p, kind, place in rows if p is not None and (_kind(p) != kind or _places([p]) != [place])}
+        rows = zip(self.tracked, self.parameters, self.kinds, self.places, strict=True)
+        return {t for t, p, kind, place in rows if _kind(p) != kind or _places([p]) != [place]}
 
 
 class AccumulateGradNodes:
@@ -129,16 +137,12 @@ class AccumulateGradNodes:
         """Whether nodes of parameters are held that are frozen at times."""
         return bool(self._at_times)
 
-    def drop_changed(self, table: ParameterTable | None = None, present: Sequence[torch.nn.Parameter | None] | None = None) -> bool:
+    def drop_changed(self) -> bool:
         """Releases the nodes of parameters that have another shape, type or device than when the node was taken; whether any has.
 
-        What is not in its place is left: `torch.func.functional_call` puts others there for the time of a forward. `present`: the
-        parameters of this table, where they were looked up already.
+        Also of one that is not in its place, since `torch.func.functional_call` puts others there for the time of a forward.
         """
-        held = self._held
-        if present is None or table is None or table.tracked is not held.tracked:
-            present = held.tracked.parameters()
-        changed = held.changed(present)
+        changed = self._held.changed()
         for tracked in changed:
             self._unhook(tracked)
         if changed:
@@ -198,11 +202,19 @@ class AccumulateGradNodes:
         """Whether every trained parameter of the table is hooked."""
         if self.table is None:
             return False
+        if self.table is table and len(self._hooks) == len(table.tracked):  # no others than those of the table are hooked
+            return True
         return all(map(self._hooks.__contains__, table.tracked)) or not _trained(t for t in table.tracked if t not in self._hooks)
+
+    def parameters(self, table: ParameterTable) -> Sequence[torch.nn.Parameter] | None:
+        """The table's parameters where all of their nodes are held."""
+        return self._held.parameters if self._held.tracked is table.tracked else None
 
     def positions(self, table: ParameterTable) -> set[int]:
         """The positions in the table of the parameters that a backward has reached."""
         fired = {*self.fired}
+        if fired.issuperset(table.tracked):
+            return {*range(len(table.tracked))}
         return {position for position, tracked in enumerate(table.tracked) if tracked in fired}
 
     def disarm(self) -> None:

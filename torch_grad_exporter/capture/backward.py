@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
@@ -225,12 +224,14 @@ class BackwardHooks:
             self._clock.spent(self._clock.clock() - start)
             return
         table, sampled = current.table, current.sampled
-        now = PresentGradients.of(table.tracked) if sampled else None
+        now = PresentGradients.of(table.tracked, nodes.parameters(table), marked=self._reader.readable) if sampled else None
         fired = reduced(table, self._fired(before, now)) if sampled else set()
         # FSDP2 may keep gradients that it has not reduced yet in a place that cannot be observed.
         if fired or sampled or before is None or not self._index.fully_sharded or before.moved():
-            models = {tracked.model for tracked in nodes.fired} or {table.tracked[i].model for i in fired}
-            current.models.update(models or range(self._index.models))
+            reached: Iterable[int] = ()
+            if self._index.models > 1:
+                reached = {tracked.model for tracked in nodes.fired} or {table.tracked[i].model for i in fired}
+            current.models.update(reached or range(self._index.models))
             self._clock.backwards_passed(1)
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
@@ -261,8 +262,10 @@ class BackwardHooks:
         if at_start is not None and at_start.tracked is table.tracked:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
         # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
-        empty = {i for i in np.flatnonzero(table.elements == 0).tolist() if table.tracked[i].gradient() is not None}
-        return self._detection.nodes.positions(table) | moved | empty | current.early_fired
+        empty = {i for i in table.tracked.empty if table.tracked[i].gradient() is not None}
+        fired = self._detection.nodes.positions(table)
+        fired.update(moved, empty, current.early_fired)
+        return fired
 
     @property
     def reduces_by_itself(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import torch
 
 from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
 from torch_grad_exporter.capture.cost import SampleCost
@@ -93,7 +92,7 @@ class BackwardDetection:
         """Before a forward: hook what was added or thawed since the step, and use no node whose parameter has another shape."""
         if sampled:
             self._cost.of(self._look_for_thawed)
-        elif self.nodes.keeps_any and self._drop_changed(None):
+        elif self.nodes.keeps_any and self._drop_changed():
             self.nodes.arm_some(dict.fromkeys(self._detectors.values()))
 
     def _look_for_thawed(self) -> None:
@@ -104,13 +103,13 @@ class BackwardDetection:
         # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
         looks = self.by_nodes and not within_transform()
         present = index.present() if looks and nodes.keeps_any else None
-        changed = self._drop_changed(present)
+        changed = self._drop_changed()
         if looks and (changed or present is None or not nodes.hooks_all_of(index.table)):
             self._arm_all(in_place=True)
             self._replaced = index.has_lazy or index.table.parameters() is None
 
-    def _drop_changed(self, present: list[torch.nn.Parameter | None] | None) -> bool:
-        changed = self.nodes.keeps_any and self.nodes.drop_changed(self._index.table, present)
+    def _drop_changed(self) -> bool:
+        changed = self.nodes.keeps_any and self.nodes.drop_changed()
         if changed:
             self._index.look_at_shapes()
         return changed

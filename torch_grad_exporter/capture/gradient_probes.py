@@ -57,8 +57,8 @@ class GradientProbes:
 
     def backward_over(self, models: Iterable[int]) -> None:
         """Remembers the gradients at the end of a backward, one of each model that it ran through."""
-        found = (self._present(model) for model in models)
-        after = GradientVersions.of([probe for probes in found for probe in itertools.islice(probes, 1)])
+        first = [next(self._present(model), None) for model in models]
+        after = GradientVersions.of([probe for probe in first if probe is not None])
         self._last = after, _values_of(after)
 
     @property

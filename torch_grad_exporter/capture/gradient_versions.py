@@ -13,10 +13,11 @@ import operator
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from torch_grad_exporter.model.parameters import TrackedParameter, parameters_of
+from torch_grad_exporter.model.parameters import AT_ONCE, TrackedParameter, parameters_of
 from torch_grad_exporter.torch_compat.autograd import version_of
 from torch_grad_exporter.torch_compat.tensors import local
 
@@ -28,6 +29,8 @@ _STRIDE = 7919
 
 _ATTRIBUTE = "_torch_grad_exporter_number"
 _NUMBERS = itertools.count()
+_NONE = torch.empty(0, device="cpu")
+"""Stands where there is no gradient."""
 
 
 def _number_of(gradient: torch.Tensor) -> int | None:
@@ -50,22 +53,47 @@ def version_of_local(tensor: torch.Tensor) -> int:
 
 _gradient_of: Callable[[torch.nn.Parameter | None], torch.Tensor | None] = operator.attrgetter("grad")
 
+Marks = tuple[list[int], list[int], list[int]]
+"""Identity, memory and version of each gradient; all three, since an `id` may be used again."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PresentGradients:
-    """Parameters and their gradients at one moment, in columns; `None` for what is not in its place. To be dropped at once."""
+    """Parameters and their gradients at one moment, in columns; `None` for what is not in its place. To be dropped at once.
+
+    `marks`: by which those of another moment are compared, if asked for, where each parameter is in its place.
+    """
 
     tracked: Sequence[TrackedParameter]
-    parameters: list[torch.nn.Parameter | None]
+    parameters: Sequence[torch.nn.Parameter | None]
     gradients: list[torch.Tensor | None]
+    marks: Marks | None = None
 
     @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> PresentGradients:
+    def of(
+        cls,
+        tracked: Sequence[TrackedParameter],
+        parameters: Sequence[torch.nn.Parameter | None] | None = None,
+        *,
+        marked: bool = False,
+    ) -> PresentGradients:
         """What there is now: no line of Python runs for each of them. `parameters`: where they were looked up already."""
         parameters = parameters_of(tracked) if parameters is None else parameters
         if types.NoneType in map(type, parameters):
             return cls(tracked, parameters, [None if p is None else p.grad for p in parameters])
-        return cls(tracked, parameters, [*map(_gradient_of, parameters)])
+        gradients: list[torch.Tensor | None] = []
+        marks: Marks = [], [], []
+        for start in range(0, len(parameters), AT_ONCE):
+            several = [*map(_gradient_of, parameters[start : start + AT_ONCE])]
+            gradients += several
+            if marked:
+                there: Any = several if types.NoneType not in map(type, several) else [_NONE if g is None else g for g in several]
+                try:
+                    for column, mark in zip(marks, (id, torch.Tensor.data_ptr, version_of), strict=True):
+                        column.extend(map(mark, there))
+                except (RuntimeError, NotImplementedError):  # a kind of tensor that does not tell
+                    marked = False
+        return cls(tracked, parameters, gradients, marks if marked else None)
 
     @property
     def in_place(self) -> bool:
@@ -89,16 +117,11 @@ class GradientVersions:
     versions: list[int]
 
     @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> GradientVersions:
-        """The versions of the parameters' gradients as they are now. `parameters`: where they were looked up already."""
-        return cls.of_present(PresentGradients.of(tracked, parameters))
-
-    @classmethod
-    def of_present(cls, present: PresentGradients) -> GradientVersions:
-        """The versions of gradients that were looked up."""
-        gradients = present.gradients
+    def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
+        """The versions of the parameters' gradients as they are now."""
+        gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
         numbers = [None if g is None else _numbered(g) for g in gradients]
-        return cls(present.tracked, numbers, [-1 if g is None else version_of_local(g) for g in gradients])
+        return cls(tracked, numbers, [-1 if g is None else version_of_local(g) for g in gradients])
 
     def moved(self, now: PresentGradients | None = None) -> set[int]:
         """The positions of those that have a gradient now that is another tensor than then, or was written to.
@@ -128,44 +151,36 @@ class GradientsAsRead:
 
     Args:
         gradients: What was read, by position in the table: plain tensors on the host, where no device is to be waited for.
+        marks: Those of all gradients of the table.
         sample: The number of the sample, by which other elements are chosen in each.
     """
 
-    def __init__(self, gradients: Mapping[int, torch.Tensor], sample: int) -> None:
-        self._positions = [*gradients]
-        values = [*gradients.values()]
-        self._columns = _columns(values)  # identity, memory and version of each; all three, since an `id` may be used again
-        self._elements: list[tuple[int, int, float]] = []  # place among them, index of an element, and its value
-        for number in range(min(ELEMENTS, len(values))):
-            place = (sample * ELEMENTS + number) % len(values)
-            if values[place].is_contiguous() and values[place].numel():
-                index = sample * _STRIDE % values[place].numel()
-                self._elements.append((place, index, _element(values[place], index)))
+    def __init__(self, gradients: Mapping[int, torch.Tensor], marks: Marks, sample: int) -> None:
+        self._marks = marks
+        self._elements: list[tuple[int, int, float]] = []  # position in the table, index of an element, and its value
+        positions = [*gradients]
+        for number in range(min(ELEMENTS, len(positions))):
+            position = positions[(sample * ELEMENTS + number) % len(positions)]
+            gradient = gradients[position]
+            if gradient.is_contiguous() and gradient.numel():
+                index = sample * _STRIDE % gradient.numel()
+                self._elements.append((position, index, _element(gradient, index)))
 
-    def unchanged(self, positions: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether these gradients, those of the parameters at `positions`, are as they were read."""
-        columns, elements = self._columns, self._elements
-        if positions != self._positions:
-            wanted = dict(zip(positions, range(len(positions)), strict=True))
-            kept = [(place, wanted[position]) for place, position in enumerate(self._positions) if position in wanted]
-            if len(kept) < len(positions):
-                return False
-            columns = tuple([column[place] for place, _ in kept] for column in columns)  # type: ignore[assignment]
-            moved = dict(kept)
-            elements = [(moved[place], index, value) for place, index, value in elements if place in moved]
-        identities, places, versions = columns
-        if [*map(id, gradients)] != identities:
+    def unchanged(self, positions: Sequence[int], now: PresentGradients) -> bool:
+        """Return whether the gradients of the parameters at `positions`, which were all read, are the same `now`."""
+        marks: Sequence[list[int]] = self._marks
+        place: Mapping[int, int] | range = range(len(marks[0]))
+        if len(positions) < len(place):
+            marks = [[*map(column.__getitem__, positions)] for column in marks]
+            place = dict(zip(positions, itertools.count()))
+        if now.marks is None or not all(map(operator.eq, marks, now.marks)):
             return False
-        same: Sequence[torch.Tensor] = gradients  # type: ignore[assignment]  # by their identities, those of the sample
-        if [*map(torch.Tensor.data_ptr, same)] != places or [*map(version_of, same)] != versions:
-            return False
-        return all(_element(same[place], index) == value for place, index, value in elements if not math.isnan(value))
+        return all(
+            _element(now.gradients[place[position]], index) == value
+            for position, index, value in self._elements
+            if position in place and not math.isnan(value)
+        )
 
 
-def _columns(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-    """Return identities, memory and versions, without a line of Python for each."""
-    return [*map(id, tensors)], [*map(torch.Tensor.data_ptr, tensors)], [*map(version_of, tensors)]
-
-
-def _element(gradient: torch.Tensor, index: int) -> float:
-    return float(gradient.detach().numpy().reshape(-1)[index])
+def _element(gradient: torch.Tensor | None, index: int) -> float:
+    return math.nan if gradient is None else float(gradient.detach().numpy().reshape(-1)[index])

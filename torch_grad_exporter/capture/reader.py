@@ -6,7 +6,7 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -60,7 +60,11 @@ class StepView:
 
 
 class GradientReader:
-    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward."""
+    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward.
+
+    Attributes:
+        readable: Whether the last sample's gradients can be compared at the step: plain tensors on the host.
+    """
 
     def __init__(
         self,
@@ -81,9 +85,9 @@ class GradientReader:
         self._bypass: set[int] = set()  # optimizers whose gradients were once edited in a way that versions do not show
         self._looks: Counter[int] = Counter()  # by optimizer, how often its view was taken
         self._samples = 0
+        self.readable = True
         self._places: frozenset[torch.device] = frozenset()
         self._divisors: dict[int, Ticket | float] = {}  # by round, as the loop has reported them
-        self._position: tuple[ParameterTable | None, dict[int, int]] = None, {}
 
     @property
     def devices(self) -> frozenset[str]:
@@ -132,11 +136,11 @@ class GradientReader:
             return False
         table, at = current.table, self._clock.now()
         if now is None or now.tracked is not table.tracked:
-            now = PresentGradients.of(table.tracked)
+            now = PresentGradients.of(table.tracked, marked=self.readable)
         if not now.in_place:
             return False
         begun = self._cost.timer.begin(self._places)
-        present = now.at(current.fired - current.early_fired)
+        present = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
         gradients = table.tracked.own(present)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.
@@ -147,10 +151,11 @@ class GradientReader:
             return False
         self._samples += 1
         current.parts = parts
-        readable = all(reading.group.readable for reading in readings)
-        current.as_read = GradientsAsRead(present, self._samples) if readable else None
+        self.readable = all(reading.group.readable for reading in readings)
+        compared = now.marks if self.readable and not current.early_fired else None
+        current.as_read = None if compared is None else GradientsAsRead(present, compared, self._samples)
         # A gradient that a hook of the user removed at once counts as none.
-        there = current.early_fired | gradients.keys()
+        there = current.early_fired | gradients.keys() if current.early_fired else gradients.keys()
         every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
         missing = [i for i, parameter in every if i not in there and parameter is not None and parameter.requires_grad]
         # Where no backward is seen, each optimizer's step reads the round again, with what those before have left.
@@ -190,10 +195,8 @@ class GradientReader:
 
     def positions_in(self, table: ParameterTable, optimizer: torch.optim.Optimizer) -> list[int]:
         """Return the positions in the table of the parameters in this optimizer's groups."""
-        if self._position[0] is not table:
-            self._position = table, {t.identity: i for i, t in enumerate(table.tracked)}
-        owned = (self._position[1].get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
-        return [position for position in owned if position is not None]
+        known = table.tracked.positions
+        return [known[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in known]
 
     def positions_of(self, table: ParameterTable, optimizer: int) -> list[int]:
         """Return the positions in the table of what the optimizer with this number owns."""
@@ -206,19 +209,18 @@ class GradientReader:
 
     def _read_again(self, current: ArmedRound, seen: StepView, ours: bool) -> None:
         table, optimizer = current.table, seen.optimizer
-        owners = self._optimizers.owners(table, {optimizer})
-        fired = np.array(sorted(current.fired), dtype=np.int64)
+        fired, owners = self._owners_of_fired(current, {optimizer})
         mine: list[int] = fired[owners[fired] == optimizer].tolist()
         tracked = table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine]
-        now = PresentGradients.of(tracked, self._optimizers.parameters_at(optimizer, mine))
+        compared = current.as_read if not ours and optimizer not in self._bypass else None
+        now = PresentGradients.of(tracked, self._optimizers.parameters_at(optimizer, mine), marked=compared is not None)
         if not now.in_place:
             return
         loss_scale = self._loss_scale.value
         # A scaler's own division leaves no trace in versions.
         in_full = self._looks[optimizer] % IN_FULL == 0 or (loss_scale is not None and seen.grad_scale is None)
         self._looks[optimizer] += 1
-        compared = current.as_read is not None and not ours and optimizer not in self._bypass
-        unchanged = compared and current.as_read.unchanged(mine, now.gradients)  # type: ignore[union-attr]
+        unchanged = compared is not None and compared.unchanged(mine, now)
         parts: tuple[SamplePart, ...] = ()
         if unchanged and not in_full:
             scale = None if loss_scale is None else self._send_one(loss_scale)
@@ -263,8 +265,14 @@ class GradientReader:
 
     def owners_of(self, current: ArmedRound, optimizer: int) -> frozenset[int]:
         """Return the optimizers that own what the round has read, among them this one that steps; -1 stands for none."""
-        owners = self._optimizers.owners(current.table, frozenset((*current.stepped, optimizer)))
-        return frozenset(owners[sorted(current.fired)].tolist())
+        fired, owners = self._owners_of_fired(current, {*current.stepped, optimizer})
+        return frozenset(owners[fired].tolist())
+
+    def _owners_of_fired(self, current: ArmedRound, stepped: Collection[int]) -> tuple[IntArray, IntArray]:
+        """Return the positions of what the round has read, and the owners of all parameters. `stepped`: see `owners`."""
+        owners = self._optimizers.owners(current.table, stepped)
+        every = len(current.fired) == len(owners)
+        return np.arange(len(owners)) if every else np.array(sorted(current.fired), dtype=np.int64), owners
 
     def close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
         """Hand over the outcome of the sample, and subtract what belongs to optimizers that did not step.
@@ -282,8 +290,7 @@ class GradientReader:
 
     def _close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
         did_step = frozenset(current.stepped)
-        owners = self._optimizers.owners(current.table, did_step)
-        fired = np.array(sorted(current.fired), dtype=np.int64)
+        fired, owners = self._owners_of_fired(current, did_step)
         mine = frozenset(owners[fired].tolist())
         stepped = did_step or usual & mine or mine
         # Where several own what was written, and it was never seen who steps on it, nobody knows whose these gradients were to be.

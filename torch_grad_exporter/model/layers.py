@@ -34,7 +34,7 @@ from torch_grad_exporter.model.parameters import (
 )
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
-from torch_grad_exporter.torch_compat.fsdp import is_imported, is_managed
+from torch_grad_exporter.torch_compat.fsdp import are_managed, is_imported, is_managed
 from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
 IN_TURN = 8
@@ -239,7 +239,7 @@ def _is_trained(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and not is_lazy(parameter)
 
 
-_Columns = tuple[list[object], ...]
+_Columns = tuple[Sequence[object], ...]
 
 _values = operator.methodcaller("values")
 
@@ -273,7 +273,7 @@ def _looked_at(modules: Sequence[torch.nn.Module]) -> tuple[_Columns, list[torch
         [*map(id, parameters)],
         kinds,
         [*map(_requires_grad, trained)],
-        [*map(is_managed, modules)] if is_imported() else [],
+        are_managed(modules) if is_imported() else [],
     )
     return columns, parameters
 

@@ -8,7 +8,7 @@ everything else belongs to the training thread. Optimizers are held weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable
 
 MANUAL = "manual"
 """The name under which `exporter.step()` counts where no optimizer's hook fires."""
@@ -78,7 +78,9 @@ class Optimizers:
         try:
             changed = self._index.changed()
             # Of models that are gone, the identities of parameters may be those of others by now.
-            concerned = bool(self._index.roots()) and (_owns_of(table, optimizer) or _owns(optimizer, map(id, changed), changed))
+            concerned = bool(self._index.roots()) and (
+                _owns_of(table, optimizer) or not owned_by(optimizer).isdisjoint(map(id, changed)) or has_copies(optimizer, changed)
+            )
         except (RuntimeError, LookupError):  # another thread is changing a model: call it again
             return False
         self._answers[optimizer] = _Answer(table, groups, concerned)
@@ -123,7 +125,7 @@ class Optimizers:
         number = self._of_wrapper(optimizer)
         if number is None:
             number = self._new(type(optimizer).__name__, within_backward=within_backward)
-        if has_copies(optimizer, parameters_of(self._index.table.tracked)):
+        if has_copies(optimizer, self._index.table.tracked.parameters()):
             self.copying.add(number)
         self._numbers[optimizer] = number
         return number
@@ -134,10 +136,9 @@ class Optimizers:
 
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The number of a named optimizer that never reports a step itself, since it only wraps this one."""
-        owned = owned_by(optimizer)
         for number, reference in self._silent.items():
             wrapper = reference()
-            if wrapper is not None and wrapper is not optimizer and owned_by(wrapper) == owned:
+            if wrapper is not None and wrapper is not optimizer and owned_by(wrapper) == owned_by(optimizer):
                 self._numbers.pop(wrapper, None)
                 return number
         return None
@@ -175,7 +176,7 @@ class Optimizers:
         self._groups_listed = listed
         if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
             return self._owners
-        position = {t.identity: i for i, t in enumerate(table.tracked)}
+        position = table.tracked.positions
         owners = np.full(len(table.tracked), -1, dtype=np.int64)
         overlap = False
         places: dict[int, list[int]] = {}
@@ -246,14 +247,11 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
     return tuple((id(group), len(group), *map(id, (group[:1] + group[-1:]))) for group in every)
 
 
-def _owns(optimizer: torch.optim.Optimizer, identities: Iterable[int], parameters: Sequence[torch.nn.Parameter | None]) -> bool:
-    """Whether an optimizer owns a parameter with one of these identities, or copies of all the parameters."""
-    return not owned_by(optimizer).isdisjoint(identities) or has_copies(optimizer, parameters)
-
-
 def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
-    """The same of the table's parameters, though they may be out of their places now."""
-    return _owns(optimizer, (tracked.identity for tracked in table.tracked), parameters_of(table.tracked))
+    """Whether an optimizer owns a parameter of the table, though it may be out of its place now, or copies of all of them."""
+    known = table.tracked.positions
+    owned = any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+    return owned or has_copies(optimizer, table.tracked.parameters())
 
 
 def has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:

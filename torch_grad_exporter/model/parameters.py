@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -24,6 +25,9 @@ from torch_grad_exporter.model.units import UnitLayout, one_of_equal, unit_layou
 from torch_grad_exporter.torch_compat.compiler import never_compile
 from torch_grad_exporter.torch_compat.modules import parameters_in
 from torch_grad_exporter.torch_compat.tensors import local
+
+AT_ONCE = 256
+"""Parameters of which all columns are taken before those of the next ones: they stay in the processor's cache."""
 
 
 class BackwardListener(Protocol):
@@ -150,6 +154,16 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
     def flat(self) -> frozenset[int]:
         """The positions of those that `FullyShardedDataParallel` keeps."""
         return frozenset(position for position, one in enumerate(self) if one.flat is not None)
+
+    @functools.cached_property
+    def empty(self) -> frozenset[int]:
+        """The positions of those without elements."""
+        return frozenset(position for position, one in enumerate(self) if not one.elements)
+
+    @functools.cached_property
+    def positions(self) -> dict[int, int]:
+        """The position of each by its identity."""
+        return dict(zip(self._columns[2], itertools.count()))
 
     def parameters(self) -> list[torch.nn.Parameter | None]:
         """`parameter()` of each."""
