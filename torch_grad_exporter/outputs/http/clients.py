@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 
+import tornado.platform.asyncio  # noqa: F401 - Tornado imports it with the first connection, which no background thread may do
 from tornado.http1connection import HTTP1ConnectionParameters, HTTP1ServerConnection
 from tornado.httputil import (
     HTTPConnection,

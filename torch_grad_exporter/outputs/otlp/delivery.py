@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
 from collections.abc import Iterator
 from http.cookiejar import DefaultCookiePolicy
