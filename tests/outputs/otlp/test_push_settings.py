@@ -185,12 +185,15 @@ def test_a_password_in_an_endpoint_is_not_shown(lines: pytest.LogCaptureFixture)
     assert "hunter2" not in "".join(refusals) + str(caught.value) + lines.text
 
 
-def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("missing", ["grpc", "opentelemetry.exporter.otlp.proto.grpc"])
+def test_a_missing_package_for_grpc_is_named(
+    missing: str, monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
+) -> None:
     """Without gRPC an argument raises and a variable costs the push with one warning, each with the command to install it."""
     real = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:  # noqa: ANN401 - as importlib's
-        return None if name.startswith("grpc") else real(name, package)
+        return None if name == missing else real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     with pytest.raises(ImportError, match=r"otlp_protocol='grpc'.*pip install 'torch-grad-exporter\[grpc\]'"):

@@ -182,9 +182,9 @@ def _checked_headers(headers: object) -> dict[str, str]:
 
 
 def grpc_installed() -> bool:
-    """Whether gRPC can be imported, and its richer errors."""
+    """Return whether OpenTelemetry's exporter over gRPC can be imported."""
     try:
-        return all(importlib.util.find_spec(name) for name in ("grpc", "google.rpc.error_details_pb2"))
+        return all(importlib.util.find_spec(name) for name in ("grpc", "opentelemetry.exporter.otlp.proto.grpc"))
     except ModuleNotFoundError:
         return False
 
