@@ -129,7 +129,7 @@ def test_failures_are_counted_and_logged_once(name: str, caplog: pytest.LogCaptu
         # An exporter sends again at once where a connection breaks, as it may on a busy machine.
         assert 3 <= failed <= sum(item.answer is answer for item in receiver.received)
         assert receiver.latest("torch_grad_exporter_errors_total", source="otlp") == failed
-    (line,) = warned(caplog)
+        (line,) = warned(caplog)  # before the end, whose export may be late on a busy machine
     assert line.startswith("torch_grad_exporter: otlp: ")
     assert "\n" not in line
     assert all(record.name == "torch_grad_exporter" and record.exc_info is None for record in caplog.records)
