@@ -93,14 +93,16 @@ def exchange(port: int, sent: bytes, manner: Manner = Manner.READS, *, window: i
 def complaint(sent: bytes, answer: bytes) -> str | None:
     """What is wrong with an answer, `None` if nothing is. Knows of HTTP only what it needs, nothing of the server's code."""
     if not answer:
-        return "no answer" if _HEAD_END.search(sent, 0, MAX_HEAD) else None
+        # A body in broken chunks ends the connection, like a head that is too long.
+        chunked = b"transfer-encoding" in sent.lower()
+        return "no answer" if _HEAD_END.search(sent, 0, MAX_HEAD) and not chunked else None
     answer = answer.removeprefix(CONTINUE)
     status, length, end = _STATUS.match(answer), _LENGTH.search(answer), answer.find(b"\r\n\r\n")
     if status is None or end < 0 or (length is None and answer != BAD_REQUEST):
         return "no HTTP"
     if int(status[1]) not in STATUSES:
         return f"status {int(status[1])}"
-    body, expected = len(answer) - end - 4, 0 if length is None or sent.startswith(b"HEAD ") else int(length[1])
+    body, expected = len(answer) - end - 4, 0 if length is None or sent.lstrip(b"\r\n").startswith(b"HEAD ") else int(length[1])
     return None if body == expected else f"{body} bytes of {expected}"
 
 
