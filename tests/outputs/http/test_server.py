@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import gzip
 import json
 import logging
 import socket
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -201,3 +203,20 @@ def test_close_does_not_wait_for_a_hanging_scrape(training: Training) -> None:
         assert can_bind(server.port)
     training.may_go_on.set()
     assert eventually(lambda: server_threads() == [])
+
+
+def test_nothing_keeps_a_closed_server(training: Training) -> None:
+    """A server that was closed while a scrape hangs is freed, with what waited for it and without an error."""
+
+    def closed() -> weakref.ref[MetricsServer]:
+        with serving(training) as server, connect(server) as client:
+            client.sendall(GET_METRICS)
+            assert training.entered.wait(PATIENCE)
+            server.close(timeout=0.2)
+            return weakref.ref(server)
+
+    training.may_go_on.clear()
+    left = closed()
+    training.may_go_on.set()
+    assert eventually(lambda: gc.collect() >= 0 and left() is None)
+    assert training.errors == []

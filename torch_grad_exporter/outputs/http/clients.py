@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 
-import tornado.platform.asyncio  # noqa: F401 - Tornado imports it with the first connection, which no background thread may do
 from tornado.http1connection import HTTP1ConnectionParameters, HTTP1ServerConnection
 from tornado.httputil import (
     HTTPConnection,
@@ -64,7 +63,7 @@ class Clients(HTTPServerConnectionDelegate):
         listener: A listening socket, which belongs to this from now on.
         loop: The event loop that runs in the thread.
         answer: Returns the answer to a request; it may take long.
-        settings: Returns the web configuration for the next client, which may be read anew.
+        settings: Returns the web configuration for the next client, which may be read again.
         on_error: Gets failures of our own.
         timeout: Seconds for each phase of a connection.
     """

@@ -18,6 +18,8 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
+from tornado.platform.asyncio import AsyncIOLoop
+
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.admission import Admission
@@ -84,6 +86,8 @@ class MetricsServer:
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_exception_handler(self._loop_failed)
+        # Closed in place of the loop: Tornado would keep that until another one is made, and with it all that it refers to.
+        self._tornado = AsyncIOLoop(asyncio_loop=self._loop, make_current=False)
         self._workers = Workers(WORKERS, self._loop)
         self._clients = Clients(
             listener, self._loop, answer=self._answer, settings=self._settings, on_error=failed, timeout=timeout
@@ -117,8 +121,8 @@ class MetricsServer:
         self._workers.stop()
         self._workers.join(give_up_at - time.monotonic())
         self._clients.abandon()
-        if not self._loop.is_running():
-            self._loop.close()
+        if not (self._thread.running or self._loop.is_closed()):  # it has never started
+            self._tornado.close()
 
     def after_fork_in_child(self) -> None:
         """Close the sockets that a forked child inherits, else the port stays taken when the parent is gone.
@@ -142,11 +146,18 @@ class MetricsServer:
                 self._loop.run_forever()
             finally:
                 self._clients.abandon()
-                self._loop.close()
+                self._tornado.close()
 
     def _begin_end(self, grace: float) -> None:
-        self._ending = self._loop.create_task(self._clients.end(grace))
+        self._ending = self._loop.create_task(self._end(grace))
         self._ending.add_done_callback(lambda _: self._loop.stop())
+
+    async def _end(self, grace: float) -> None:
+        await self._clients.end(grace)
+        waiting = asyncio.all_tasks() - {self._ending}  # for a scrape that hangs
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     def _loop_failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
