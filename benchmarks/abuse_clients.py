@@ -29,7 +29,7 @@ STATUSES = {200, 400, 404, 405, 503}
 """What a request may be answered with. Not 500: nothing that a client sends is a failure of the exporter."""
 
 BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\n\r\n"
-"""The answer to what is no HTTP. It ends with the connection."""
+"""The answer to a request that is not HTTP. It ends with the connection."""
 
 CONTINUE = b"HTTP/1.1 100 (Continue)\r\n\r\n"
 """What comes before the answer to a client that asks for it."""

@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{table['title']}")
         for row in (table["columns"], *table["rows"], *table["notes"]):
             print(row if isinstance(row, str) else " | ".join(map(str, row)))
-        written = record.save(name, {"tables": tables})  # each time anew: whoever ends it has what there is
+        written = record.save(name, {"tables": tables})  # after each, so that what was measured is kept if it is ended
     print(f"written to {written}")
     return 0
 

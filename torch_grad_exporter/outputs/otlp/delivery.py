@@ -86,7 +86,6 @@ def _over_http(settings: PushSettings, seconds: float) -> MetricExporter:
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - the same
 
     session = _Session(settings.certificates.authority)
-    session.headers["User-Agent"] = AGENT
     if "authorization" in settings.headers:  # else a password from `~/.netrc` would replace it
         session.auth = lambda request: request
     files = settings.certificates
@@ -117,7 +116,7 @@ class _Session(requests.Session):
         if 300 <= response.status_code < 400:
             raise requests.RequestException(f"redirected with status {response.status_code}, which is not followed")
         if response.ok and kind == "text/html":
-            raise requests.RequestException("the answer is a web page, so that this is no OTLP receiver")
+            raise requests.RequestException("the answer is a web page, this is not an OTLP receiver")
         if response.ok and kind == "application/x-protobuf":
             with contextlib.suppress(DecodeError):
                 partial = ExportMetricsServiceResponse.FromString(response.content).partial_success

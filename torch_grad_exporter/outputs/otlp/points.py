@@ -151,7 +151,8 @@ class Points:
     def _metric(self, family: Family, piece: slice, times: ExportTimes) -> Metric:
         """The points of some of the present rows."""
         spec, rows = family.spec, family.row_numbers[piece]
-        attributes = [self._prepared(family)[row] for row in rows]
+        prepared = self._prepared(family)
+        attributes = [prepared[row] for row in rows]
         data: Gauge | Sum | Histogram | ExponentialHistogram
         if spec.kind is Kind.GAUGE:
             values = family.values[rows].tolist()

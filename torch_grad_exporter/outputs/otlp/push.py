@@ -61,8 +61,8 @@ _inherited: list[object] = []
 class Push:
     """Exports what `scrape` gives: soon after `start`, every `interval` seconds, and once more at `close`.
 
-    `labels`: of every point. `on_error` takes what an export has failed of. `connect` makes the way to the receiver, for exports
-    of so many seconds; it does not connect yet. Raises what it raises, as where a certificate cannot be used.
+    `labels`: of every point. `on_error` takes what an export has failed of. Raises what `Delivery` raises, as
+    where a certificate cannot be used.
     """
 
     def __init__(
@@ -72,12 +72,10 @@ class Push:
         labels: Mapping[str, str],
         *,
         on_error: Callable[[BaseException], None],
-        connect: Callable[[float], Delivery] | None = None,
     ) -> None:
         self._scrape = scrape
         self._settings = settings
         self._on_error = on_error
-        self._connect = connect or functools.partial(Delivery, settings)
         self._points = Points(
             labels,
             resource(labels["run"], labels["rank"]),
@@ -88,7 +86,7 @@ class Push:
         self._began = self._at = time.time_ns()
         kinds = [kind for kind, chosen in settings.temporality.items() if chosen is Temporality.DELTA]
         self._deltas = Deltas(kinds, began=self._began)
-        self._delivery: Delivery | None = self._connect(settings.timeout)
+        self._delivery: Delivery | None = Delivery(settings, settings.timeout)
         self._hanging: list[BackgroundThread] = []
         self._due = math.inf
         guard = Guard(on_error)
@@ -133,7 +131,7 @@ class Push:
         self._hanging = [thread for thread in self._hanging if thread.running]
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
-        way = self._delivery = self._delivery or self._connect(self._settings.timeout)
+        way = self._delivery = self._delivery or Delivery(self._settings, self._settings.timeout)
         transfer = _Transfer(self._over)
         thread = BackgroundThread("export", functools.partial(transfer.run, way, list(self._portions(self._values()))))
         thread.start()
@@ -169,7 +167,7 @@ class Push:
                 if left < LAST_REQUEST_SECONDS:
                     late = TimeoutError("there was no time left for all of the last export")
                     break
-                way = self._connect(left)
+                way = Delivery(self._settings, left)
                 ways.callback(way.close)
                 if not transfer.sent(way, portion):
                     break
