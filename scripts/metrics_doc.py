@@ -28,14 +28,12 @@ where there is only one.
 
 The column *ranks* says which ranks of a job export a metric. *All*: every rank. *Part, copy*: where gradients are sharded, as
 under FSDP2 and tensor parallelism, every rank that has a part shows its part; where they are equal, as under DDP, the first rank
-shows them (`ranks="all"` changes that). See [Many ranks](distributed.md). *0*: rank 0.
+shows them (`ranks="all"` changes that). See [Many ranks](distributed.md).
 """
 
 
 def ranks(spec: Spec) -> str:
     """Which ranks of a job export it."""
-    if spec.name.startswith("torch_run_"):
-        return "0"
     own = spec.opt_in in ("activations", "layer_times", "nan_origin")  # of its own data and its own time
     return "part, copy" if "layer" in spec.labels and not own else "all"
 

@@ -388,6 +388,6 @@ def test_a_registry_that_refuses(taken: str) -> None:
             stack.enter_context(start(other, registry=registry))
         before = lasting_threads()
         with pytest.raises(ValueError, match="torch_grad"):
-            start(model, 0, registry=registry, collectors={"whole_run": True})
+            start(model, 0, registry=registry)
         assert lasting_threads() == before
         assert hooks_of(model) == 0

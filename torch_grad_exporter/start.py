@@ -110,11 +110,9 @@ def start_exporter(
             of torch, which read each gradient several times; "triton": programs that read it once,
             if they pass a comparison in the first samples; "auto": these on NVIDIA's GPUs where
             Triton is installed, as it is with torch's own builds for Linux.
-        collectors: Collectors to disable, such as `{"host": False}`, or to enable (default: all but
-            whole_run). There are gradients, activations, nan_origin, layer_times, watched,
-            training, whole_run, cuda_memory, gpu, process, host, container, exporter.
-            `{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks
-            together.
+        collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
+            gradients, activations, nan_origin, layer_times, watched, training, cuda_memory, gpu,
+            process, host, container, exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).

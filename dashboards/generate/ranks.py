@@ -29,12 +29,11 @@ NO_RULES = "Not known yet: this needs the recording rules, and steps in the last
 
 def _missing() -> Panel:
     seen = f"count by (run) (count by (run, rank) ({of_run('torch_train_world_size')}))"
-    text = "Ranks that Prometheus scrapes, out of the ranks of the run. With whole_run on, also the ranks that report to rank 0."
+    text = "Ranks that Prometheus scrapes, out of the ranks of the run."
     panel = draw.number(
         "Ranks", text, "short",
         Query(seen, "{{run}} seen"),
         Query(highest(of_run("torch_train_world_size"), "run"), "{{run}} of"),
-        Query(highest(of_run("torch_run_ranks_reporting"), "run"), "{{run}} reporting to rank 0"),
         nothing="No run is being scraped now",
     )  # fmt: skip
     return draw.plain(panel)
@@ -168,13 +167,12 @@ def _losses() -> Panel:
 def _whole_norm() -> Panel:
     text = (
         "Root mean square of the norm of the whole gradient over 5 minutes, from all ranks' parts. Also the norm "
-        "that each step's clipping gives with observe(grad_norm=...), and the sum at rank 0 where whole_run is on."
+        "that each step's clipping gives with observe(grad_norm=...)."
     )
     panel = draw.lines(
         "Norm over all ranks", text, SCIENTIFIC,
         Query(recorded("run:torch_grad_norm:rms5m"), "{{run}} from all parts"),
         Query(highest(of_run("torch_grad_global_norm"), "run, optimizer"), "{{run}} {{optimizer}} as known to a rank"),
-        Query(highest(of_run("torch_run_grad_global_norm_rms"), "run"), "{{run}} at rank 0"),
         nothing=NO_RULES,
     )  # fmt: skip
     return draw.logarithmic(panel)

@@ -250,3 +250,11 @@ def test_labels_of_metrics_are_reserved() -> None:
     for label in (*used, *RESERVED_LABELS):
         with pytest.raises(ValueError, match=f"'{label}' is a label of the exporter's own"):
             resolve({"labels": {label: "x"}}, {})
+
+
+def test_the_removed_collector_names_its_successor() -> None:
+    """Asking for the view of the whole run on rank 0 is refused, and the message says what does the same."""
+    with pytest.raises(ValueError, match=r"^collectors=.*whole_run was removed.*recording rules.*ranks.rules\.yml"):
+        resolve({"collectors": {"whole_run": True}}, {})
+    with pytest.raises(ValueError, match=r"COLLECTORS=.*whole_run was removed"):
+        resolve({}, {PREFIX + "COLLECTORS": "whole_run=on"})

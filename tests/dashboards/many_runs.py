@@ -120,7 +120,7 @@ def replicas(folder: str) -> None:
     """Train two ranks under DDP, which freeze a layer together."""
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
     torch.manual_seed(dist.get_rank())  # ranks with equal batches have no gradient noise
-    exporter = start_exporter(model, 0, local_norm=True, collectors={"whole_run": True}, **usual(folder, "replicas"))
+    exporter = start_exporter(model, 0, local_norm=True, **usual(folder, "replicas"))
     exporter.on(lambda m: m.last("torch_train_loss") > 0, Freeze(layers=r"^second$"))
     train(model, exporter)
 
@@ -130,7 +130,7 @@ def shards(folder: str) -> None:
     model = Net()
     del model.unused
     fully_shard(model)
-    exporter = start_exporter(model, 0, collectors={"whole_run": True}, **usual(folder, "shards"))
+    exporter = start_exporter(model, 0, **usual(folder, "shards"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for x in batches():
         optimizer.zero_grad()

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import Key, errors, key, values
-from tests.support.tools import eventually
 from tests.support.torch_versions import VERSION, fully_shard, need
 from torch_grad_exporter import start_exporter
 
@@ -141,8 +140,6 @@ LAYOUTS: dict[str, Callable[[int], tuple[torch.nn.Module, int]]] = {
         ddp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data, fsdp1_flat, fsdp1_original, hsdp1, fsdp1_whole,
     )
 }  # fmt: skip
-COMBINED = "fsdp_uneven"
-"""The layout in which rank 0 shows what the ranks report."""
 OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 FLAT = ("fsdp1_flat", "fsdp1_original", "hsdp1")
 """The layouts in which a rank has a piece of all elements one behind the other, which shows no units."""
@@ -179,15 +176,9 @@ def rank_main(rank: int, folder: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, part = LAYOUTS[name](rank)
-        collectors = OFF | {"whole_run": name == COMBINED}
-        with start_exporter(model, None, run="ranks", every=1, weights=True, collectors=collectors) as exporter:
+        with start_exporter(model, None, run="ranks", every=1, weights=True, collectors=OFF) as exporter:
             scrapes: list[dict[Key, float]] = [values(exporter)]
             train(model, part, lambda exporter=exporter, scrapes=scrapes: scrapes.append(values(exporter)))
-            if name == COMBINED:
-                steps = key("torch_run_fewest_steps")
-                assert rank > 0 or eventually(lambda: values(exporter).get(steps) == STEPS - 1)  # noqa: B023 - called here
-                dist.barrier()
-                found["combined"] = [values(exporter)]
             assert errors(exporter) == {}
         found[name] = scrapes
     dist.barrier()
@@ -278,19 +269,6 @@ def test_units_split_across_ranks_are_not_reported(found: Found) -> None:
     for layout in {"tensor_parallel", "tensor_and_data"}.intersection(HERE):
         assert showing(found, layout, "torch_grad_zero_units_ratio", layer="second") == []
         assert showing(found, layout, "torch_grad_zero_units_ratio", layer="first") == [0, 1, 2, 3]
-
-
-@pytest.mark.skipif(COMBINED not in HERE, reason="FSDP on a CPU")
-def test_rank_0_combines_the_reports_of_all(found: Found) -> None:
-    """With `whole_run` rank 0 shows the steps of all ranks and all that was not finite, and no other rank does."""
-    first, *others = (ranks["combined"][0] for ranks in found)
-    assert first[key("torch_run_ranks_reporting")] == WORLD
-    assert first[key("torch_run_fewest_steps")] == first[key("torch_run_most_steps")] == STEPS - 1
-    for layer in LAYERS:
-        for kind in ("nan", "inf"):
-            total = summed(found, COMBINED, -1, "torch_grad_nonfinite_elements_total", layer=layer, kind=kind)
-            assert first[key("torch_run_grad_nonfinite_elements_total", layer=layer, kind=kind)] == total
-    assert not [name for scrape in others for name, _ in scrape if name.startswith("torch_run")]
 
 
 def test_a_norm_stands_only_where_it_is_whole(found: Found) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from tests.support.scrape import Key, errors, key, lost, values
 from torch_grad_exporter import Exporter, start_exporter
 
-OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container", "whole_run"), False)
+OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
 CLOSE = 1e-5
 
 Edit = Callable[[list[nn.Parameter], random.Random], None]

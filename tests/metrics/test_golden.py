@@ -44,7 +44,6 @@ NEVER_HERE = {
     **dict.fromkeys(
         ("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total"), "needs ranks: see test_local_norm.py"
     ),
-    **dict.fromkeys((name for name in CATALOGUE if name.startswith("torch_run_")), "needs several ranks"),
 }
 RESOURCES = {"cuda_memory", "gpu", "process", "host", "container"}
 MACHINE = ("process_", "python_", *(f"torch_{part}_" for part in ("cuda", "gpu", "process", "host", "container")))

@@ -24,7 +24,7 @@ from torch_grad_exporter import start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 
 ALLOCATED = key("torch_cuda_memory_allocated_bytes", device="cuda:0")
-ON = tuple(name for name in REGISTRY.names if name in REGISTRY.on_by_default)
+ON = REGISTRY.names
 
 RESOURCES = frozenset(name for name in CATALOGUE if name.startswith(MACHINE))
 

@@ -104,7 +104,7 @@ class Training:
         self.wrapped: Callable[[torch.Tensor], torch.Tensor] = wrapped
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.8)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=200, enabled=hardware is not None)
-        collectors = {"whole_run": kind.ranks > 1, **({} if hardware else {"gpu": False, "cuda_memory": False})}
+        collectors = {} if hardware else {"gpu": False, "cuda_memory": False}
         usual = {"every": 1, "dead_window": DEAD_WINDOW, "addr": "127.0.0.1", "run": name, "rank": rank, "sd_dir": folder}
         options = usual | {"collectors": collectors, "grad_scaler": self.scaler if hardware else None} | kind.options
         self.exporter: Exporter = start_exporter(wrapped, 0, **options)

@@ -190,7 +190,7 @@ def _add_demo(commands: _Commands) -> None:
     add("--web-config-file", metavar="FILE", help=_help("web_config_file"))
     add("--device", choices=("cpu", "cuda"), help="where to train (default here: %(default)s)")
     switches = parser.add_argument_group("collectors", "all of these are on by default")
-    for name in (name for name in REGISTRY.names if name in REGISTRY.on_by_default):
+    for name in REGISTRY.names:
         switches.add_argument(f"--no-collector.{name}", dest="off", action="append_const", const=name,
                               help=f"switch off the collector {name!r}")  # fmt: skip
     parser.set_defaults(**{field.name: getattr(default, field.name) for field in fields(default)})

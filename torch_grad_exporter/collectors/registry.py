@@ -29,8 +29,7 @@ class Collector(Protocol):
 class Declaration:
     """A collector: its name, which is also that in the option `collectors`, its metrics by section, and what makes it.
 
-    `make` may raise: that costs this collector alone. `default`: whether it is on unless the user says otherwise. `place`: the
-    lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
+    `make` may raise: that costs this collector alone. `place`: the lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
     `reads_devices`: whether it shows `CollectorContext.memory`, which the training thread then has to read. `judged`: whether the
     package's rules read what it shows; else it is left out of most scrapes by which the exporter only judges.
     """
@@ -38,7 +37,6 @@ class Declaration:
     name: str
     sections: tuple[Section, ...]
     make: Callable[[CollectorContext], Collector]
-    default: bool = True
     place: int = 90
     reads_devices: bool = False
     judged: bool = True
@@ -79,11 +77,6 @@ class Registry:
     def names(self) -> tuple[str, ...]:
         """All of them; each can be switched off, and on."""
         return tuple(declaration.name for declaration in self)
-
-    @property
-    def on_by_default(self) -> frozenset[str]:
-        """Those that are on unless the user says otherwise."""
-        return frozenset(declaration.name for declaration in self if declaration.default)
 
     @property
     def sources(self) -> tuple[str, ...]:

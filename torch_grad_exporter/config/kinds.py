@@ -212,14 +212,19 @@ def _collectors(value: object) -> frozenset[str]:
     fix = f"{COLLECTORS.expected}; there are {', '.join(REGISTRY.names)}"
     if not isinstance(value, Mapping) or not all(isinstance(on, bool) for on in value.values()):
         raise TypeError(fix)
+    if "whole_run" in value:
+        raise ValueError(
+            "the collector whole_run was removed; values over all ranks come from the recording rules of "
+            "dashboards/prometheus/ranks.rules.yml, see docs/distributed.md"
+        )
     if not set(value) <= set(REGISTRY.names):
         raise ValueError(fix)
-    return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
+    return frozenset(name for name in REGISTRY.names if value.get(name, True))
 
 
 LABELS = OptionKind("expected a mapping of label names such as {'team': 'vision'}", _labels, pairs, "`team=vision,cost=7`")
 COLLECTORS = OptionKind(
-    "expected collectors to enable or disable, such as {'host': False}, or host=off in the environment",
+    "expected collectors to disable, such as {'host': False}, or host=off in the environment",
     _collectors,
     lambda text: {name: on(word) for name, word in pairs(text).items()},
     "`host=off,gpu=off`",

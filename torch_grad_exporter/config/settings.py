@@ -82,11 +82,9 @@ class Settings:
         '"torch": operations of torch, which read each gradient several times; "triton": programs '
         "that read it once, if they pass a comparison in the first samples; "
         '"auto": these on NVIDIA\'s GPUs where Triton is installed, as it is with torch\'s own builds for Linux.')
-    collectors: frozenset[str] = option(lambda: REGISTRY.on_by_default,
-        'collectors to disable, such as `{"host": False}`, or to enable',
-        f"There are {', '.join(REGISTRY.names)}. "
-        '`{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks together.',
-        kind=kinds.COLLECTORS, shown="all but whole_run")
+    collectors: frozenset[str] = option(lambda: frozenset(REGISTRY.names),
+        'collectors to disable, such as `{"host": False}`',
+        f"There are {', '.join(REGISTRY.names)}.", kind=kinds.COLLECTORS, shown="all")
     web_config_file: str = option("",
         "TLS and basic authentication, in the format of Prometheus' exporters",
         "See docs/security.md.", kind=kinds.path("a web configuration file"), shown="none")
