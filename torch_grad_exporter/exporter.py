@@ -23,8 +23,7 @@ from torch_grad_exporter.actions.act.trigger import Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.build import STORE_SECONDS, Stages
 from torch_grad_exporter.capture.observations import Number
-from torch_grad_exporter.capture.watched_data_loader import watched
-from torch_grad_exporter.capture.watched_loader import WatchedLoader
+from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.watch import check

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_grad_exporter.capture.armed_round import Lost
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.inspections import First, Inspection, Inspections
-from torch_grad_exporter.capture.module_outputs import differentiable
-from torch_grad_exporter.capture.outcomes import Lost
+from torch_grad_exporter.capture.module_tensors import differentiable
 from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced
@@ -40,10 +40,9 @@ if TYPE_CHECKING:
     from torch_grad_exporter.capture.counted_rounds import CountedRounds
     from torch_grad_exporter.capture.detection import BackwardDetection
     from torch_grad_exporter.capture.forwards import ForwardHooks
-    from torch_grad_exporter.capture.progress import StepClock
+    from torch_grad_exporter.capture.progress import StepClock, TrainingThread
     from torch_grad_exporter.capture.reader import GradientReader, StepView
     from torch_grad_exporter.capture.rounds import RoundTracker
-    from torch_grad_exporter.capture.thread import TrainingThread
     from torch_grad_exporter.capture.torch_hooks import Hooks
     from torch_grad_exporter.model.layers import LayerIndex
     from torch_grad_exporter.model.reduction import Reductions

@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
+from torch_grad_exporter.capture.armed_round import Lost
 from torch_grad_exporter.capture.backward import BackwardHooks
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
-from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.detection import BackwardDetection, Mode
 from torch_grad_exporter.capture.forwards import ForwardHooks
-from torch_grad_exporter.capture.fused_optimizer import FusedStepCounter
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.capture.loss_scale import FusedStepCounter, LossScale
 from torch_grad_exporter.capture.observations import Number, Observations
-from torch_grad_exporter.capture.outcomes import Lost, Mode
-from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.progress import StepClock, TrainingThread
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
 from torch_grad_exporter.capture.steps import StepHooks
-from torch_grad_exporter.capture.thread import TrainingThread
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.model.layers import LayerIndex

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_grad_exporter.capture.cost import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.capture.counting_hook import CountingHook, Witness
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.round_costs import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.store.records import Outcome
 
 if TYPE_CHECKING:
     from torch_grad_exporter.capture.detection import BackwardDetection
-    from torch_grad_exporter.capture.guarded_hook import GuardedHook
     from torch_grad_exporter.capture.progress import StepClock
     from torch_grad_exporter.capture.rounds import RoundTracker
     from torch_grad_exporter.capture.schedule import SamplingSchedule
-    from torch_grad_exporter.capture.torch_hooks import Hooks
+    from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
     from torch_grad_exporter.model.optimizers import Optimizers
     from torch_grad_exporter.requests import Requests
 

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
-from torch_grad_exporter.capture.guarded_hook import GuardedHook, HookHandle
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle
 from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat.compiler import never_compile
 

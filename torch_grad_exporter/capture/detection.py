@@ -6,6 +6,7 @@ seen that way, gradients are read when an optimizer steps.
 
 from __future__ import annotations
 
+import enum
 import logging
 
 import numpy as np
@@ -14,7 +15,6 @@ from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.gradient_probes import PROBES, GradientProbes
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.outcomes import Mode
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -30,6 +30,13 @@ MISSES = 2
 
 DETECTORS = 16
 """Parameters at most that report backwards in rounds that are not sampled."""
+
+
+class Mode(enum.Enum):
+    """Where gradients are read: after the backward, or at the optimizer's step."""
+
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
 
 
 class BackwardDetection:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_grad_exporter.capture.examples import batch_size
+from torch_grad_exporter.capture.armed_round import Lost
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.outcomes import Lost
+from torch_grad_exporter.capture.module_tensors import batch_size
 from torch_grad_exporter.capture.phases import FORWARD, main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.statistics.device import capturing_graph
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from torch_grad_exporter.capture.counted_rounds import CountedRounds
     from torch_grad_exporter.capture.detection import BackwardDetection
     from torch_grad_exporter.capture.loss_scale import LossScale
-    from torch_grad_exporter.capture.progress import StepClock
+    from torch_grad_exporter.capture.progress import StepClock, TrainingThread
     from torch_grad_exporter.capture.rounds import RoundTracker
-    from torch_grad_exporter.capture.thread import TrainingThread
     from torch_grad_exporter.capture.torch_hooks import Hooks
     from torch_grad_exporter.errors import ErrorLog
     from torch_grad_exporter.model.layers import LayerIndex

@@ -1,13 +1,17 @@
-"""LossScale: the gradient scaler of the training, and the scale by which it multiplies the loss."""
+"""Gradient scalers: the scale of the loss, and steps that a fused optimizer skips because of it."""
 
 from __future__ import annotations
 
 import types
 import weakref
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.torch_compat.optimizers import scale_of
 
 NEAREST = 12
@@ -59,3 +63,65 @@ class LossScale:
     def value(self) -> torch.Tensor | None:
         """The loss scale now, if there is a scaler that has one."""
         return scale_of(None if self._scaler is None else self._scaler())
+
+
+UNDECIDED = 64
+"""Rounds at most whose answers are waited for."""
+
+
+@dataclass(slots=True)
+class _UndecidedRound:
+    """What its optimizers found: the answers under way, and how many of them were steps after all."""
+
+    number: int
+    waiting: dict[int, Ticket] = field(default_factory=dict)
+    took_place: int = 0
+
+
+@dataclass(slots=True)
+class FusedStepCounter:
+    """Corrects the clock's counts of steps and of skipped steps."""
+
+    clock: StepClock
+    transfer: HostTransfer = field(default_factory=lambda: HostTransfer(ring=UNDECIDED))
+    answering: set[int] = field(default_factory=set)
+    """The optimizers that were ever given an answer."""
+    _rounds: deque[_UndecidedRound] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether answers of a round may still come."""
+        return bool(self._rounds)
+
+    def stepped(self, round_number: int, optimizer: int, found_inf: torch.Tensor | None) -> None:
+        """Counts the step of an optimizer; `found_inf`: a scaler's answer, not zero if nothing was done."""
+        ticket = None if found_inf is None else self.transfer.send(found_inf.detach().reshape(1))
+        answer = None if ticket is None else ticket.ready()
+        if answer is None or not answer[0]:
+            self.clock.step_done(optimizer)
+        if found_inf is None and not self._rounds:
+            return
+        if found_inf is not None:
+            self.answering.add(optimizer)
+        if not self._rounds or self._rounds[-1].number != round_number:
+            self._rounds.append(_UndecidedRound(round_number))
+        current = self._rounds[-1]
+        if ticket is not None and answer is None:
+            current.waiting[optimizer] = ticket
+        else:
+            current.took_place += answer is None or not answer[0]
+
+    def settle(self, current_round: int) -> bool:
+        """Takes in the answers that have come, up to the current round; whether a round before it was skipped."""
+        for one in self._rounds:
+            for optimizer, answer in [(o, a) for o, ticket in one.waiting.items() if (a := ticket.ready()) is not None]:
+                del one.waiting[optimizer]
+                if answer[0]:
+                    self.clock.step_undone(optimizer)
+                else:
+                    one.took_place += 1
+        skipped = 0
+        while self._rounds and self._rounds[0].number != current_round and not self._rounds[0].waiting:
+            skipped += not self._rounds.popleft().took_place
+        self.clock.steps_skipped(skipped)
+        return bool(skipped)

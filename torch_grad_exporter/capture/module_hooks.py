@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_grad_exporter.capture.guarded_hook import GuardedHook
+if TYPE_CHECKING:
+    from torch_grad_exporter.capture.torch_hooks import GuardedHook
 
 _keys = itertools.count()
 

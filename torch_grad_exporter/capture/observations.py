@@ -18,10 +18,9 @@ import torch
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.loss_scale import LossScale
-from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.progress import StepClock, TrainingThread
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
-from torch_grad_exporter.capture.thread import TrainingThread
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
 from torch_grad_exporter.store.mailbox import Mailbox

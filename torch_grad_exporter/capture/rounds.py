@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.fused_optimizer import FusedStepCounter
+from torch_grad_exporter.capture.armed_round import ArmedRound, Lost
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.outcomes import Lost
+from torch_grad_exporter.capture.loss_scale import FusedStepCounter
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern

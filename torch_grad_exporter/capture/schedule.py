@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_grad_exporter.capture.round_costs import COUNTED_ROUNDS, RoundCosts
+from torch_grad_exporter.capture.cost import COUNTED_ROUNDS, RoundCosts
 from torch_grad_exporter.lifecycle import ThreadTime
 
 # At the start every round is sampled, at most this many and until they took this long together.

@@ -10,23 +10,19 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardHooks
+from torch_grad_exporter.capture.cost import HOOKS_SECONDS
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
-from torch_grad_exporter.capture.fused_optimizer import FusedStepCounter
-from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.capture.loss_scale import FusedStepCounter, LossScale
 from torch_grad_exporter.capture.observations import Observations
-from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.progress import StepClock, TrainingThread, active_trace
 from torch_grad_exporter.capture.reader import GradientReader, StepView
-from torch_grad_exporter.capture.round_costs import HOOKS_SECONDS
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
-from torch_grad_exporter.capture.thread import TrainingThread
-from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.capture.tracing import active_trace
+from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task

@@ -1,14 +1,20 @@
-"""WatchedLoader: a loader that counts the time that the training loop waits for its batches.
+"""Loaders that count the time that the training loop waits for their batches.
 
-A `DataLoader` of PyTorch is watched by `watched_data_loader.py`.
+Frameworks look at the type of a `DataLoader`, and at what is in it: Accelerate shards only a `DataLoader`, Lightning calls its
+class again. So what is watched there is an object of a subclass that shares the attributes of the loader that was given, and
+differs from it only in how it is iterated over. A copy or a pickle of it is one of the loader.
 """
 
 from __future__ import annotations
 
+import abc
 import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from types import MemberDescriptorType
 from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader
 
 from torch_grad_exporter.capture.phases import DATA, OUTSIDE
 from torch_grad_exporter.capture.progress import StepClock
@@ -108,3 +114,99 @@ class _SizedBatches(_Batches[_Batch]):
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
+
+
+_Loader = TypeVar("_Loader", bound=DataLoader[Any])
+
+
+def watched(loader: Any, clock: StepClock, errors: ErrorLog) -> Any:  # noqa: ANN401 - see `Exporter.watch_loader`
+    """Return the loader, with the waits for its batches counted by the clock; unchanged if they are already.
+
+    Raises:
+        TypeError: The attributes of a `DataLoader` cannot be shared, like those in `__slots__`.
+    """
+    if not isinstance(loader, DataLoader):
+        return WatchedLoader(loader, Waits(((clock, errors),)))
+    if not isinstance(loader, _Watched):
+        return _stand_in(loader, Waits(((clock, errors),)))
+    watchers = loader._torch_grad_exporter_waits.watchers
+    if any(clock is watching for watching, _ in watchers):
+        return loader
+    return _stand_in(loader._torch_grad_exporter_plain(), Waits((*watchers, (clock, errors))))
+
+
+def _stand_in(given: _Loader, waits: Waits) -> _Loader:
+    """Return an object of a subclass of the loader's class, made for it under the same name, with the attributes of the loader."""
+    base = type(given)
+    if any(isinstance(value, MemberDescriptorType) for each in base.__mro__ for value in vars(each).values()):
+        raise TypeError(f"{base.__name__} has __slots__, which no other object can share; its batches are not timed")
+    namespace: dict[str, object] = {
+        "__slots__": ("_torch_grad_exporter_given",),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_torch_grad_exporter_class": base,
+        "_torch_grad_exporter_waits": waits,
+    }
+    if hasattr(base, "__del__"):
+        namespace["__del__"] = _end
+    # Runs no code of the loader's metaclass.
+    make: Callable[..., Any] = abc.ABCMeta.__new__ if isinstance(base, abc.ABCMeta) else type.__new__
+    made = make(type(base), base.__name__, (_Watched, base), namespace)
+    stand_in: _Loader = object.__new__(made)
+    object.__setattr__(stand_in, "__dict__", given.__dict__)
+    made._torch_grad_exporter_given.__set__(stand_in, given)
+    return stand_in
+
+
+class _Watched:
+    """What a subclass adds to the class of a loader.
+
+    `_torch_grad_exporter_given` is the loader that an object stands for, and lives as long: its `__del__` may end its workers. It
+    is a slot, since `__dict__` is that of the loader.
+    """
+
+    __slots__ = ()
+    _torch_grad_exporter_given: Any
+    _torch_grad_exporter_class: type[DataLoader[Any]]
+    _torch_grad_exporter_waits: Waits
+
+    def __init_subclass__(cls) -> None:
+        """Ends here: the loader's class may list its subclasses by name, where this one would take its place."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return counted(super().__iter__, self._torch_grad_exporter_waits)  # type: ignore[misc]
+
+    def __copy__(self) -> Any:  # noqa: ANN401 - of the loader's class
+        return copy.copy(self._torch_grad_exporter_plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - of the loader's class
+        return copy.deepcopy(self._torch_grad_exporter_plain(), memo)
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
+        return the_only_one, ((self._torch_grad_exporter_plain(),),)
+
+    def _torch_grad_exporter_plain(self) -> Any:  # noqa: ANN401 - of the loader's class
+        """Return the loader that this one stands for; of one that was made from the class, one with the same attributes."""
+        plain = _given(self)
+        if plain is None:
+            plain = object.__new__(self._torch_grad_exporter_class)
+            object.__setattr__(plain, "__dict__", self.__dict__)
+            type(self)._torch_grad_exporter_given.__set__(self, plain)
+        return plain
+
+
+def _given(watched: Any) -> DataLoader[Any] | None:  # noqa: ANN401 - a `_Watched`
+    """Return the loader that this one stands for; None if a framework has made it from its class."""
+    try:
+        # Not `watched._torch_grad_exporter_given`, which may ask a `__getattr__` of the loader's class.
+        given: DataLoader[Any] = type(watched)._torch_grad_exporter_given.__get__(watched)
+    except AttributeError:
+        return None
+    return given
+
+
+def _end(watched: Any) -> None:  # noqa: ANN401 - a `_Watched` whose class has a `__del__`
+    """Do what the loader's class does; but a loader that is stood for has its own end."""
+    if _given(watched) is None:
+        watched._torch_grad_exporter_class.__del__(watched)

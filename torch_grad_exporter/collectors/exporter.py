@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch_grad_exporter.capture.outcomes import Lost, Mode
+from torch_grad_exporter.capture.armed_round import Lost
+from torch_grad_exporter.capture.detection import Mode
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.lifecycle import THREAD_TIME

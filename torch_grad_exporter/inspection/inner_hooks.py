@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.capture.module_hooks import ModuleHooks
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
 
 

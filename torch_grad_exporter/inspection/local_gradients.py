@@ -20,10 +20,9 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.detection import BackwardDetection
-from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.reduction import Reduction, Reductions

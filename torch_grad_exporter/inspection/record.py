@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.capture.guarded_hook import GuardedHook, HookHandle
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle, Hooks
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_grad_exporter.capture.module_outputs import VISITED
+from torch_grad_exporter.capture.module_tensors import VISITED
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.torch_compat.tensors import local
 

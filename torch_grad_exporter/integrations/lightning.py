@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.capture.examples import batch_size
+from torch_grad_exporter.capture.module_tensors import batch_size
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.round_losses import RoundLosses
 from torch_grad_exporter.integrations.session import HasSession, Session

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_grad_exporter.actions.act.agreement import STORE_SECONDS, Agreement, Member, StepCount
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps, Training
 from torch_grad_exporter.actions.act.trigger import SOURCE, Failures, Trigger
-from torch_grad_exporter.capture.guarded_hook import GuardedHook, HookHandle
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle
 from torch_grad_exporter.distributed.identity import Identity, process_group
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
 from torch_grad_exporter.errors import ErrorLog, Guard, caught

@@ -27,7 +27,7 @@ from torch_grad_exporter.actions.clip.owned import NothingOwnedError
 from torch_grad_exporter.actions.clip.policy import Policy, policy_name
 from torch_grad_exporter.actions.clip.reporting import Reporter
 from torch_grad_exporter.actions.clip.skipping import SkipAbove, is_fused, remove_gradients, tell_to_skip, untell
-from torch_grad_exporter.capture.guarded_hook import HookHandle
+from torch_grad_exporter.capture.torch_hooks import HookHandle
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.errors import ErrorLog, Guard, raised_by_handler
 from torch_grad_exporter.statistics.device import capturing_graph

@@ -18,7 +18,7 @@ import torch
 from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.owned import OwnedParameters
 from torch_grad_exporter.actions.clip.skipping import Told, untell
-from torch_grad_exporter.capture.guarded_hook import HookHandle
+from torch_grad_exporter.capture.torch_hooks import HookHandle
 from torch_grad_exporter.model.optimizers import owned_by
 
 

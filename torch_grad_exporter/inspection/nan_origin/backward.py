@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.guarded_hook import GuardedHook
+from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.inspection.nan_origin.forward import Recording, value_of
 from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, GradientEvent, Node, Value, operation
 from torch_grad_exporter.torch_compat.autograd import graph_task, number_of, started_from

@@ -1,13 +1,25 @@
-"""What a module's output holds: the tensors that a backward can start from."""
+"""Tensors that go into a module, and those that come out of it and a backward can start from."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+
+
+def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
+    """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
+    found: list[int] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor) and (shape := value.shape):
+            if type(shape[0]) is not int:
+                return 0  # a tracer's symbols: this forward is no training
+            found.append(shape[0])
+    return found[0] if found and found.count(found[0]) == len(found) else None
+
 
 OUTPUTS = 16
 VISITED = 64
