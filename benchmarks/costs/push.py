@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from statistics import median
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,18 +24,16 @@ from benchmarks.bars import verdict
 from benchmarks.costs.scrape import exporter_with
 from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
-from torch_grad_exporter.metrics.families import Family, Kind
+from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import Delivery
-from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion, Temporality
-from torch_grad_exporter.outputs.otlp.push_settings import Compression, PushSettings
+from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
+from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 
 POINTS = (1_000, 10_000, 50_000)
 SERIES_PER_POINT = 1.92
 """A layer's histogram is one point and sixteen series; so many layers make about as many points."""
 
 BAR = (10_000, 150e-3)
-
-CUMULATIVE = {Kind.COUNTER: Temporality.CUMULATIVE, Kind.HISTOGRAM: Temporality.CUMULATIVE}
 
 RECEIVER = """
 import http.server
@@ -89,10 +89,11 @@ def measure(seconds: float) -> record.Table:
 
 
 def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[record.Cell]]:
-    made = Points({"run": "benchmark", "rank": "0"}, {}, version="0", temporality=CUMULATIVE, on_error=_fail)
+    made = Points({"run": "benchmark", "rank": "0"}, {}, version="0", delta=(), on_error=_fail)
     export_times = ExportTimes(1, lambda family: np.ones(len(family.labels), dtype=np.int64), 2)
     plain = Delivery(PushSettings(endpoint=endpoint), 30.0)
-    compressed = Delivery(PushSettings(endpoint=endpoint, compression=Compression.GZIP), 30.0)
+    with mock.patch.dict(os.environ, {"OTEL_EXPORTER_OTLP_COMPRESSION": "gzip"}):
+        compressed = Delivery(PushSettings(endpoint=endpoint), 30.0)
 
     def make() -> list[Portion]:
         return list(made.portions(families, export_times))

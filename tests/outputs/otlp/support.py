@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -45,17 +46,16 @@ def pushing(
     **variables: str,
 ) -> Iterator[list[BaseException]]:
     """Push what `scrape` returns ten times a second, and yield the failures; `variables` are OpenTelemetry's, without `OTEL_`."""
-    environment = {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
-    environment |= {f"OTEL_{name}": text for name, text in variables.items()}
-    settings = resolve(endpoint, protocol, headers, 0.1, environment=environment)
-    assert settings is not None
-    failures: list[BaseException] = []
-    push = Push(scrape, settings, labels, on_error=failures.append)
-    push.start()
-    try:
-        yield failures
-    finally:
-        push.close(PATIENCE)
+    with mock.patch.dict(os.environ, {f"OTEL_{name}": text for name, text in variables.items()}):
+        settings = resolve(endpoint, protocol, headers, 0.1)
+        assert settings is not None
+        failures: list[BaseException] = []
+        push = Push(scrape, settings, labels, on_error=failures.append)
+        push.start()
+        try:
+            yield failures
+        finally:
+            push.close(PATIENCE)
 
 
 def exported(

@@ -154,7 +154,6 @@ def tls_receiver(protocol: str, files: Path, name: str = "server", *, asks: bool
 def test_certificates_of_the_environment_are_used(protocol: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver is verified with the given authority, and gets the client's certificate where it asks for it."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(files / "ca.crt"))
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_CERTIFICATE", "")  # as good as none
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(files / "other.crt"))  # for whatever else the program asks
     with tls_receiver(protocol, files) as receiver:
         assert failure(receiver.endpoint, protocol) == ""

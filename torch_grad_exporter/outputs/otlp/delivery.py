@@ -1,6 +1,7 @@
 """Delivery: OpenTelemetry's own exporters, beside the user's own OpenTelemetry and outside of the user's log.
 
-They encode, compress, send and try again. Why one has failed they only log, which is where a failure gets its text from.
+They read certificates, compression and headers from the environment, encode, compress, send and retry. They only log why a request
+failed, which is where a failure gets its text from.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ import contextlib
 import logging
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.cookiejar import DefaultCookiePolicy
-from pathlib import Path
 from typing import Any
 
 import requests
@@ -20,46 +20,52 @@ from opentelemetry.context import attach, create_key, detach, get_value, set_val
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
-from torch_grad_exporter.outputs.otlp.push_settings import Compression, Protocol, PushSettings
+from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings
 from torch_grad_exporter.version import __version__
 
-# The user agent of all requests.
+# The user agent of other requests than those of the exporters.
 AGENT = f"torch_grad_exporter/{__version__}"
 
 REJECTED = "points were rejected"
 
+# Headers that every request has.
+OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-encoding", "content-type", "user-agent"})
+
 # Characters of what an exporter says.
 NAMED = 300
-
 
 # For what is to be kept out of the log, like what OpenTelemetry says itself.
 _logger = logging.getLogger("opentelemetry.torch_grad_exporter")
 
 
 class DeliveryError(Exception):
-    """A request has not arrived, as far as is known."""
+    """A request that has not arrived, as far as is known."""
 
 
 class RejectedError(Exception):
-    """A request has arrived, and the receiver did not take all of its points: it must not be sent again."""
+    """A request that has arrived, but not all of its points were accepted: it must not be sent again."""
 
 
 class Delivery:
     """The way to one receiver. To be used by one thread at a time, but for `close`.
 
+    Attributes:
+        warnings: What the exporter says of variables that it ignores.
+
     Args:
         settings: Where to, and how.
-        seconds: For each request, with all its tries.
+        seconds: For each request, with all its retries.
 
     Raises:
-        OSError: A certificate cannot be read.
+        Exception: A variable that the exporter reads cannot be used.
     """
 
     def __init__(self, settings: PushSettings, seconds: float) -> None:
         make = _over_http if settings.protocol is Protocol.HTTP else _over_grpc
-        self._exporter = make(settings, min(seconds, settings.timeout))
-        for library in ("opentelemetry", "urllib3"):
-            mute(library)
+        with unheard() as said:
+            self._exporter = make(settings, min(seconds, settings.timeout))
+        # It quotes a header that it cannot read, which may be a password.
+        self.warnings = [_shown("a header of the environment cannot be read" if "eader" in text else text) for text in said]
 
     def send(self, data: MetricsData) -> None:
         """Return when a request has arrived. Raises `DeliveryError` or `RejectedError`."""
@@ -82,36 +88,39 @@ class Delivery:
 
 
 def _over_http(settings: PushSettings, seconds: float) -> MetricExporter:
-    from opentelemetry.exporter.otlp.proto.http import Compression as Compressions  # noqa: PLC0415 - slow to import
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - the same
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - slow to import
 
-    session = _Session(settings.certificates.authority)
-    if "authorization" in settings.headers:  # else a password from `~/.netrc` would replace it
-        session.auth = lambda request: request
-    files = settings.certificates
-    return OTLPMetricExporter(
-        settings.endpoint,
-        certificate_file=files.authority or None,
-        client_certificate_file=files.client or None,
-        client_key_file=files.key or None,
-        headers=dict(settings.headers),
-        timeout=seconds,
-        compression=Compressions(settings.compression.value),
-        session=session,
-    )
+    mute("opentelemetry", "urllib3")
+    return OTLPMetricExporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=_Session(settings.headers))
+
+
+def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - optional
+
+    mute("opentelemetry")
+    headers = None if settings.headers is None else tuple(settings.headers.items())
+    return OTLPMetricExporter(settings.endpoint, headers=headers, timeout=seconds)
 
 
 class _Session(requests.Session):
-    """Looks at each answer, and trusts an authority whatever `REQUESTS_CA_BUNDLE` says. `authority`: a path, empty for none."""
+    """Guards what is sent to a receiver, and looks at each answer. `headers`: those that the user has given, if any."""
 
-    def __init__(self, authority: str) -> None:
+    def __init__(self, headers: Mapping[str, str] | None) -> None:
         super().__init__()
-        self._trusted = {"verify": authority} if authority else {}
+        self._sent = None if headers is None else OWN_HEADERS.union(headers)
         self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=()))  # else a receiver could have ever more sent back
 
     def request(self, *arguments: Any, **options: Any) -> requests.Response:  # noqa: ANN401 - as `requests.Session` has it
-        """See `requests.Session`. Raises `requests.RequestException` where the answer is that of no receiver."""
-        response = super().request(*arguments, **options | self._trusted | {"allow_redirects": False})
+        """See `requests.Session`. Raises `requests.RequestException` where the answer is not that of a receiver."""
+        headers = {**self.headers, **(options.get("headers") or {})}
+        if self._sent is not None:  # the exporter adds those of the environment, which may hold a password for another receiver
+            headers = {name: value for name, value in headers.items() if name.lower() in self._sent}
+            options["headers"] = headers
+        if "authorization" in map(str.lower, headers):  # else a password from `~/.netrc` would replace it
+            options["auth"] = lambda request: request
+        if isinstance(self.verify, str):  # else `REQUESTS_CA_BUNDLE` would win
+            options["verify"] = self.verify
+        response = super().request(*arguments, **options | {"allow_redirects": False})
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if 300 <= response.status_code < 400:
             raise requests.RequestException(f"redirected with status {response.status_code}, which is not followed")
@@ -123,23 +132,6 @@ class _Session(requests.Session):
                 if partial.rejected_data_points > 0:
                     _logger.warning("%d %s: %r", partial.rejected_data_points, REJECTED, partial.error_message)
         return response
-
-
-def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
-    import grpc  # noqa: PLC0415 - optional
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - the same
-
-    files = settings.certificates
-    pems = [Path(path).read_bytes() if path else None for path in (files.authority, files.key, files.client)]
-    codecs = {Compression.GZIP: grpc.Compression.Gzip, Compression.DEFLATE: grpc.Compression.Deflate}
-    return OTLPMetricExporter(
-        settings.endpoint,
-        insecure=settings.insecure,
-        credentials=None if settings.insecure else grpc.ssl_channel_credentials(*pems),
-        headers=tuple(settings.headers.items()),
-        timeout=seconds,
-        compression=codecs.get(settings.compression, grpc.Compression.NoCompression),
-    )
 
 
 def _shown(said: str) -> str:
@@ -168,10 +160,10 @@ class _Unheard(logging.Filter):
 _FILTER = _Unheard()
 
 
-def mute(library: str) -> None:
-    """Keep what a library logs of our requests out of the log."""
+def mute(*libraries: str) -> None:
+    """Keep what libraries log of our requests out of the log, as far as they are imported."""
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(f"{library}."):
+        if name.partition(".")[0] in libraries:
             filters = logging.getLogger(name).filters
             if _FILTER not in filters:
                 filters.insert(0, _FILTER)  # before one that drops repeated lines: a line of ours must not cost the user theirs

@@ -5,8 +5,7 @@ Metrics have their full Prometheus names, so that no receiver has anything to ad
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,15 +53,6 @@ UNKNOWN: Any = None
 Attributes = Mapping[str, str]
 
 
-class Temporality(enum.Enum):
-    """What the numbers of a counter or histogram are over."""
-
-    DELTA = AggregationTemporality.DELTA
-    """The time since the export before."""
-    CUMULATIVE = AggregationTemporality.CUMULATIVE
-    """All the time since the start."""
-
-
 @dataclass(frozen=True, slots=True)
 class Portion:
     """What one request carries. `rows`: which families it has points of, and of which rows among the present ones."""
@@ -96,7 +86,7 @@ class Points:
         constant_labels: Of every point.
         resource: Attributes of the process.
         version: Of the instrumentation scope.
-        temporality: Of counters and of histograms.
+        delta: The kinds of metrics that are sent as differences.
         on_error: Gets why a metric cannot be sent, which costs that metric alone.
     """
 
@@ -106,11 +96,11 @@ class Points:
         resource: Mapping[str, Any],
         *,
         version: str,
-        temporality: Mapping[Kind, Temporality],
+        delta: Collection[Kind],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._constant_labels = constant_labels
-        self._temporality = temporality
+        self._delta = delta
         self._on_error = on_error
         self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in resource.items()})
         self._scope = InstrumentationScope(SCOPE, version)
@@ -158,23 +148,23 @@ class Points:
             values = family.values[rows].tolist()
             data = Gauge([NumberDataPoint(of, 0, times.at, value) for of, value in zip(attributes, values, strict=True)])
         else:
-            temporality = self._temporality[spec.kind]
-            starts = self._starts(family, rows, temporality, times)
+            temporality = AggregationTemporality.DELTA if spec.kind in self._delta else AggregationTemporality.CUMULATIVE
+            starts = self._starts(family, rows, times)
             if spec.kind is Kind.COUNTER:
                 numbers = zip(attributes, starts, family.values[rows].tolist(), strict=True)
                 points = [NumberDataPoint(of, start, times.at, value) for of, start, value in numbers]
-                data = Sum(points, temporality.value, is_monotonic=True)
+                data = Sum(points, temporality, is_monotonic=True)
             else:
                 places = [(family, row, of, start, times.at) for of, start, row in zip(attributes, starts, rows, strict=True)]
                 if family.exponential is None:
-                    data = Histogram([_explicit(*place) for place in places], temporality.value)
+                    data = Histogram([_explicit(*place) for place in places], temporality)
                 else:
-                    data = ExponentialHistogram([_exponential(*place) for place in places], temporality.value)
+                    data = ExponentialHistogram([_exponential(*place) for place in places], temporality)
         return Metric(spec.name, spec.help, UNITS.get(spec.unit, ""), data)
 
-    def _starts(self, family: Family, rows: Sequence[int], temporality: Temporality, times: ExportTimes) -> list[int]:
-        """From when on each row counts, 0 where that is not known."""
-        if temporality is Temporality.DELTA:
+    def _starts(self, family: Family, rows: Sequence[int], times: ExportTimes) -> list[int]:
+        """Return from when on each row counts, 0 where that is not known."""
+        if family.spec.kind in self._delta:
             starts: list[int] = times.since(family)[rows].tolist()
             return starts
         return [0 if family.spec.older else times.start] * len(rows)

@@ -26,7 +26,7 @@ from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion, Temporality
+from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.version import __version__
 
@@ -80,13 +80,14 @@ class Push:
             labels,
             resource(labels["run"], labels["rank"]),
             version=__version__,
-            temporality=settings.temporality,
+            delta=settings.delta,
             on_error=on_error,
         )
         self._began = self._at = time.time_ns()
-        kinds = [kind for kind, chosen in settings.temporality.items() if chosen is Temporality.DELTA]
-        self._deltas = Deltas(kinds, began=self._began)
+        self._deltas = Deltas(settings.delta, began=self._began)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)
+        for warning in self._delivery.warnings:
+            say(logger, logging.WARNING, "OpenTelemetry's exporter: %s", warning)
         self._hanging: list[BackgroundThread] = []
         self._due = math.inf
         guard = Guard(on_error)
