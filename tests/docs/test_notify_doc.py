@@ -35,7 +35,7 @@ def sent(number: int, name: str, tmp_path: Path) -> tuple[bytes, str]:
         file.write_text(there.url)
         webhook = example(number, url=there.url, file=file)[name]
         assert isinstance(webhook, Webhook)
-        webhook.sender()([notification(severity="critical", run="run 7", value=2.0)], lambda: 60.0)
+        webhook.send([notification(severity="critical", run="run 7", value=2.0)], 60.0)
         (asked,) = there.asked
     return asked.body, asked.headers["Content-Type"]
 

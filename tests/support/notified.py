@@ -163,7 +163,7 @@ class Judged:
         """Judge once, for the last time if `last`, and let the sinks work."""
         self.clock.time, self.problems = now, list(problems)
         self.notify.evaluate(last=last)
-        for sink in self.notify._sinks:  # private: its threads do not run here, so that times are exact
+        for sink in self.notify.sinks:  # whose threads do not run here, so that times are exact
             sink.work()
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from tests.support.notified import Clock, notification
 from tests.support.tools import FOREVER
 from torch_grad_exporter.actions import Notification
+from torch_grad_exporter.actions.notify.notification import SendError
 from torch_grad_exporter.actions.notify.notifiers import Notifier
-from torch_grad_exporter.actions.notify.sending import Send, SendError
 from torch_grad_exporter.actions.notify.sink import LONGEST_PAUSE, QUEUE, TRIES, Sink
 from torch_grad_exporter.collectors.outcomes import NotifyTotals
+from torch_grad_exporter.errors import ErrorLog
 
 
 class Fake(Notifier):
@@ -27,34 +28,29 @@ class Fake(Notifier):
         self.tries = 0
         self.errors: list[Exception] = []
         self.always: Exception | None = None
-        self.before: Callable[[], object] = list
 
-    def sender(self) -> Send:
-        def send(notifications: Sequence[Notification], left: Callable[[], float]) -> None:
-            self.tries += 1
-            self.before()
-            error = self.errors.pop(0) if self.errors else self.always
-            if error is not None:
-                raise error
-            self.sent.append(notifications)
-
-        return send
+    def send(self, notifications: Sequence[Notification], seconds: float) -> None:
+        self.tries += 1
+        error = self.errors.pop(0) if self.errors else self.always
+        if error is not None:
+            raise error
+        self.sent.append(notifications)
 
     @property
     def summaries(self) -> list[str]:
-        return [one.summary for several in self.sent for one in several]
+        return [sent.summary for batch in self.sent for sent in batch]
 
 
 class Scene:
     """A sink with a fake notifier, which works when the test says so."""
 
     def __init__(self, *, together: int = 1) -> None:
-        self.notifier, self.clock, self.failures = Fake(together=together), Clock(), list[Exception]()
+        self.notifier, self.clock, self.errors = Fake(together=together), Clock(), ErrorLog(("notify",))
         self.totals = NotifyTotals(["fake"], [])
-        self.sink = Sink("fake", self.notifier, self.totals, on_error=self.failures.append, clock=self.clock)
+        self.sink = Sink("fake", self.notifier, self.totals, self.errors, clock=self.clock)
 
-    def offer(self, *summaries: str, severity: str = "warning", repeats: bool = False) -> None:
-        self.sink.offer([notification(summary=one, severity=severity) for one in summaries], repeats=repeats)
+    def offer(self, *summaries: str) -> None:
+        self.sink.offer([notification(summary=summary) for summary in summaries])
 
     def counts(self) -> tuple[int, int, int]:
         counts = self.totals.counts
@@ -76,7 +72,7 @@ def test_retries_have_growing_pauses() -> None:
     assert scene.notifier.summaries == []
     scene.sink.work()
     assert scene.notifier.summaries == ["a", "b"]
-    assert (len(scene.failures), scene.counts()) == (TRIES - 1, (2, 0, 0))
+    assert (scene.errors.counts()["notify"], scene.counts()) == (TRIES - 1, (2, 0, 0))
 
 
 def test_what_fails_makes_room_for_the_next() -> None:
@@ -106,28 +102,27 @@ def test_retry_after_is_obeyed_within_bounds(asked: float, waited: float) -> Non
 
 
 def test_the_queue_is_bounded() -> None:
-    """Of 10,000 notifications 1,000 wait, the others are dropped and counted, and a critical one replaces the newest."""
+    """Of 10,000 notifications 1,000 wait, and the others are dropped and counted."""
     scene = Scene()
     scene.offer(*map(str, range(10_000)))
-    scene.offer("worse", severity="critical")
+    scene.offer("late")
     assert scene.counts() == (0, 0, 9_001)
     scene.sink.work()
-    assert scene.notifier.summaries == [*map(str, range(QUEUE - 1)), "worse"]
+    assert scene.notifier.summaries == [*map(str, range(QUEUE))]
 
 
-def test_repetitions_replace_those_before() -> None:
-    """Repetitions replace earlier ones, and do not overtake an end."""
+def test_batches_keep_the_order() -> None:
+    """A batch that is tried again has what it had, and what came meanwhile is sent after it."""
     scene = Scene(together=64)
     scene.notifier.errors = [SendError("dead", passing=True)]
     scene.offer("begins")
     scene.sink.work()
-    for _ in range(50):
-        scene.offer(*["still"] * 100, repeats=True)
-    scene.offer("ends")
+    scene.offer(*["still"] * 100, "ends")
     scene.clock.time += LONGEST_PAUSE
     scene.sink.work()
     assert scene.notifier.summaries == ["begins", *["still"] * 100, "ends"]
-    assert [len(several) for several in scene.notifier.sent] == [1, 64, 36, 1]
+    assert [len(batch) for batch in scene.notifier.sent] == [1, 64, 37]
+    assert scene.sink.idle
 
 
 def test_the_end_drops_for_a_dead_receiver() -> None:

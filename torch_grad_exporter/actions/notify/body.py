@@ -1,4 +1,4 @@
-"""What a webhook is sent: a payload of ours, or what a template or a callable makes of it."""
+"""The body of a webhook's request: the payload, a template or a callable."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from torch_grad_exporter.actions.notify.notification import FIELDS, Notification
 JSON, TEXT = "application/json", "text/plain; charset=utf-8"
 
 Body = Mapping[str, object] | Sequence[object] | str | Callable[[Notification], object]
-"""JSON or text with `$name` in its strings, or a callable that makes the JSON, the text or the bytes of a notification."""
+"""JSON or text with `$name` in its strings, or a callable that returns JSON, text or bytes for a notification."""
 
 _EXPECTED = "expected a mapping or a text with names such as $summary in it, or a callable that takes a Notification"
 
 
 def checked(body: object) -> Body | None:
-    """A body that can be sent. Raises `TypeError` or `ValueError` that says what is wrong."""
+    """Return a body that can be sent. Raises `TypeError` or `ValueError` with what is wrong."""
     if body is None or callable(body):
         return body
     if not isinstance(body, str | Mapping | list | tuple):
         raise TypeError(f"body={type(body).__name__}: {_EXPECTED}")
     try:
-        _filled(body, dict.fromkeys(FIELDS, ""))
+        json.dumps(_filled(body, dict.fromkeys(FIELDS, "")), allow_nan=False)
     except RecursionError:
         raise ValueError(f"body={type(body).__name__}: it contains itself, or too many levels; {_EXPECTED}") from None
-    try:
-        json.dumps(body, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise type(error)(f"body={type(body).__name__}: {error}; {_EXPECTED}") from None
     return cast("Body", body)
 
 
 def encoded(body: Body | None, notification: Notification) -> tuple[bytes, str]:
-    """The bytes to send and their content type. Raises what a callable raises, and `TypeError` on what it should not give."""
-    content: object
-    if body is None:
-        content = notification.payload()
-    elif callable(body):
+    """Return the bytes to send and their content type. Raises what a callable raises, and `TypeError` for what is not JSON."""
+    content: object = notification.payload()
+    if callable(body):
         content = body(notification)
-    else:
+    elif body is not None:
         content = _filled(body, {name: _shown(value) for name, value in notification.payload().items()})
     if isinstance(content, bytes):
         return content, JSON
@@ -51,19 +47,19 @@ def encoded(body: Body | None, notification: Notification) -> tuple[bytes, str]:
 
 
 def _shown(value: float | str | None) -> str:
-    """A value as a sentence has it."""
-    return "" if value is None else value if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)
+    """Return a value as it stands in a sentence."""
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _filled(template: object, values: Mapping[str, str]) -> object:
-    """A template with the values in its strings. What is filled in is no template, so nothing in it is looked at."""
+    """Return a template with the values in its strings. A `$` inside a value stays as it is."""
     if isinstance(template, str):
         try:
             return string.Template(template).substitute(values)
         except KeyError as error:
-            raise ValueError(f"body: ${error.args[0]} is no field; there are {', '.join(FIELDS)}") from None
+            raise ValueError(f"${error.args[0]} is not a field; the fields are {', '.join(FIELDS)}") from None
         except ValueError:
-            raise ValueError("body: a $ that begins no name; write $$ for the sign itself") from None
+            raise ValueError("a $ that begins no name; write $$ for the sign itself") from None
     if isinstance(template, Mapping):
         return {key: _filled(value, values) for key, value in template.items()}
     if isinstance(template, list | tuple):

@@ -1,7 +1,7 @@
-"""Job: with a store that all ranks reach, rank 0 tells for all of them, each problem once.
+"""Job: with a store that all ranks reach, rank 0 sends the notifications of all ranks, each problem once.
 
-Every rank publishes what it has found, and rank 0 that it is there. No rank waits for another: one that does not hear of rank 0
-for some time tells its own problems, and so does one whose job has no store.
+Each rank publishes its problems, and rank 0 publishes that it is alive. No rank waits for another: one that has not heard from
+rank 0 for some time sends its own notifications, and so does each rank of a job without a store.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from torch_grad_exporter.actions.notify.notification import SEVERITIES, Notification
+from torch_grad_exporter.actions.notify.notification import Notification
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
+from torch_grad_exporter.rules.declaration import SEVERITIES
 from torch_grad_exporter.rules.episodes import Key
 
-GONE_SECONDS = 10.0
-"""Without a report, after which a rank is taken to be gone; that many ranks more make it longer by as much."""
+# A rank without a report for this time is gone; with more ranks than RANKS, it is longer in proportion.
+GONE_SECONDS, RANKS = 10.0, 256
 
-RANKS = 256
+# An evaluation waits this long for each of two answers of the store; at the end less, which leaves time to send.
+STORE_SECONDS, LAST_SECONDS = 1.0, 0.2
 
-STORE_SECONDS = 1.0
-"""How long an evaluation waits for the store, at most, for each of two questions."""
+MOST = 100  # problems in the report of a rank
 
-LAST_SECONDS = 0.2
-"""The same at the end, which leaves time to tell people."""
-
-MOST = 100
-"""Problems in the report of a rank."""
-
-Told = Mapping[Key, Notification]
-"""Problems that are active."""
+Active = Mapping[Key, Notification]
 
 
 @dataclass(slots=True)
-class _Heard:
-    """The last report of a rank and when it came; what identifies it; what the rank had found."""
-
-    stamp: tuple[int, int]
+class _RankReport:
+    stamp: tuple[int, int]  # distinguishes the process and its report from earlier ones
     at: float
-    found: Told
+    active: Active
 
 
 class Job:
-    """This rank's part of it. For one thread. `started`: distinguishes its process from the one before."""
+    """This rank's part in the notifications of a job. For one thread.
+
+    Args:
+        store: The store that the ranks share.
+        rank: This rank.
+        world_size: The number of ranks.
+        clock: Returns seconds.
+        started: A number that distinguishes this process from the one before a restart, by default the time.
+    """
 
     def __init__(
         self,
@@ -58,64 +58,72 @@ class Job:
     ) -> None:
         self._store = store
         self._rank = rank
-        self._keys = {_key(one): one for one in range(world_size) if one != 0} if rank == 0 else {_key(0): 0}
+        self._keys = {_key(other): other for other in range(1, world_size)} if rank == 0 else {_key(0): 0}
         self._gone = GONE_SECONDS * max(1.0, world_size / RANKS)
         self._clock = clock
         self._started = time.time_ns() if started is None else started
         self._number = 0
         self._begun = clock()
-        self._heard: dict[int, _Heard] = {}
-        self._own: Told = {}
-        self._store_is_there = True
+        self._reports: dict[int, _RankReport] = {}
+        self._own: Active = {}
+        self._has_store = True
 
-    def exchange(self, own: Told, *, last: bool = False) -> Told | None:
-        """What this rank is to tell, which has found `own`; `None` while rank 0 tells it, or may be about to.
+    def exchange(self, own: Active, *, last: bool = False) -> Active | None:
+        """Return the active problems that this rank has to send.
 
-        `last`: the run of this rank is over. What that has brought it tells itself, since rank 0 may be gone as well.
+        Args:
+            own: The active problems of this rank.
+            last: Whether the run of this rank is over. Rank 0 may be gone as well, so the rank itself sends what the end brought.
+
+        Returns:
+            The problems, or None while rank 0 sends them, or may be about to.
         """
-        new = {key: one for key, one in own.items() if key not in self._own} if last else {}
+        new = {key: problem for key, problem in own.items() if key not in self._own} if last else {}
         self._own = own
-        report = {} if self._rank == 0 else {key: one for key, one in own.items() if key not in new}
+        report = {} if self._rank == 0 else {key: problem for key, problem in own.items() if key not in new}
         self._ask(report, LAST_SECONDS if last else STORE_SECONDS)
         now = self._clock()
-        fresh = {rank: one for rank, one in self._heard.items() if now - one.at <= self._gone}
-        if self._rank == 0 and last:  # what the others have ends with the run, as far as rank 0 can tell
-            return own
+        fresh = {rank: report.active for rank, report in self._reports.items() if now - report.at <= self._gone}
         if self._rank == 0:
-            return {key: one for rank in sorted(fresh, reverse=True) for key, one in fresh[rank].found.items()} | dict(own)
-        waits = self._store_is_there and now - self._begun <= self._gone
-        return (new if last else None) if fresh or waits else own
+            if last:  # for rank 0 the problems of the others end with its run
+                return own
+            # The lowest rank that has a problem comes last and wins.
+            return {key: problem for rank in sorted(fresh, reverse=True) for key, problem in fresh[rank].items()} | dict(own)
+        starting = self._has_store and now - self._begun <= self._gone
+        return (new if last else None) if fresh or starting else own
 
-    def _ask(self, report: Told, seconds: float) -> None:
-        """Publishes, and hears what the others have published."""
+    def _ask(self, report: Active, seconds: float) -> None:
+        """Publish a report, and read the reports of the others."""
         self._number += 1
-        content = json.dumps([self._started, self._number, [[*key, asdict(one)] for key, one in list(report.items())[:MOST]]])
+        problems = [[*key, asdict(problem)] for key, problem in list(report.items())[:MOST]]
+        content = json.dumps([self._started, self._number, problems])
         try:
             self._store.publish(_key(self._rank), content.encode(), seconds=seconds)
-            found = self._store.collect(self._keys, seconds=seconds)
-        except StoreError as error:  # the others are heard again when it answers again
-            self._store_is_there = not isinstance(error, NoStoreError)
+            published = self._store.collect(self._keys, seconds=seconds)
+        except StoreError as error:
+            self._has_store = not isinstance(error, NoStoreError)
             return
-        self._store_is_there = True
-        for key, reported in found.items():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # no report of ours
-                self._hear(self._keys[key], reported)
+        self._has_store = True
+        for key, value in published.items():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # not a report of ours
+                self._read(self._keys[key], value)
 
-    def _hear(self, rank: int, content: bytes) -> None:
-        started, number, entries = json.loads(content)
-        before = self._heard.get(rank)
+    def _read(self, rank: int, content: bytes) -> None:
+        started, number, problems = json.loads(content)
+        before = self._reports.get(rank)
         if before is None or before.stamp != (started, number):
-            found = {(str(alert), str(severity), layer): _decoded(fields) for alert, severity, layer, fields in entries}
-            # The first that is heard may be of a process that has ended: a store outlives a restart of the ranks.
-            self._heard[rank] = _Heard((int(started), int(number)), -math.inf if before is None else self._clock(), found)
+            active = {(str(alert), str(severity), layer): _decoded(fields) for alert, severity, layer, fields in problems}
+            # The first report may be that of an ended process: a store outlives a restart of the ranks.
+            at = -math.inf if before is None else self._clock()
+            self._reports[rank] = _RankReport((int(started), int(number)), at, active)
 
 
 def _decoded(fields: Mapping[str, object]) -> Notification:
-    """The notification of another rank. Raises where it is none."""
-    one = Notification(**fields)  # type: ignore[arg-type]
-    if one.severity not in SEVERITIES:
+    """Return the notification of another rank. Raises if it is not one."""
+    notification = Notification(**fields)  # type: ignore[arg-type]
+    if notification.severity not in SEVERITIES:
         raise ValueError
-    return one
+    return notification
 
 
 def _key(rank: int) -> str:
@@ -123,31 +131,34 @@ def _key(rank: int) -> str:
 
 
 class Announced:
-    """What has been told to begin and not yet to end. For one thread."""
+    """The problems whose beginning was sent and whose end was not. For one thread."""
 
     def __init__(self) -> None:
-        self._told: dict[Key, Notification] = {}
+        self._active: dict[Key, Notification] = {}
 
     @property
     def active(self) -> list[Notification]:
-        """As they are now, the oldest first."""
-        return list(self._told.values())
+        """Them as they are now, the oldest first."""
+        return list(self._active.values())
 
-    def changes(self, active: Told | None, at: float, *, ended: str = "") -> list[Notification]:
-        """What begins and ends with these problems, at a Unix time; `None`: another rank tells from now on.
+    def changes(self, active: Active | None, at: float, *, ended: str = "") -> list[Notification]:
+        """Return what begins and ends.
 
-        `ended`: said of each end.
+        Args:
+            active: The problems now; None if another rank sends them from now on.
+            at: Unix time.
+            ended: A sentence to add to the summary of each end.
         """
         if active is None:
-            self._told = {}
+            self._active = {}
             return []
-        before, self._told = self._told, {}
+        before, self._active = self._active, {}
         changes = []
-        for key, one in active.items():
+        for key, problem in active.items():
             first = before.get(key)
             if first is None:
-                changes.append(one)
-            # At its end it has to have the labels that it had at its beginning.
-            self._told[key] = one if first is None else replace(one, rank=first.rank, started=first.started)
-        over = [one for key, one in before.items() if key not in active]
-        return changes + [replace(one, status="resolved", timestamp=at, summary=one.summary + ended) for one in over]
+                changes.append(problem)
+            # The end must have the labels of the beginning.
+            self._active[key] = problem if first is None else replace(problem, rank=first.rank, started=first.started)
+        over = [problem for key, problem in before.items() if key not in active]
+        return changes + [replace(problem, status="resolved", timestamp=at, summary=problem.summary + ended) for problem in over]

@@ -1,29 +1,40 @@
-"""What is told of a problem, once when it begins and once when it ends."""
+"""Notification: a problem that begins or has ended, and how JSON, labels and sentences show it."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-SEVERITIES = ("info", "warning", "critical")
-"""The least first."""
+from torch_grad_exporter.outputs.live.encoding import number
 
-Json = float | str | None
+FIELDS = (
+    "timestamp", "status", "alert", "severity", "summary", "layer", "value", "step", "run", "rank", "first_steps",
+)  # fmt: skip
+"""The fields of a payload, which a template may name."""
 
 _LABEL = re.compile(r"\{\{ \$labels\.(\w+) \}\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notification:
-    """That a problem begins (`status` "firing") or has ended ("resolved").
+    """A problem that begins (`status` "firing") or has ended ("resolved").
 
-    `timestamp`: Unix time of that; `started`: of its beginning. `summary`: a sentence. `value`: the number that is wrong, `None`
-    if it is not a single one. `layer`: the layer that it is about, or the first of them. `step`: optimizer steps until now.
-    `first_steps`: what to do first. `by_layer`: whether there is such a problem for each layer. `template`: the summary of
-    Prometheus' own alert, in its notation.
+    Attributes:
+        timestamp: Unix time of the beginning or the end.
+        started: Unix time of the beginning.
+        status: "firing" or "resolved".
+        alert: The name of the alert.
+        severity: "info", "warning" or "critical".
+        summary: What is wrong, as a sentence.
+        layer: The layer concerned, or the first of several.
+        value: The number that is wrong, None if it is not a single one.
+        step: Optimizer steps so far.
+        run: The name of the run.
+        rank: The rank that has the problem.
+        first_steps: What to do first.
+        by_layer: Whether each layer has a problem of its own.
+        template: The summary of Prometheus' own alert, in its notation.
     """
 
     timestamp: float
@@ -46,53 +57,39 @@ class Notification:
         """Whether the problem begins."""
         return self.status == "firing"
 
-    def payload(self) -> dict[str, Json]:
-        """What a webhook is sent."""
-        return {
-            "timestamp": rfc3339(self.timestamp),
-            "status": self.status,
-            "alert": self.alert,
-            "severity": self.severity,
-            "summary": self.summary,
-            "layer": self.layer,
-            "value": number(self.value),
-            "step": self.step,
-            "run": self.run,
-            "rank": self.rank,
-            "first_steps": self.first_steps,
-        }
+    def payload(self) -> dict[str, float | str | None]:
+        """Return what a webhook sends: each of `FIELDS`, with numbers that JSON has."""
+        changed = {"timestamp": rfc3339(self.timestamp), "value": number(self.value)}
+        return {name: changed[name] if name in changed else getattr(self, name) for name in FIELDS}
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels by which Alertmanager routes it; the same at its end as at its beginning."""
-        found = {"alertname": self.alert, "severity": self.severity, "run": self.run, "rank": str(self.rank)}
-        return found | ({"layer": self.layer} if self.by_layer and self.layer is not None else {})
+        """The labels by which Alertmanager routes it, the same at the end as at the beginning."""
+        labels = {"alertname": self.alert, "severity": self.severity, "run": self.run, "rank": str(self.rank)}
+        return labels | ({"layer": self.layer} if self.by_layer and self.layer is not None else {})
 
     @property
     def headline(self) -> str:
-        """The summary that Prometheus' own alert has, where its labels are known here; else the sentence of this process."""
-        return filled(self.template, self.labels) or self.summary
+        """The summary of Prometheus' own alert, or `summary` if that needs labels that are unknown here."""
+        labels = self.labels
+        text = _LABEL.sub(lambda match: labels.get(match[1], match[0]), self.template)
+        return self.summary if not text or "{{" in text else text
 
 
-FIELDS = (
-    "timestamp", "status", "alert", "severity", "summary", "layer", "value", "step", "run", "rank", "first_steps",
-)  # fmt: skip
-"""Of a payload, and what a template may name."""
+class SendError(Exception):
+    """A notification was not sent.
+
+    Attributes:
+        passing: Whether another try may succeed.
+        pause: Seconds until that try, if the receiver asks for a pause.
+    """
+
+    def __init__(self, message: str, *, passing: bool = False, pause: float | None = None) -> None:
+        super().__init__(message)
+        self.passing = passing
+        self.pause = pause
 
 
 def rfc3339(timestamp: float) -> str:
-    """A Unix time as text, in UTC."""
+    """Return a Unix time as text, in UTC."""
     return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def number(value: float | None) -> Json:
-    """A number in JSON, which has none that are not finite."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def filled(template: str, labels: Mapping[str, str]) -> str:
-    """A summary in Prometheus' notation with its labels filled in; empty where it needs more than these."""
-    text = _LABEL.sub(lambda found: labels.get(found[1], found[0]), template)
-    return "" if "{{" in text else text

@@ -1,76 +1,70 @@
-"""The notifiers that a user chooses. They hold what was chosen, checked; `Sink` sends what they make."""
+"""The notifiers that a user chooses: the log, a webhook, an Alertmanager. `Sink` calls their `send`."""
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from torch_grad_exporter.actions.notify import body as bodies
-from torch_grad_exporter.actions.notify.address import HIDDEN, Address, shown
-from torch_grad_exporter.actions.notify.notification import SEVERITIES, Notification, rfc3339
-from torch_grad_exporter.actions.notify.sending import Send, SendError
+from torch_grad_exporter.actions.notify.notification import Notification, SendError, rfc3339
 from torch_grad_exporter.actions.users_code import contained, without_addresses
-from torch_grad_exporter.errors import caught, say
-
-if TYPE_CHECKING:
-    from torch_grad_exporter.actions.notify.post import Poster
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.rules.declaration import SEVERITIES
 
 logger = logging.getLogger("torch_grad_exporter")
 
-LONGEST_TIMEOUT = 60.0
-"""Seconds that a receiver may be given."""
-
 REPEAT_SECONDS = 60.0
-"""Between two posts of the same alert to an Alertmanager."""
 
+# Without a repetition an alert ends after this time, like Prometheus' own.
 EXPIRES_SECONDS = 4 * REPEAT_SECONDS
-"""After which an alert that is no longer repeated ends, as with Prometheus."""
-
-TOGETHER = 64
-"""Alerts in one post, at most."""
 
 PATH = "/api/v2/alerts"
 
+_LEVELS = {"critical": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
+
 
 class Notifier:
-    """One way to tell people. `kind`: its name in metrics and log lines. `together`: notifications that one sending takes."""
+    """One way to tell people.
+
+    Attributes:
+        kind: Its name in metrics and log lines.
+        together: The most notifications that one call of `send` takes.
+        repeats: Seconds after which active problems are sent again, None for never.
+        min_severity: The lowest severity that is sent.
+    """
 
     kind = ""
     together = 1
     repeats: float | None = None
-    """Seconds after which it tells again what is still wrong."""
 
     def __init__(self, min_severity: str) -> None:
-        if not isinstance(min_severity, str):
-            raise TypeError(f"min_severity={shown(min_severity)}: {_SEVERITY}")
         if min_severity not in SEVERITIES:
-            raise ValueError(f"min_severity={shown(min_severity)}: {_SEVERITY}")
+            shown = "<hidden>" if "//" in str(min_severity) else repr(min_severity)  # an address in the wrong place
+            raise ValueError(f"min_severity={shown}: expected 'info', 'warning' or 'critical'")
         self.min_severity = min_severity
 
     def takes(self, notification: Notification) -> bool:
-        """Whether it is severe enough."""
-        return SEVERITIES.index(notification.severity) >= SEVERITIES.index(self.min_severity)
+        """Return whether a notification is severe enough."""
+        return SEVERITIES.index(notification.severity) <= SEVERITIES.index(self.min_severity)
 
-    def sender(self) -> Send:
-        """What sends; made once for each exporter."""
+    def send(self, notifications: Sequence[Notification], seconds: float) -> None:
+        """Send notifications within `seconds`. Raises `SendError`; any other error is a fault of the notifier."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(min_severity={self.min_severity!r})"
 
 
-_SEVERITY = f"expected {', '.join(map(repr, SEVERITIES[:-1]))} or {SEVERITIES[-1]!r}"
-
-
 class Log(Notifier):
-    """Writes a line when a problem begins, and one when it ends, into the log of this process.
+    """Writes a line into the log of this process when a problem begins, and one when it ends.
 
-    The logger is `torch_grad_exporter`. `min_severity`: as of `Webhook`.
+    The logger is `torch_grad_exporter`.
+
+    Args:
+        min_severity: The lowest severity that is logged: "info", "warning" or "critical".
     """
 
     kind = "log"
@@ -78,57 +72,54 @@ class Log(Notifier):
     def __init__(self, *, min_severity: str = "info") -> None:
         super().__init__(min_severity)
 
-    def sender(self) -> Send:
-        """As of `Notifier`."""
-        return _log
+    def send(self, notifications: Sequence[Notification], seconds: float) -> None:  # noqa: ARG002 - a line takes no time
+        """Log a line for each."""
+        for problem in notifications:
+            summary, first_steps = (" ".join(text.split()) for text in (problem.summary, problem.first_steps))
+            if problem.firing:
+                message = "problem at step %d: %s (%s): %s" + (" First: %s" if first_steps else "%s")
+                level = _LEVELS[problem.severity]
+                say(logger, level, message, problem.step, problem.alert, problem.severity, summary, first_steps)
+            else:
+                level = min(_LEVELS[problem.severity], logging.WARNING)  # as visible as the beginning, but not an error
+                message = "problem over at step %d: %s (%s): %s"
+                say(logger, level, message, problem.step, problem.alert, problem.severity, summary)
 
 
-_LEVELS = {"critical": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
-
-
-def _log(notifications: Sequence[Notification], _left: Callable[[], float]) -> None:
-    for one in notifications:
-        sentence, steps = (" ".join(text.split()) for text in (one.summary, one.first_steps))
-        if one.firing:
-            message = "problem at step %d: %s (%s): %s" + (" First: %s" if steps else "%s")
-            say(logger, _LEVELS[one.severity], message, one.step, one.alert, one.severity, sentence, steps)
-        else:
-            level = min(_LEVELS[one.severity], logging.WARNING)  # as visible as the beginning, and no error
-            say(logger, level, "problem over at step %d: %s (%s): %s", one.step, one.alert, one.severity, sentence)
-
-
-class _Http(Notifier):
-    """What is sent over HTTP. Of its address, which is a secret, and its headers nothing is ever shown."""
-
+class _HttpNotifier(Notifier):
     variable = ""
 
     def __init__(self, url: object, url_file: object, min_severity: str, headers: object, timeout: object) -> None:
+        from torch_grad_exporter.actions.notify.receiver import Receiver  # noqa: PLC0415 - requests is slow to import
+
         super().__init__(min_severity)
-        self._timeout = _timeout(timeout)
-        self._headers = _headers(headers)
-        self._address = Address(url, url_file, self.variable, os.environ)
-
-    def _poster(self, path: str = "") -> Poster:
-        from torch_grad_exporter.actions.notify.post import Poster  # noqa: PLC0415 - requests is slow to import
-
-        return Poster(self._address, self._headers, self._timeout, path)
+        self._receiver = Receiver(url, url_file, self.variable, headers=headers, timeout=timeout)
 
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
         raise TypeError(f"{name} holds an address and headers, which are secrets: it is not pickled; make it where it is used")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({HIDDEN}, min_severity={self.min_severity!r}, timeout={self._timeout:g})"
+        return f"{type(self).__name__}(<hidden>, min_severity={self.min_severity!r}, timeout={self._receiver.timeout:g})"
 
 
-class Webhook(_Http):
-    """Posts each problem when it begins, and again when it ends, as JSON or as `body` has it.
+class Webhook(_HttpNotifier):
+    """Posts each problem when it begins and when it ends, as JSON or in the form of `body`.
 
-    `url`: where to, else the address in the file `url_file`, else that in `TORCH_GRAD_EXPORTER_WEBHOOK_URL`. `min_severity`: the
-    least that is told, of "info", "warning" and "critical". `headers`: of the request. `timeout`: seconds for one try. `body`:
-    JSON or text with `$summary` and the like in its strings, or a callable that makes either of a `Notification`.
+    No error, log line or `repr` shows the address or the headers.
 
-    Raises `TypeError` or `ValueError` on a wrong argument. Nothing ever shows the address or the headers.
+    Args:
+        url: The address, else that in `url_file`, else that in `TORCH_GRAD_EXPORTER_WEBHOOK_URL`.
+        url_file: A file with the address, which is read for each request.
+        min_severity: The lowest severity that is sent: "info", "warning" or "critical".
+        headers: Headers of the request.
+        timeout: Seconds for one try.
+        body: JSON or text with `$summary` and the like in its strings, or a callable that returns either
+            for a `Notification`.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument is wrong.
     """
 
     kind = "webhook"
@@ -147,30 +138,39 @@ class Webhook(_Http):
         super().__init__(url, url_file, min_severity, headers, timeout)
         self._body = bodies.checked(body)
 
-    def sender(self) -> Send:
-        """As of `Notifier`."""
-        poster = self._poster()
+    def send(self, notifications: Sequence[Notification], seconds: float) -> None:
+        """Post the only notification."""
+        try:
+            content, kind = contained(self._encoded, notifications[0])
+        except Exception as error:  # noqa: BLE001 - the user's own code
+            failed = f"body= has failed: {type(error).__name__}: {error}"
+        else:
+            self._receiver.post(content, kind, seconds)
+            return
+        raise SendError(without_addresses(failed))  # outside of `except`, so that the user's error is not its context
 
-        def send(notifications: Sequence[Notification], left: Callable[[], float]) -> None:
-            made: list[tuple[bytes, str]] = []
-            make = functools.partial(bodies.encoded, self._body)
-            error = caught(lambda: made.append(contained(make, notifications[0])))
-            if error is not None:
-                raise SendError(without_addresses(f"body= has failed: {type(error).__name__}: {error}"))
-            poster.post(*made[0], left)
-
-        return send
+    def _encoded(self, notification: Notification) -> tuple[bytes, str]:
+        return bodies.encoded(self._body, notification)
 
 
-class Alertmanager(_Http):
-    """Posts the problems to an Alertmanager as Prometheus posts its alerts: with the same labels, and each minute while they last.
+class Alertmanager(_HttpNotifier):
+    """Posts problems to an Alertmanager like Prometheus: with the same labels, and each minute while they last.
 
-    Arguments as of `Webhook`; `url` is that of the Alertmanager, without `/api/v2/alerts`, else in
-    `TORCH_GRAD_EXPORTER_ALERTMANAGER_URL`. All severities are sent, since Alertmanager routes them.
+    Args:
+        url: The address of the Alertmanager, without `/api/v2/alerts`, else that in `url_file`, else that in
+            `TORCH_GRAD_EXPORTER_ALERTMANAGER_URL`.
+        url_file: See `Webhook`.
+        min_severity: The lowest severity that is sent. By default all are, since Alertmanager routes them.
+        headers: See `Webhook`.
+        timeout: See `Webhook`.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument is wrong.
     """
 
     kind = "alertmanager"
-    together = TOGETHER
+    together = 64
     repeats = REPEAT_SECONDS
     variable = "TORCH_GRAD_EXPORTER_ALERTMANAGER_URL"
 
@@ -185,65 +185,34 @@ class Alertmanager(_Http):
     ) -> None:
         super().__init__(url, url_file, min_severity, headers, timeout)
 
-    def sender(self) -> Send:
-        """As of `Notifier`."""
-        poster = self._poster(PATH)
-
-        def send(notifications: Sequence[Notification], left: Callable[[], float]) -> None:
-            poster.post(json.dumps([_alert(one) for one in notifications]).encode(), bodies.JSON, left)
-
-        return send
-
-
-def _alert(one: Notification) -> dict[str, Any]:
-    """As Alertmanager has it. What lasts ends by itself some time after the last post of it, as where the process was killed."""
-    description = " ".join(dict.fromkeys(text for text in (one.summary, one.first_steps) if text))
-    return {
-        "labels": one.labels,
-        "annotations": {"summary": one.headline, "description": description},
-        "startsAt": rfc3339(one.started),
-        "endsAt": rfc3339(one.timestamp + EXPIRES_SECONDS if one.firing else one.timestamp),
-    }
-
-
-def _headers(headers: object) -> Mapping[str, str]:
-    """Headers that HTTP can carry. An error names the header, not its value."""
-    expected = "expected a mapping of names to texts, such as {'Authorization': 'Bearer ...'}"
-    if headers is None:
-        return {}
-    if not isinstance(headers, Mapping):
-        raise TypeError(f"headers={type(headers).__name__}: {expected}")
-    for name, value in headers.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-            raise (ValueError if isinstance(name, str) else TypeError)(f"headers: {HIDDEN} is no name of a header; {expected}")
-        if not isinstance(value, str):
-            raise TypeError(f"headers[{name!r}]={type(value).__name__}: {expected}")
-        if not re.fullmatch(r"(?:[!-~\x80-\xff](?:[ \t!-~\x80-\xff]*[!-~\x80-\xff])?)?", value):
-            raise ValueError(
-                f"headers[{name!r}]={HIDDEN}: its text has a line break, a space at its end or a sign that no header takes"
-            )
-    return dict(cast("Mapping[str, str]", headers))
-
-
-def _timeout(timeout: object) -> float:
-    expected = f"expected a number of seconds above 0 and up to {LONGEST_TIMEOUT:g}"
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout={shown(timeout)}: {expected}")
-    if not 0 < timeout <= LONGEST_TIMEOUT:
-        raise ValueError(f"timeout={shown(timeout)}: {expected}")
-    return float(timeout)
+    def send(self, notifications: Sequence[Notification], seconds: float) -> None:
+        """Post them as one list of alerts."""
+        alerts = [
+            {
+                "labels": problem.labels,
+                "annotations": {
+                    "summary": problem.headline,
+                    "description": " ".join(dict.fromkeys(text for text in (problem.summary, problem.first_steps) if text)),
+                },
+                "startsAt": rfc3339(problem.started),
+                # If the process is killed, the alert ends some time after its last repetition.
+                "endsAt": rfc3339(problem.timestamp + EXPIRES_SECONDS if problem.firing else problem.timestamp),
+            }
+            for problem in notifications
+        ]
+        self._receiver.post(json.dumps(alerts).encode(), bodies.JSON, seconds, PATH)
 
 
 def chosen(alerts: object) -> tuple[Notifier, ...]:
-    """What `alerts=` holds. Raises what names it and the fix."""
+    """Return the notifiers of `alerts=`. Raises `TypeError` with the place in the list and the fix."""
     expected = "expected a list of notifiers, such as [Log(), Webhook(url)] from torch_grad_exporter.actions"
     if alerts is None:
         return ()
     several = [alerts] if isinstance(alerts, Notifier) else alerts
     if not isinstance(several, list | tuple):
         raise TypeError(f"alerts={type(alerts).__name__}: {expected}")
-    for place, one in enumerate(several):
-        if not isinstance(one, Notifier):
-            made = f"class {one.__name__}, which is to be called" if isinstance(one, type) else type(one).__name__
-            raise TypeError(f"alerts[{place}]={made}: {expected}")
+    for place, item in enumerate(several):
+        if not isinstance(item, Notifier):
+            shown = f"class {item.__name__}, which must be called" if isinstance(item, type) else type(item).__name__
+            raise TypeError(f"alerts[{place}]={shown}: {expected}")
     return tuple(several)
