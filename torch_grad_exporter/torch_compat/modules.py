@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,23 +20,22 @@ if not MODULE_HOOKS:
     missing["torch.nn.Module._forward_hooks"] = False
 
 
-def _parameters_in(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+Parameters = Mapping[str, torch.nn.Parameter | None]
+Children = Mapping[str, torch.nn.Module | None]
 
 
-def _children_in(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    return dict(module.named_children())
+def parameters_in(module: torch.nn.Module) -> Parameters:
+    """Return the parameters that a module owns itself, by attribute."""
+    own = module.__dict__.get("_parameters")
+    # A scripted or traced module has a view there that is no mapping.
+    return own if isinstance(own, dict) else dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-Parameters = Callable[[torch.nn.Module], Mapping[str, torch.nn.Parameter | None]]
+def children_in(module: torch.nn.Module) -> Children:
+    """Return the modules that a module owns itself, by attribute."""
+    own = module.__dict__.get("_modules")
+    return own if isinstance(own, dict) else dict(module.named_children())
 
-parameters_in: Parameters = operator.attrgetter("_parameters") if "_parameters" in _OWN else _parameters_in
-"""The parameters that a module owns itself, by attribute."""
-
-children_in: Callable[[torch.nn.Module], Mapping[str, torch.nn.Module | None]] = (
-    operator.attrgetter("_modules") if "_modules" in _OWN else _children_in
-)
-"""The modules that a module owns itself, by attribute."""
 
 TRANSPOSED: tuple[type[torch.nn.Module], ...] = (
     find("torch.nn.modules.conv._ConvTransposeNd") or torch.nn.ConvTranspose1d,

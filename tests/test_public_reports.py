@@ -1,0 +1,76 @@
+"""Trainings from public reports that once failed, or showed a wrong number. The reference is a float64 record of the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.models import batch, sgd
+from tests.support.record import norm
+from tests.support.scrape import errors, value
+from torch_grad_exporter import explain, record, start_exporter
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # people have such modules still
+
+
+class PartlyScripted(torch.nn.Module):
+    """A model with an ordinary layer, a scripted part and a traced one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.nn.Linear(6, 4)
+        self.scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+        self.traced = torch.jit.trace(torch.nn.Linear(4, 2), torch.randn(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.traced(self.scripted(self.plain(x)))
+
+
+def wholly_scripted() -> torch.nn.Module:
+    """Return a model whose root is scripted, too."""
+    return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh()))
+
+
+SCRIPTED = {
+    PartlyScripted: {"plain": ("plain.",), "scripted.0": ("scripted.0.",), "traced": ("traced.",)},
+    wholly_scripted: {"0": ("0.",)},
+}
+
+
+@pytest.mark.parametrize("make", SCRIPTED, ids=lambda make: make.__name__)
+def test_scripted_modules_are_watched(make) -> None:
+    """Scripted and traced modules have the norms of float64, and every option leaves the training as it was."""
+    layers = SCRIPTED[make]
+
+    def train(**options: object) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = make()
+        optimizer = sgd(model)
+        exporter = start_exporter(model, port=None, every=1, **options) if options else None
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            optimizer.step()
+        if exporter is not None:
+            for layer, prefixes in layers.items():
+                gradients = [p.grad.double() for name, p in model.named_parameters() if name.startswith(prefixes)]
+                assert value(exporter, "torch_grad_norm", layer=layer) == pytest.approx(norm(gradients), rel=1e-5)
+                assert value(exporter, "torch_weight_norm", layer=layer) is not None
+            assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 4
+            assert errors(exporter) == {}
+            exporter.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    watched = train(activations=True, layer_times=True, weights=True, nan_origin="always", local_norm=True)
+    assert all(map(torch.equal, watched, train()))
+
+
+@pytest.mark.parametrize("make", SCRIPTED, ids=lambda make: make.__name__)
+def test_scripted_modules_are_explained(make) -> None:
+    """`explain` and `record` take models with scripted parts."""
+    model = make()
+    rows = explain(lambda: model(batch()).square().mean(), model)
+    assert [rows[name].verdict for name, _ in model.named_parameters()] == ["ok"] * len([*model.parameters()])
+    with record(model) as calls:
+        model(batch()).square().mean().backward()
+    assert len(calls[""]) == 1
