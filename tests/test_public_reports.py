@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ SCRIPTED = {
 
 
 @pytest.mark.parametrize("make", SCRIPTED, ids=lambda make: make.__name__)
-def test_scripted_modules_are_watched(make) -> None:
+def test_scripted_modules_are_watched(make: Callable[[], torch.nn.Module]) -> None:
     """Scripted and traced modules have the norms of float64, and every option leaves the training as it was."""
     layers = SCRIPTED[make]
 
@@ -66,7 +68,7 @@ def test_scripted_modules_are_watched(make) -> None:
 
 
 @pytest.mark.parametrize("make", SCRIPTED, ids=lambda make: make.__name__)
-def test_scripted_modules_are_explained(make) -> None:
+def test_scripted_modules_are_explained(make: Callable[[], torch.nn.Module]) -> None:
     """`explain` and `record` take models with scripted parts."""
     model = make()
     rows = explain(lambda: model(batch()).square().mean(), model)
