@@ -12,7 +12,9 @@ import textwrap
 
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.config.option import Option, options_of
-from torch_grad_exporter.config.settings import Arguments, Settings
+from torch_grad_exporter.config.settings import PREFIX, Arguments, Settings
+from torch_grad_exporter.config.values import described as described_type
+from torch_grad_exporter.config.values import either
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -66,7 +68,7 @@ def described(chosen: tuple[Option, ...]) -> str:
     lines = ["| option | type | default | environment | written as | meaning |", "|---|---|---|---|---|---|"]
     for one in chosen:
         variable = f"`{one.variable}`" if one.variable else ""
-        spelled = one.kind.spelled if one.read else ""
+        spelled = either(described_type(one.type).written) if one.variable.startswith(PREFIX) else ""
         takes = f"`{cell(annotation(one))}`"
         lines.append(f"| `{one.name}` | {takes} | {one.shown} | {variable} | {spelled} | {cell(meaning(one))} |")
     return "\n".join(lines)

@@ -131,7 +131,7 @@ class Stages:
         events = EventPool(errors.boundary("timing"))
         self._hooks = hooks = Hooks(errors)
         self.clock = clock = StepClock(mailbox, events=events)
-        self._schedule = schedule = SamplingSchedule(settings.every, settings.overhead_budget, THREAD_TIME)
+        self._schedule = schedule = SamplingSchedule(settings.interval, settings.overhead_budget, THREAD_TIME)
         self._cost = cost = SampleCost(clock, schedule, DeviceTimer(events))
         self.optimizers = optimizers = Optimizers(checked.index, arguments.optimizers)
         kernels = None
@@ -153,7 +153,7 @@ class Stages:
         self.capture = capture = Capture(
             index=checked.index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule,
             reader=reader, loss_scale=loss_scale, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,
-            periodic=refresh_memory if REGISTRY.reads_devices(settings.collectors) else None,
+            periodic=refresh_memory if REGISTRY.reads_devices(settings.enabled_collectors) else None,
         )  # fmt: skip
 
         # Inspections, which the capture calls in the rounds that it follows.
@@ -253,7 +253,7 @@ class Stages:
             group.check()
 
         self.scrape = scrape = Scrape(
-            REGISTRY.made(settings.collectors, context), errors, prepare,
+            REGISTRY.made(settings.enabled_collectors, context), errors, prepare,
             not_judged=REGISTRY.not_judged,
         )  # fmt: skip
 
@@ -267,7 +267,7 @@ class Stages:
             Run(checked.run, checked.rank, identity.world_size, hostname(), __version__), host,
             self.steps, scrape, for_rules=scrape.for_rules, targets=self._announcement.body,
             happened=acted.happened.latest,
-            of_sample=OfSample(REGISTRY, settings.collectors, context),
+            of_sample=OfSample(REGISTRY, settings.enabled_collectors, context),
             dead_from=dead_from(settings.dead_window), moments=settings.moments, now=time.time,
             on_error=functools.partial(errors.count, "history"),
             activations=None if self._activations is None else self._activations.snapshot,
@@ -282,7 +282,7 @@ class Stages:
         norms = functools.partial(LayerNorms, host)
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size)
         feed = None
-        if "gradients" in settings.collectors:
+        if "gradients" in settings.enabled_collectors:
             of_samples = GradientCollector(
                 lambda: host.snapshot().gradients, optimizers.names, dead_window=settings.dead_window,
                 moments=settings.moments, local_norms=local_norms,
@@ -378,7 +378,7 @@ class Stages:
         # Without its thread, scrapes drain the mailbox.
         errors.boundary("worker", limit=None)(self._host.start)
 
-        if REGISTRY.reads_devices(settings.collectors):
+        if REGISTRY.reads_devices(settings.enabled_collectors):
             # So their counters are there before the first step.
             errors.boundary("devices", limit=None)(self._memory.refresh_now)
         self.at_end(lambda: self.capture.close(failed=ending.error is not None))

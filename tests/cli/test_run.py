@@ -53,7 +53,7 @@ WRONG = [
     (["--port", "1"], "name the script to run"),
     (["-m"], "name the module"),
     (["--port"], "argument --port: expected a value"),
-    (["--port=many", "train.py"], "--port='many': expected a port"),
+    (["--port=many", "train.py"], "--port='many': expected a number or off"),
     (["--otlp-interval=0", "train.py"], "otlp_interval=0.0: expected"),
     (["--save", "/nowhere/at/all.json", "train.py"], "is no file that can be written"),
 ]

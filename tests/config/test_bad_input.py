@@ -15,7 +15,7 @@ from tests.support.scrape import value, values
 from tests.support.tools import lasting_threads
 from tests.support.torch_hooks import global_step_hooks, module_hooks, optimizer_hooks, tensor_hooks
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.config.option import PREFIX
+from torch_grad_exporter.config.settings import PREFIX
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 OTHER = nn.Linear(2, 2)

@@ -15,8 +15,8 @@ import torch
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Alertmanager, Webhook
 from torch_grad_exporter.cli import main as cli
-from torch_grad_exporter.config.option import PREFIX, UNSET, options_of
-from torch_grad_exporter.config.settings import Arguments, Settings
+from torch_grad_exporter.config.option import UNSET, options_of
+from torch_grad_exporter.config.settings import PREFIX, Arguments, Settings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 OPTIONS = options_of(Settings) + options_of(Arguments)
@@ -26,7 +26,8 @@ DOC = runpy.run_path(str(ROOT / "scripts" / "options_doc.py"))
 def test_the_signature_has_the_declared_options() -> None:
     """`start_exporter` takes the declared options in their order, UNSET where the exporter has a variable, else None."""
     _, *parameters = inspect.signature(start_exporter).parameters.values()
-    assert [(one.name, one.default) for one in parameters] == [(one.name, UNSET if one.read else None) for one in OPTIONS]
+    expected = [(option.name, UNSET if option.variable.startswith(PREFIX) else None) for option in OPTIONS]
+    assert [(parameter.name, parameter.default) for parameter in parameters] == expected
     assert {one.kind for one in parameters[1:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -37,14 +38,16 @@ def test_docs_follow_the_declarations(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == written[path]
 
 
-def test_help_says_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
-    """`demo --help` describes the options that it shares with `start_exporter` in the words of their declarations."""
+@pytest.mark.parametrize("command", ["demo", "run"])
+def test_help_says_what_is_declared(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """`--help` of `demo` and `run` describes their options of `start_exporter` in the words of the table."""
     with pytest.raises(SystemExit):
-        cli.main(["demo", "--help"])
+        cli.main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for one in options_of(Settings):
-        if one.name in ("port", "every", "addr", "web_config_file"):
-            assert one.help.replace("`", "") in text
+    offered = ("port", "every", "addr", "web_config_file") if command == "demo" else [one.name for one in OPTIONS if one.is_text]
+    for option in OPTIONS:
+        if option.name in offered:
+            assert option.help.replace("`", "") in text
 
 
 def test_the_shown_defaults_are_the_real_ones() -> None:

@@ -16,9 +16,9 @@ from torch_grad_exporter.actions.clip.policy import OnFailure
 from torch_grad_exporter.collectors.process import PYTHON_INFO
 from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.config import option
-from torch_grad_exporter.config.kinds import RESERVED_LABELS
-from torch_grad_exporter.config.option import PREFIX, UNSET
-from torch_grad_exporter.config.settings import Settings
+from torch_grad_exporter.config.option import UNSET
+from torch_grad_exporter.config.settings import PREFIX, Settings
+from torch_grad_exporter.config.values import RESERVED_LABELS
 from torch_grad_exporter.model.replicas import Ranks
 from torch_grad_exporter.statistics.kernels.choice import Implementation
 
@@ -34,7 +34,7 @@ RIGHT: list[tuple[str, object, object]] = [
     ("port", None, None),
     ("addr", "127.0.0.1", "127.0.0.1"),
     ("addr", "", ""),
-    ("every", "auto", None),
+    ("every", "auto", "auto"),
     ("every", 4096, 4096),
     ("overhead_budget", 1e-6, 1e-6),
     ("include", "a", ("a",)),
@@ -84,12 +84,14 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[
         (name, value, TypeError)
         for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin")
-        for value in (None, 1, 0, "yes")
+        for value in (None, 1, 0)
     ],
+    *[(name, "yes", TypeError) for name in ("moments", "weights", "layer_times", "local_norm")],
+    ("nan_origin", "yes", ValueError),
     *[("statistics", value, TypeError) for value in (None, True)],
     *[("statistics", value, ValueError) for value in ("", "kernels")],
-    *[("activations", value, TypeError) for value in (None, 1, "", ["a"], re.compile(b"a"))],
-    ("activations", "(", ValueError),
+    *[("activations", value, TypeError) for value in (None, 1, ["a"], re.compile(b"a"))],
+    *[("activations", value, ValueError) for value in ("", "(")],
     *[("collectors", value, TypeError) for value in (None, "host", ["host"], {"host": 0}, {"host": None})],
     *[("collectors", value, ValueError) for value in ({"hosts": False}, {3: True})],
     *[("web_config_file", value, TypeError) for value in (None, 3, b"web.yml")],
@@ -137,7 +139,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("port", " 9200 ", 9200),
     ("port", "OFF", None),
     ("addr", "::1", "::1"),
-    ("every", "auto", None),
+    ("every", "auto", "auto"),
     ("every", "16", 16),
     ("overhead_budget", "0.05", 0.05),
     ("include", "^encoder", ("^encoder",)),
@@ -169,7 +171,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
 
 def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
     """Return the settings that were chosen."""
-    return option.resolve(Settings, arguments, environment)
+    return option.resolve(arguments, environment)
 
 
 def value_of(settings: Settings, name: str) -> Any:  # noqa: ANN401 - any setting's
@@ -177,6 +179,8 @@ def value_of(settings: Settings, name: str) -> Any:  # noqa: ANN401 - any settin
     found = getattr(settings, name)
     if isinstance(found, re.Pattern):
         return found.pattern
+    if name == "collectors":
+        return settings.enabled_collectors
     return tuple(pattern.pattern for pattern in found) if name in ("include", "exclude") else found
 
 
@@ -184,7 +188,7 @@ def test_the_defaults_are_those_documented() -> None:
     """Without arguments and environment every setting has its documented default."""
     found = {f.name: value_of(resolve({}, {}), f.name) for f in fields(Settings)}
     assert found == {
-        "port": 9100, "addr": "", "every": None, "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
+        "port": 9100, "addr": "", "every": "auto", "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
         "dead_window": 100, "moments": False, "weights": False, "activations": False, "layer_times": False,
         "local_norm": False, "nan_origin": False,
         "statistics": Implementation.AUTO, "collectors": DEFAULT,

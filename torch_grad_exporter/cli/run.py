@@ -143,7 +143,7 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error(f"name the script to run, as in: torch-grad-exporter run train.py{taken}")
     try:
         options = {one.name: from_command_line(one, texts[one.name]) for one in OFFERED if one.name in texts}
-        resolve(Settings, options, os.environ)
+        resolve(options, os.environ)
         push = {name.removeprefix("otlp_"): value for name, value in options.items() if name.startswith("otlp_")}
         push_settings.resolve(**push, environment={})
     except (TypeError, ValueError, ImportError) as error:

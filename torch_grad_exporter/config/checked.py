@@ -82,7 +82,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
         ValueError: An argument or a variable is wrong; the message names it, the value and the fix.
         ImportError: An option needs a package that is not installed.
     """
-    settings, arguments = resolve(Settings, given, environment), resolve(Arguments, given, {})
+    settings, arguments = resolve(given, environment), Arguments.checked(given)
     push = push_settings.resolve(
         arguments.otlp_endpoint,
         arguments.otlp_protocol,

@@ -17,7 +17,7 @@ import torch
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.config.option import resolve
-from torch_grad_exporter.config.settings import Arguments, Settings
+from torch_grad_exporter.config.settings import Arguments
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
 from torch_grad_exporter.exporter import open_exporters
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
@@ -110,8 +110,8 @@ class Session:
     def check_options(self) -> None:
         """Raises `TypeError` or `ValueError` where the value of an option is wrong by itself, whatever the model."""
         if self._given is None:
-            resolve(Settings, self._options, os.environ)
-            resolve(Arguments, self._options, {})
+            resolve(self._options, os.environ)
+            Arguments.checked(self._options)
 
     def begin(self, model: Models, *, step: int | None = None, trainer: object | None = None, **found: object) -> None:
         """The training of this model begins, or goes on after so many steps.
