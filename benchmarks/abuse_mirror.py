@@ -10,10 +10,11 @@ import sys
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Self
 
 from benchmarks import record
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.prometheus.text import Format
@@ -53,12 +54,11 @@ def main(url: str) -> None:
     with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - our own server
         text = answer.read()
     server = MetricsServer(
-        list,
+        SimpleNamespace(scrape=list),  # type: ignore[arg-type]
         Same(text),  # type: ignore[arg-type]
+        ErrorLog(()),
         addr="127.0.0.1",
         ports=(0,),
-        on_error=lambda source, error: sys.exit(f"{source}: {error!r}"),
-        health=dict,
     )
     print(f"http://127.0.0.1:{server.port}/metrics", flush=True)
     sys.stdin.read()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import record
-from torch_grad_exporter.outputs.http.listener import open_listener
+from torch_grad_exporter.outputs.http.server import open_listener
 
 JOB = "training"
 PATIENCE = 600.0

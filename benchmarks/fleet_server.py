@@ -13,7 +13,7 @@ from typing import Self
 
 from benchmarks.fleet_job import PLACE, RUN, Recording
 from torch_grad_exporter.distributed.discovery import Target
-from torch_grad_exporter.outputs.http.listener import open_listener
+from torch_grad_exporter.outputs.http.server import open_listener
 from torch_grad_exporter.outputs.prometheus.text import Format
 
 RANKS_PER_HOST = 8

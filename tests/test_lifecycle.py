@@ -287,7 +287,7 @@ for addr, rank in (("", "0"), ("::", "0"), ("127.0.0.1", "0"), ("", "1")):
         for _ in range(2):
             with start_exporter(torch.nn.Linear(1, 1), 0, addr=addr) as exporter:
                 ports.append(exporter.port)
-        lines = [line for line in said if "all who can reach" in line]
+        lines = [line for line in said if "readable by every host" in line]
         print(repr(addr), rank, len(lines), all(f" {ports[0]} " in line for line in lines), flush=True)
         os._exit(0)
     os.wait()

@@ -37,7 +37,7 @@ from tests.support.real_prometheus import Prometheus
 from tests.support.scrape import errors
 from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.outputs.http.listener import open_listener
+from torch_grad_exporter.outputs.http.server import open_listener
 
 pytestmark = pytest.mark.server
 

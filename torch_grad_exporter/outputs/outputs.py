@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from torch_grad_exporter.errors import ErrorLog, Guard, say
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
-from torch_grad_exporter.outputs.http.listener import candidate_ports
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.http.server import MetricsServer
+from torch_grad_exporter.outputs.http.server import MetricsServer, candidate_ports
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# How long the end of a program waits for what is under way, at most, in addition to `linger`.
 CLOSE_SECONDS = 1.4
-"""How long the end of a program waits for what is under way, at most, in addition to `linger`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What the user has chosen, as `Settings` has it. `port`: `None` serves nothing."""
+    """The user's choices; see `Settings`. A `port` of None serves nothing."""
 
     port: int | None
     addr: str = ""
@@ -42,10 +41,18 @@ class OutputOptions:
 
 
 class Outputs:
-    """Serves what `scrape` gives, announces where, and pushes it.
+    """Serves metrics, announces where, and pushes them. It is the `Content` of the server.
 
-    `health`: for `/healthz`. `announcement`: publishes where the server is, from its start until `close`. `push`: what to
-    push and where, `None` for nothing. `page`: the live page.
+    Args:
+        scrape: Returns all metrics.
+        rank: Whose values they are.
+        options: The user's choices.
+        errors: Counts failures.
+        health: Returns the object of `/healthz`.
+        announcement: Publishes where the server is, from its start until `close`.
+        web_config: TLS, users and the rest of the server.
+        push: What to push and where, None for nothing.
+        page: Returns the live page, and the answers that it asks for.
     """
 
     def __init__(
@@ -57,9 +64,9 @@ class Outputs:
         *,
         health: Callable[[], Mapping[str, object]],
         announcement: Announcement,
+        page: Callable[[Request], Response | None],
         web_config: WebConfigFile | None = None,
         push: PushSettings | None = None,
-        page: Callable[[Request], Response | None] = lambda _request: None,
     ) -> None:
         self._scrape = scrape
         self._rank = rank
@@ -72,35 +79,28 @@ class Outputs:
         self._last_values: LastValues | None = None
         self._push: Push | None = None
         self._server: MetricsServer | None = None
+        self.health, self.targets, self.page = health, announcement.body, page
         try:
-            self._start(health, page, web_config, push)
+            self._start(web_config, push)
         except BaseException:  # such as Ctrl-C while the name service is asked
             self.close(failed=False, hurried=True)
             raise
 
-    def _start(
-        self,
-        health: Callable[[], Mapping[str, object]],
-        page: Callable[[Request], Response | None],
-        web_config: WebConfigFile | None,
-        push: PushSettings | None,
-    ) -> None:
-        if self._options.textfile_dir:
-            self._last_values = self._started_last_values()
+    def _start(self, web_config: WebConfigFile | None, push: PushSettings | None) -> None:
+        options, rank = self._options, self._rank
+        if options.textfile_dir:
+            guard = self._errors.boundary("textfile", limit=None)
+            path = text_file(options.textfile_dir, rank.run, rank.number)
+            self._last_values = LastValues(path, self._rendered, guard)
+            guard(self._last_values.start)
         if push is not None:
             self._push = Guard(self._not_pushed).result(self._started_push, push)
-        self._server = server = self._serve(health, page, web_config)
-        if server is None:
-            return
-        if server.open_to_all and self._rank.identity.local_rank == 0:
-            _warn_of_open_port(server.port, self._options.web_config_file)
-        self._errors.boundary("discovery", limit=None)(self._announcement.start, server.port, server.scheme)
-
-    def _started_last_values(self) -> LastValues:
-        path = text_file(self._options.textfile_dir, self._rank.run, self._rank.number)
-        last_values = LastValues(path, self._rendered, self._errors.boundary("textfile", limit=None))
-        self._errors.boundary("textfile", limit=None)(last_values.start)
-        return last_values
+        if options.port is not None:
+            self._server = self._serve(options.port, web_config)
+        if self._server is not None:
+            if self._server.open_to_all and rank.identity.local_rank == 0:
+                _warn_of_open_port(self._server.port, options.web_config_file)
+            self._errors.boundary("discovery", limit=None)(self._announcement.start, self._server.port, self._server.scheme)
 
     def _rendered(self) -> bytes:
         return self._renderer.render(self._scrape(), Format.TEXT)
@@ -116,87 +116,62 @@ class Outputs:
         # A variable may be wrong in ways that only the code that reads it can tell.
         self._errors.tell("otlp", RuntimeError(f"no metrics are pushed: {error}"))
 
-    def _serve(
-        self,
-        health: Callable[[], Mapping[str, object]],
-        page: Callable[[Request], Response | None],
-        web_config: WebConfigFile | None,
-    ) -> MetricsServer | None:
-        addr, port, identity = self._options.addr, self._options.port, self._rank.identity
-        if port is None:
-            return None
+    def _serve(self, port: int, web_config: WebConfigFile | None) -> MetricsServer | None:
+        addr, identity = self._options.addr, self._rank.identity
+        ports = candidate_ports(port, identity.local_rank, identity.local_world_size)
         try:
-            server = MetricsServer(
-                self._served,
-                self._renderer,
-                addr=addr,
-                ports=candidate_ports(port, identity.local_rank, identity.local_world_size),
-                on_error=self._not_served,
-                health=health,
-                targets=self._announcement.body,
-                page=page,
-                web_config=web_config,
-            )
-        except (OSError, RuntimeError) as error:  # no free port, or no more threads to be had
+            return MetricsServer(self, self._renderer, self._errors, addr=addr, ports=ports, web_config=web_config)
+        except (OSError, RuntimeError) as error:  # no free port, or no more threads can be started
             message = "no metrics are served, training goes on: cannot serve on %s, port %d and on: %s"
             say(logger, logging.WARNING, message, addr or "all interfaces", port, error)
             return None
-        return server
 
-    def _served(self) -> list[Family]:
+    def scrape(self) -> list[Family]:
+        """See `Content`: a scrape of the server."""
         over = self._over  # before the values are taken
-        found = self._scrape()
+        families = self._scrape()
         if over:
             self._seen_over.set()
-        return found
-
-    def _not_served(self, source: str, error: BaseException) -> None:
-        # What is wrong with a file is for the user to read, each time.
-        (self._errors.tell if source == "web_config" else self._errors.count)(source, error)
+        return families
 
     @property
     def port(self) -> int | None:
-        """The port in use, `None` if nothing is served."""
+        """The port in use, None if nothing is served."""
         return None if self._server is None else self._server.port
 
     @property
     def url(self) -> str | None:
-        """The address of the metrics as seen from this host, `None` if nothing is served."""
+        """The address of the metrics as seen from this host, None if nothing is served."""
         addr = self._options.addr
         host = "localhost" if addr in ("", "0.0.0.0", "::") else f"[{addr}]" if ":" in addr else addr  # noqa: S104
         return None if self._server is None else f"{self._server.scheme}://{host}:{self._server.port}/metrics"
 
     def close(self, *, failed: bool, hurried: bool) -> None:
-        """Publishes the end of the run: writes the text file, pushes, lingers, removes this rank's entries, and frees the port.
+        """Publish the end of the run: write the text file, push, linger, remove this rank's entries, and free the port.
 
-        The entries of a run that has `failed` stay, as those of one that was killed do: then `up` is 0. `hurried`: a user or a
-        launcher waits for this end, so it does not linger. Idempotent.
+        The entries of a run that has `failed` stay, like those of one that was killed: then `up` is 0. A `hurried` end, which a
+        user or a launcher waits for, does not linger. Idempotent.
         """
         self._over = True
         if self._last_values is not None:
             self._last_values.end()
         if self._push is not None:
             self._push.end()
-        if not hurried:
-            self._linger()
-        give_up_at = time.monotonic() + CLOSE_SECONDS
+        if self._server is not None and self._options.linger > 0 and not hurried:
+            self._seen_over.wait(self._options.linger)  # until one scrape has seen the end
+        deadline = time.monotonic() + CLOSE_SECONDS
         guard = self._errors.boundary("close", limit=None)
 
         def left() -> float:
-            return max(0.05, give_up_at - time.monotonic())
+            return max(0.05, deadline - time.monotonic())
 
         guard(lambda: self._announcement.close(left(), leave=failed))
         for output in (self._last_values, self._push, self._server):
             if output is not None:
                 guard(output.close, left())
 
-    def _linger(self) -> None:
-        """Goes on serving until one scrape has seen the end, for as long as the user allows."""
-        if self._server is not None and self._options.linger > 0:
-            self._seen_over.wait(self._options.linger)
-
     def after_fork_in_child(self) -> None:
-        """All of it is the parent's."""
+        """Let go of everything: it is the parent's."""
         if self._push is not None:
             self._push.after_fork_in_child()
         self._announcement.after_fork_in_child()
@@ -208,10 +183,10 @@ _warned = False
 
 
 def _warn_of_open_port(port: int, web_config_file: str) -> None:
-    """Once in a process: a notebook starts the exporter again and again."""
+    """Warn once in a process: a notebook starts the exporter again and again."""
     global _warned  # noqa: PLW0603 - the process has one log
     if not _warned:
         _warned = True
         file = f", since {web_config_file} requires no authentication" if web_config_file else " or web_config_file="
-        message = "all who can reach port %d of this host can read the metrics; restrict that with addr='127.0.0.1'%s"
+        message = "metrics on port %d are readable by every host that can reach it; restrict with addr='127.0.0.1'%s"
         say(logger, logging.WARNING, message, port, file)

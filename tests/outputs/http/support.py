@@ -37,7 +37,7 @@ MUTUAL = TLS + "  client_auth_type: RequireAndVerifyClientCert\n  client_ca_file
 
 @dataclass
 class Training:
-    """The other side of the server: counts its scrapes, can fail and hang, and keeps the errors that were reported."""
+    """The content of a server, and its log of errors: counts its scrapes, can fail and hang, and keeps what was reported."""
 
     rows: LabelRows = ROWS
     failure: BaseException | None = None
@@ -66,14 +66,18 @@ class Training:
     def health(self) -> Mapping[str, object]:
         return {"state": "training", "step": 7}
 
-    def on_error(self, source: str, error: BaseException) -> None:
+    def targets(self) -> bytes:
+        return b"[]"
+
+    def page(self, request: Request) -> Response | None:
+        """Return the path and the query for one path."""
+        asked = f"{request.path} {request.query}"
+        return Response(HTTPStatus.OK, "text/html; charset=utf-8", asked.encode()) if request.path == "/" else None
+
+    def count(self, source: str, error: BaseException) -> None:
         self.errors.append((source, error))
 
-
-def front(request: Request) -> Response | None:
-    """A page with one path, which shows the path and the query."""
-    asked = f"{request.path} {request.query}"
-    return Response(HTTPStatus.OK, "text/html; charset=utf-8", asked.encode()) if request.path == "/" else None
+    tell = count
 
 
 @contextlib.contextmanager
@@ -88,13 +92,11 @@ def serving(
 ) -> Iterator[MetricsServer]:
     """Run a server of this training, on loopback and without timeouts unless given."""
     server = MetricsServer(
-        training.scrape,
+        training,
         Renderer({"run": "r"}),
+        training,  # type: ignore[arg-type]
         addr=addr,
         ports=ports,
-        on_error=training.on_error,
-        health=training.health,
-        page=front,
         timeout=timeout,
         web_config=config,
         **({} if clock is None else {"clock": clock}),  # type: ignore[arg-type]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.support.real_prometheus import running
 from tests.support.tools import eventually
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.prometheus.text import Renderer
@@ -61,15 +63,9 @@ scrape_configs:
 
 def test_prometheus_stores_what_was_served(tmp_path: Path) -> None:
     """Every sample arrives with its exact value and labels, none is renamed to exported_*, and the metadata is right."""
-    errors: list[BaseException] = []
-    server = MetricsServer(
-        lambda: FAMILIES,
-        Renderer({"run": "r1", "rank": "0"}),
-        addr="127.0.0.1",
-        ports=(0,),
-        on_error=lambda _source, error: errors.append(error),
-        health=dict,
-    )
+    errors = ErrorLog(())
+    content = SimpleNamespace(scrape=lambda: FAMILIES)
+    server = MetricsServer(content, Renderer({"run": "r1", "rank": "0"}), errors, addr="127.0.0.1", ports=(0,))
     with contextlib.closing(server), running(tmp_path, CONFIGURATION.format(port=server.port)) as real:
         assert eventually(lambda: real.value("sum(up)") == 2)
         metadata = real.get("/api/v1/metadata")
@@ -84,4 +80,4 @@ def test_prometheus_stores_what_was_served(tmp_path: Path) -> None:
     assert {entry["type"] for entries in metadata.values() for entry in entries} == {"gauge", "counter", "histogram"}
     assert 'A "norm".' in {entry["help"] for entries in metadata.values() for entry in entries}
     assert {entry["unit"] for entries in metadata.values() for entry in entries} == {"", "seconds"}
-    assert errors == []
+    assert errors.counts() == {}

@@ -1,18 +1,35 @@
-"""Which requests reach the endpoints: first the rate limit, then authentication, for every path and method."""
+"""Which requests reach the endpoints: first the rate limit, then basic authentication, for every path and method.
+
+A check of a password against its bcrypt hash costs 50 ms of a core and more, on purpose. Credentials that were right are
+remembered, so that a scraper costs one check and not one per scrape. One check runs at a time, and after one that failed none
+for nine times as long: guessing takes a tenth of one core at most. No client waits for the check of another. Neither an answer
+nor its duration shows whether a user exists.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hmac
 import math
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 
-from torch_grad_exporter.outputs.http.basic_auth import BasicAuth
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
 from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile
 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
+_REST = 9
+_REMEMBERED = 256
+# bcrypt itself uses no more than these; its Python package raises beyond them, Go's ignores the rest.
+_BCRYPT_BYTES = 72
+# A well-formed hash of no known password; the result of comparing with it is ignored.
+_DECOY_HASH = "$2b${cost}$" + "." * 53
 
 
 class Admission:
@@ -67,3 +84,96 @@ class TokenBucket:
                 return (1.0 - self._tokens) * limit.interval
             self._tokens -= 1.0
             return 0.0
+
+
+def matches(password: bytes, hashed: bytes) -> bool:
+    """Whether the hash is that of the password, with the package `bcrypt`."""
+    import bcrypt  # noqa: PLC0415 - optional, and only needed where there are users
+
+    return bcrypt.checkpw(password[:_BCRYPT_BYTES], hashed)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the client may pass; if not, whether it may ask again in `wait` seconds because nothing was checked."""
+
+    passes: bool
+    wait: float | None = None
+
+
+class BasicAuth:
+    """Judges the Authorization header. From any thread; takes as long as a check at most.
+
+    `check` compares a password with a hash; `clock` in seconds.
+    """
+
+    def __init__(self, check: Callable[[bytes, bytes], bool] = matches, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._check = check
+        self._clock = clock
+        self._key = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._remembered: OrderedDict[bytes, None] = OrderedDict()
+        self._checking = False
+        self._rests_until = clock()
+
+    def judge(self, header: str, users: Mapping[str, str]) -> Verdict:
+        """The verdict on a header, empty for none, where these users with these hashes may pass."""
+        credentials = _credentials(header)
+        if credentials is None:
+            return Verdict(passes=False)
+        name, password = credentials
+        hashed = users.get(name, self._decoy(name, users))
+        digest = self._digest(name, hashed, password)
+        with self._lock:
+            if digest in self._remembered:
+                self._remembered.move_to_end(digest)
+                return Verdict(passes=True)
+            now = self._clock()
+            if self._checking or now < self._rests_until:
+                return Verdict(passes=False, wait=max(1.0, self._rests_until - now))
+            self._checking = True
+        # Checked also where there is no such user: leaving it out would show in the time.
+        return Verdict(passes=self._checked(password, hashed, digest, known=name in users))
+
+    def _checked(self, password: bytes, hashed: str, digest: bytes, *, known: bool) -> bool:
+        began = self._clock()
+        right = False
+        try:
+            right = self._check(password, hashed.encode()) and known
+        finally:
+            with self._lock:
+                self._checking = False
+                if right:
+                    self._remember(digest)
+                else:
+                    now = self._clock()
+                    self._rests_until = now + _REST * (now - began)
+        return right
+
+    def _remember(self, digest: bytes) -> None:
+        self._remembered[digest] = None
+        while len(self._remembered) > _REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def _decoy(self, name: str, users: Mapping[str, str]) -> str:
+        """A hash for an unknown name, at the cost that one of the users has: always the same one for a name."""
+        costs = sorted(hashed.split("$")[2] for hashed in users.values())
+        chosen = int.from_bytes(self._digest(name)) % len(costs)
+        return _DECOY_HASH.format(cost=costs[chosen])
+
+    def _digest(self, *parts: str | bytes) -> bytes:
+        """A fingerprint that is of no use outside of this process: no password can be found from it."""
+        encoded = [part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts]
+        return hmac.digest(self._key, b"".join(len(part).to_bytes(8) + part for part in encoded), "sha256")
+
+
+def _credentials(header: str) -> tuple[str, bytes] | None:
+    """User and password; `None` where the header is not of basic authentication."""
+    scheme, _, encoded = header.partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        name, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
+    except (binascii.Error, ValueError):  # ValueError: not even ASCII
+        return None
+    return (name.decode("utf-8", "surrogateescape"), password) if colon else None

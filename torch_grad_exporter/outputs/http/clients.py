@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -26,8 +26,9 @@ from tornado.httputil import (
 )
 from tornado.iostream import IOStream, SSLIOStream
 
-from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.http.web_config import WebSettings
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.outputs.http.endpoints import Endpoints
+from torch_grad_exporter.outputs.http.message import Request, plain
 
 MAX_CLIENTS = 128
 MAX_HEAD = 16_384
@@ -62,9 +63,8 @@ class Clients(HTTPServerConnectionDelegate):
     Args:
         listener: A listening socket, which belongs to this from now on.
         loop: The event loop that runs in the thread.
-        answer: Returns the answer to a request; it may take long.
-        settings: Returns the web configuration for the next client, which may be read again.
-        on_error: Gets failures of our own.
+        endpoints: Answer requests, and know the web configuration for the next client.
+        errors: Counts failures of our own under `request`.
         timeout: Seconds for each phase of a connection.
     """
 
@@ -72,14 +72,12 @@ class Clients(HTTPServerConnectionDelegate):
         self,
         listener: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        *,
-        answer: Callable[[Request, Client], Awaitable[Response]],
-        settings: Callable[[], Awaitable[WebSettings]],
-        on_error: Callable[[BaseException], None],
+        endpoints: Endpoints,
+        errors: ErrorLog,
         timeout: float,
     ) -> None:
-        self._listener, self._loop, self._answer, self._settings = listener, loop, answer, settings
-        self._on_error, self._timeout = on_error, timeout
+        self._listener, self._loop, self._endpoints = listener, loop, endpoints
+        self._errors, self._timeout = errors, timeout
         self._parameters = HTTP1ConnectionParameters(
             no_keep_alive=True, max_header_size=MAX_HEAD, header_timeout=timeout, body_timeout=timeout
         )
@@ -121,7 +119,7 @@ class Clients(HTTPServerConnectionDelegate):
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._on_error(error)
+                self._errors.count("request", error)
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(PAUSE_SECONDS, self.watch)
                 return
@@ -138,7 +136,7 @@ class Clients(HTTPServerConnectionDelegate):
 
     async def _welcome(self, client: Client) -> None:
         try:
-            settings = await asyncio.wait_for(self._settings(), self._timeout)
+            settings = await asyncio.wait_for(self._endpoints.settings(), self._timeout)
             if client not in self._clients:  # dropped meanwhile
                 return
             client.sock.getpeername()  # raises where the client is gone, of which `ssl` would leave a socket open
@@ -163,14 +161,13 @@ class Clients(HTTPServerConnectionDelegate):
 
     def start_request(self, server_conn: object, request_conn: HTTPConnection) -> HTTPMessageDelegate:
         """See `HTTPServerConnectionDelegate`: a request begins to come in."""
-        client: Client = server_conn.context  # type: ignore[attr-defined]
+        return _Head(self, server_conn.context, request_conn)  # type: ignore[attr-defined]
 
-        def complete(request: Request) -> None:
-            if not client.answering:  # else it has sent more than one request at once
-                client.answering = True
-                self._begin(self._respond(client, request, request_conn))
-
-        return _Reading(complete)
+    def respond(self, client: Client, request: Request, connection: HTTPConnection) -> None:
+        """Answer a request, unless the client has sent another one before."""
+        if not client.answering:
+            client.answering = True
+            self._begin(self._respond(client, request, connection))
 
     def on_close(self, server_conn: object) -> None:
         """See `HTTPServerConnectionDelegate`: a connection is closed."""
@@ -180,7 +177,7 @@ class Clients(HTTPServerConnectionDelegate):
 
     async def _respond(self, client: Client, request: Request, connection: HTTPConnection) -> None:
         try:
-            response = await asyncio.wait_for(self._answer(request, client), self._timeout)
+            response = await asyncio.wait_for(self._endpoints.answer(request, client.sock), self._timeout)
         except TimeoutError:
             response = plain(HTTPStatus.SERVICE_UNAVAILABLE, "the answer took too long", (("Retry-After", "1"),))
         if client not in self._clients:
@@ -203,13 +200,14 @@ class Clients(HTTPServerConnectionDelegate):
         connection.finish()
 
 
-class _Reading(HTTPMessageDelegate):
-    """Takes the head of a request and calls `complete` with it; a body is not waited for, and ends with the connection."""
+class _Head(HTTPMessageDelegate):
+    """Takes the head of a request; a body is not waited for, and ends with the connection."""
 
-    def __init__(self, complete: Callable[[Request], None]) -> None:
-        self._complete = complete
+    def __init__(self, clients: Clients, client: Client, connection: HTTPConnection) -> None:
+        self._clients, self._client, self._connection = clients, client, connection
 
     def headers_received(self, start_line: RequestStartLine | ResponseStartLine, headers: HTTPHeaders) -> None:
         """See `HTTPMessageDelegate`."""
         if isinstance(start_line, RequestStartLine):
-            self._complete(Request.of(start_line.method, start_line.path, headers))
+            request = Request.of(start_line.method, start_line.path, headers)
+            self._clients.respond(self._client, request, self._connection)

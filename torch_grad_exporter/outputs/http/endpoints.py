@@ -1,51 +1,74 @@
-"""Endpoints: what is served, `/metrics`, `/healthz`, `/sd` and the live page."""
+"""Endpoints: which answer a request gets, under the web configuration of the moment."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 
-from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape
-from torch_grad_exporter.outputs.http.workers import Workers
-from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.lifecycle import THREAD_TIME
+from torch_grad_exporter.outputs.http.admission import Admission
+from torch_grad_exporter.outputs.http.message import Content, Request, Response, plain
+from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape, Workers
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile, WebSettings
+from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
 
 METHODS = ("GET", "HEAD")
 
 
 class Endpoints:
-    """Answers requests. Everything is read-only; a failure is counted and becomes a 500.
+    """Answers requests, in the thread of the event loop. Everything is read-only; a failure is counted and becomes a 500.
 
     Args:
-        shared: The metrics.
-        workers: Where everything else is computed.
-        refusal: Asked first, whatever the request is for: a response that it returns is the answer. None: no request is refused.
-        health: For `/healthz`.
-        targets: What Prometheus' http_sd reads.
-        page: Answers for all other paths, None where there is nothing.
-        on_error: Gets failures.
+        content: What is shown.
+        renderer: Makes text of metrics.
+        errors: Counts failures under `request` and `web_config`.
+        workers: Where everything slow is computed.
+        web_config: TLS, users and the rest; None serves plain HTTP to every client.
+        clock: Seconds from any origin.
     """
 
     def __init__(
         self,
-        shared: SharedScrape,
+        content: Content,
+        renderer: Renderer,
+        errors: ErrorLog,
         workers: Workers,
         *,
-        refusal: Callable[[Request], Response | None] | None,
-        health: Callable[[], Mapping[str, object]],
-        targets: Callable[[], bytes],
-        page: Callable[[Request], Response | None],
-        on_error: Callable[[BaseException], None],
+        web_config: WebConfigFile | None,
+        clock: Callable[[], float],
     ) -> None:
-        self._shared, self._workers, self._refusal = shared, workers, refusal
-        self._health, self._targets, self._page, self._on_error = health, targets, page, on_error
+        self._content, self._errors, self._workers = content, errors, workers
+        self._shared = SharedScrape(content, renderer, workers, clock)
+        self._config, self._clock = web_config, clock
+        self._admission = None if web_config is None else Admission(web_config, clock)
 
-    async def answer(self, request: Request) -> Response:
-        """Return the answer."""
+    async def settings(self) -> WebSettings:
+        """Return the web configuration for the next client, which is the first to get the state of changed files."""
+        config = self._config
+        if config is None:
+            return WebSettings()
+        if config.due(self._clock()):
+            await self._workers.run(config.reload, self._errors)
+        return config.current
+
+    async def answer(self, request: Request, sock: socket.socket) -> Response:
+        """Return the answer to a request that came over this connection."""
+        settings = WebSettings() if self._config is None else self._config.current
+        if settings.tls is None or settings.tls.admits(sock):
+            response = await self._guarded(request)
+        else:
+            response = plain(HTTPStatus.FORBIDDEN, "no name in the client's certificate is allowed here")
+        THREAD_TIME.note()
+        return replace(response, headers=(*response.headers, *settings.headers))
+
+    async def _guarded(self, request: Request) -> Response:
         try:
-            if self._refusal is not None and (refused := await self._workers.run(self._refusal, request)) is not None:
-                return refused
+            if self._admission is not None and (refusal := await self._workers.run(self._admission.refusal, request)):
+                return refusal
             if request.method not in METHODS:
                 return plain(HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(METHODS)),))
             if request.path == "/metrics":
@@ -54,7 +77,7 @@ class Endpoints:
         except ScrapeBusyError:
             return plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running")
         except Exception as error:  # noqa: BLE001 - the boundary
-            self._on_error(error)
+            self._errors.count("request", error)
             return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
 
     async def _metrics(self, request: Request) -> Response:
@@ -66,7 +89,7 @@ class Endpoints:
 
     def _other(self, request: Request) -> Response:
         if request.path == "/healthz":
-            return Response(HTTPStatus.OK, "application/json", json.dumps(dict(self._health()), allow_nan=False).encode())
+            return Response(HTTPStatus.OK, "application/json", json.dumps(dict(self._content.health()), allow_nan=False).encode())
         if request.path == "/sd":
-            return Response(HTTPStatus.OK, "application/json", self._targets())
-        return self._page(request) or plain(HTTPStatus.NOT_FOUND)
+            return Response(HTTPStatus.OK, "application/json", self._content.targets())
+        return self._content.page(request) or plain(HTTPStatus.NOT_FOUND)

@@ -1,11 +1,14 @@
-"""A request and its answer, as the rest of the package sees them."""
+"""A request, its answer, and the content that a server answers with."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
+
+from torch_grad_exporter.metrics.families import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class Request:
         method: As it was sent.
         path: The path of its target, also where a proxy sends the whole address.
         headers: Its header fields; names in any case.
-        query: What follows the question mark.
+        query: The part of its target after the question mark.
     """
 
     method: str
@@ -45,3 +48,19 @@ class Response:
 def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
     """Return a one-line answer for people; without a text the status alone."""
     return Response(status, "text/plain; charset=utf-8", f"{text or status.phrase}\n".encode(), headers)
+
+
+class Content(Protocol):
+    """Everything that a server shows. Its methods are called in the server's worker threads, and may take long."""
+
+    def scrape(self) -> Iterable[Family]:
+        """Return the metrics. Called by one thread at a time, and at most once a second."""
+
+    def health(self) -> Mapping[str, object]:
+        """Return the object of `/healthz`."""
+
+    def targets(self) -> bytes:
+        """Return the body of `/sd`, which Prometheus' http_sd reads."""
+
+    def page(self, request: Request) -> Response | None:
+        """Return the answer for any other path, None where there is nothing."""

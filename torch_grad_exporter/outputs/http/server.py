@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import errno
+import ipaddress
 import logging
 import selectors
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from http import HTTPStatus
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tornado.platform.asyncio import AsyncIOLoop
 
-from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
-from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.http.admission import Admission
-from torch_grad_exporter.outputs.http.clients import Client, Clients
+from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.lifecycle import BackgroundThread
+from torch_grad_exporter.outputs.http.clients import Clients
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
-from torch_grad_exporter.outputs.http.listener import is_loopback, open_listener
-from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.http.shared import SharedScrape
-from torch_grad_exporter.outputs.http.web_config import WebConfigFile, WebSettings
-from torch_grad_exporter.outputs.http.workers import Workers
+from torch_grad_exporter.outputs.http.message import Content
+from torch_grad_exporter.outputs.http.shared import Workers
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.prometheus.text import Renderer
 
 # One may scrape, one check a password and one read the files of the web configuration, each for as long as it takes,
@@ -39,19 +36,22 @@ WORKERS = 4
 # What the libraries log to; the training may use both for itself.
 LOGGERS = ("asyncio", "tornado.general", "tornado.application")
 
+MAX_CANDIDATES = 64
+MAX_PORT = 65535
+BACKLOG = 128
+
+_log = logging.getLogger("torch_grad_exporter")
+
 
 class MetricsServer:
     """Serves `/metrics`, `/healthz` and `/` from the moment it is built until `close`.
 
     Args:
-        scrape: Called in a worker, by one at a time and at most once a second.
-        renderer: Makes text of what it returns.
+        content: What is shown.
+        renderer: Makes text of the metrics.
+        errors: Counts failures under `request` and `web_config`.
         addr: See `open_listener`.
         ports: Tried in order.
-        on_error: Gets each failure with the source `"request"` or `"web_config"`, from any thread, and must not raise.
-        health: For `/healthz`.
-        targets: For `/sd`.
-        page: Answers for other paths.
         timeout: Seconds that a client has for sending its request, again for waiting, which then ends with a 503, and again for
             reading the answer.
         clock: Seconds from any origin.
@@ -59,50 +59,39 @@ class MetricsServer:
 
     Raises:
         OSError: There is no free port, or no such address.
-        RuntimeError: There are no more threads to be had.
+        RuntimeError: No more threads can be started.
     """
 
     def __init__(
         self,
-        scrape: Callable[[], Iterable[Family]],
+        content: Content,
         renderer: Renderer,
+        errors: ErrorLog,
         *,
         addr: str,
         ports: Iterable[int],
-        on_error: Callable[[str, BaseException], None],
-        health: Callable[[], Mapping[str, object]],
-        targets: Callable[[], bytes] = lambda: b"[]",
-        page: Callable[[Request], Response | None] = lambda _request: None,
         timeout: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         web_config: WebConfigFile | None = None,
     ) -> None:
-        self._on_error, self._web_config, self._clock, self._closed = on_error, web_config, clock, False
-        failed = functools.partial(on_error, "request")
+        self._errors, self._closed = errors, False
         listener = open_listener(addr, ports)
         self.port: int = listener.getsockname()[1]
         self.scheme = "https" if web_config is not None and web_config.current.tls is not None else "http"
-        self.open_to_all = (web_config is None or not web_config.authenticates) and not is_loopback(listener)
+        self.open_to_all = (web_config is None or not web_config.authenticates) and not _is_loopback(listener)
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_exception_handler(self._loop_failed)
         # Closed in place of the loop: Tornado would keep that until another one is made, and with it all that it refers to.
         self._tornado = AsyncIOLoop(asyncio_loop=self._loop, make_current=False)
         self._workers = Workers(WORKERS, self._loop)
-        self._clients = Clients(
-            listener, self._loop, answer=self._answer, settings=self._settings, on_error=failed, timeout=timeout
-        )
-        self._endpoints = Endpoints(
-            SharedScrape(scrape, renderer, self._workers, clock),
-            self._workers,
-            refusal=None if web_config is None else Admission(web_config, clock).refusal,
-            health=health, targets=targets, page=page, on_error=failed,
-        )  # fmt: skip
+        endpoints = Endpoints(content, renderer, errors, self._workers, web_config=web_config, clock=clock)
+        self._clients = Clients(listener, self._loop, endpoints, errors, timeout)
         self._thread = BackgroundThread("http-loop", self._run)
         try:
             self._thread.start()
             self._workers.start()
-        except BaseException:  # no more threads to be had, or Ctrl-C
+        except BaseException:  # no more threads can be started, or Ctrl-C
             self.close()
             raise
 
@@ -162,29 +151,12 @@ class MetricsServer:
     def _loop_failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not isinstance(error, OSError):  # a client that has left
-            self._on_error("request", error or RuntimeError(context["message"]))
-
-    async def _settings(self) -> WebSettings:
-        config = self._web_config
-        if config is None:
-            return WebSettings()
-        if config.due(self._clock()):  # this client is the first to get what is in the files now
-            await self._workers.run(config.reload, self._on_error)
-        return config.current
-
-    async def _answer(self, request: Request, client: Client) -> Response:
-        settings = WebSettings() if self._web_config is None else self._web_config.current
-        if settings.tls is None or settings.tls.admits(client.sock):
-            response = await self._endpoints.answer(request)
-        else:
-            response = plain(HTTPStatus.FORBIDDEN, "no name in the client's certificate is allowed here")
-        THREAD_TIME.note()
-        return replace(response, headers=(*response.headers, *settings.headers))
+            self._errors.count("request", error or RuntimeError(context["message"]))
 
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keep what the libraries have to say of this thread's clients out of the log of the training."""
+    """Keep what the libraries log of this thread's clients out of the log of the training."""
     thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:
@@ -198,3 +170,49 @@ def _unlogged() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(passes)
+
+
+# The listening socket
+
+
+def candidate_ports(port: int, local_rank: int, local_world_size: int) -> tuple[int, ...]:
+    """Return the ports that a rank tries, in this order; no two ranks of one host share any. 0 means any free port."""
+    if port == 0:
+        return (0,)
+    first = port + local_rank
+    return tuple(range(first, min(first + MAX_CANDIDATES * local_world_size, MAX_PORT + 1), local_world_size))
+
+
+def open_listener(addr: str, ports: Iterable[int]) -> socket.socket:
+    """Return a non-blocking socket that listens on the first free port; a warning is logged if that is not the first.
+
+    `addr`: "" and "0.0.0.0" for all IPv4 interfaces, "::" for all of IPv6 and IPv4, else one address or
+    host name. Raises OSError if no port is free, and at once for an address that this host does not have.
+    """
+    tried: list[int] = []
+    for port in ports:
+        try:
+            listener = _listen(addr, port)
+        except OSError as exc:
+            if exc.errno not in {errno.EADDRINUSE, errno.EACCES}:
+                raise
+            tried.append(port)
+            continue
+        listener.setblocking(False)
+        if tried:
+            message = "port %d is taken, metrics are served on port %d instead"
+            say(_log, logging.WARNING, message, tried[0], listener.getsockname()[1])
+        return listener
+    raise OSError(errno.EADDRINUSE, f"no free port at address {addr!r}, tried {tried}")
+
+
+def _listen(addr: str, port: int) -> socket.socket:
+    host = addr or "0.0.0.0"  # noqa: S104 - documented default
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    dual_stack = addr == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    """Return whether only this host can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

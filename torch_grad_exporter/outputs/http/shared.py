@@ -1,14 +1,21 @@
-"""SharedScrape: one scrape for all clients of a second, in whatever format they want it."""
+"""Workers, which compute for the event loop, and the scrape that all clients of a second share.
+
+The workers are daemons: the end of a program waits for threads of `concurrent.futures`, so that a scrape that hangs would keep a
+finished training.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
+from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.http.workers import Workers
+from torch_grad_exporter.outputs.http.message import Content
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 # Seconds for which the bodies of a scrape are handed out, from its end.
@@ -18,8 +25,72 @@ MAX_AGE = 1.0
 MAX_WAITING = 64
 
 
+Result = TypeVar("Result")
+
+
+class Workers:
+    """Runs functions in threads of its own. `run` is for the thread of the loop, everything else for any.
+
+    Args:
+        number: Of threads.
+        loop: The loop that waits for results.
+    """
+
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._jobs: SimpleQueue[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._threads = [BackgroundThread(f"http-worker-{i}", self._work) for i in range(number)]
+
+    def start(self) -> None:
+        """Start the threads. Raises `RuntimeError` if no more can be started."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Let each thread end after its present job; returns at once."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait until the threads have ended, for this many seconds each at most."""
+        for thread in self._threads:
+            thread.join(seconds)
+
+    async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:  # noqa: ANN401 - of any function
+        """Return what the function returns, or raise what it raises. A caller that is cancelled does not stop the function."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+        self._jobs.put((future, function, arguments))
+        return await future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function, arguments = job
+            result, failure = None, None
+            try:
+                result = function(*arguments)
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                failure = error
+            except BaseException as error:  # noqa: BLE001 - would end the loop that it is raised in
+                failure = RuntimeError(f"{type(error).__name__}: {error}")
+            THREAD_TIME.note()
+            try:
+                self._loop.call_soon_threadsafe(_settle, future, result, failure)
+            except RuntimeError:  # the loop is closed
+                return
+            del job, future, function, arguments, result, failure  # a thread that waits keeps nothing alive
+
+
+def _settle(future: asyncio.Future[Any], result: object, failure: Exception | None) -> None:
+    if future.done():  # cancelled, since its time was up
+        return
+    if failure is None:
+        future.set_result(result)
+    else:
+        future.set_exception(failure)
+
+
 class ScrapeBusyError(Exception):
-    """The largest number of clients waits for a scrape already."""
+    """Raised where too many clients wait for a scrape already."""
 
 
 class SharedScrape:
@@ -29,20 +100,20 @@ class SharedScrape:
     begins another.
 
     Args:
-        scrape: Returns the values; runs in a worker.
-        renderer: Makes text of them; in a worker, too.
+        content: Its `scrape` runs in a worker.
+        renderer: Makes text of the metrics; in a worker, too.
         workers: Where both run.
         clock: Seconds from any origin.
     """
 
     def __init__(
         self,
-        scrape: Callable[[], Iterable[Family]],
+        content: Content,
         renderer: Renderer,
         workers: Workers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scrape, self._renderer, self._workers, self._clock = scrape, renderer, workers, clock
+        self._content, self._renderer, self._workers, self._clock = content, renderer, workers, clock
         self._running: asyncio.Task[list[Family]] | None = None
         self._bodies: dict[tuple[Format, bool], asyncio.Task[bytes]] = {}
         self._finished = 0.0
@@ -66,7 +137,7 @@ class SharedScrape:
         return not failed and self._clock() - self._finished < MAX_AGE
 
     async def _take(self) -> list[Family]:
-        families = await self._workers.run(lambda: list(self._scrape()))
+        families = await self._workers.run(lambda: list(self._content.scrape()))
         self._finished = self._clock()
         return families
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.errors import Guard, say
+from torch_grad_exporter.errors import ErrorLog, Guard, say
 from torch_grad_exporter.outputs.http.tls import Tls
 
 _CHECK_SECONDS = 1.0
@@ -70,15 +70,15 @@ class WebConfigFile:
         self._check_again_at = now + _CHECK_SECONDS
         return True
 
-    def reload(self, on_error: Callable[[str, BaseException], None]) -> None:
-        """Loads what has changed since the last check; a failure goes to `on_error` with the source `"web_config"`.
+    def reload(self, errors: ErrorLog) -> None:
+        """Load what has changed since the last check; a failure is logged, and counted under `web_config`.
 
         Reads files, which may be slow; while one thread does so, others return at once.
         """
 
         def refused(error: Exception) -> None:
             self._refused = True
-            on_error("web_config", error)
+            errors.tell("web_config", error)
 
         if not self._reloading.acquire(blocking=False):
             return
