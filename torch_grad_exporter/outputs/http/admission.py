@@ -24,10 +24,9 @@ from torch_grad_exporter.outputs.http.message import Request, Response, plain
 from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile
 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
+# How much longer than a failed check there is none.
 _REST = 9
 _REMEMBERED = 256
-# bcrypt itself uses no more than these; its Python package raises beyond them, Go's ignores the rest.
-_BCRYPT_BYTES = 72
 # A well-formed hash of no known password; the result of comparing with it is ignored.
 _DECOY_HASH = "$2b${cost}$" + "." * 53
 
@@ -37,11 +36,11 @@ class Admission:
 
     def __init__(self, config: WebConfigFile, clock: Callable[[], float]) -> None:
         self._config = config
-        self._auth = BasicAuth(clock=clock)
+        self._auth = BasicAuth(clock)
         self._bucket = TokenBucket(clock)
 
     def refusal(self, request: Request) -> Response | None:
-        """The answer to a request that is refused, `None` for all others."""
+        """Return the answer to a request that is refused, None for all others."""
         settings = self._config.current
         wait = self._bucket.wait(settings.rate_limit)
         if wait:
@@ -61,7 +60,7 @@ def _later(reason: str, wait: float) -> Response:
 
 
 class TokenBucket:
-    """How many requests are answered in which time: full at the start, refilled by one token per interval. From any thread."""
+    """A limit of requests per time: full at the start, refilled by one token per interval. From any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,7 +70,7 @@ class TokenBucket:
         self._counted_at = 0.0
 
     def wait(self, limit: RateLimit | None) -> float:
-        """Takes a token: 0.0, or the seconds until there is one. Another limit than before starts with a full bucket."""
+        """Take a token; return the seconds until there is one. Another limit than before starts with a full bucket."""
         if limit is None:
             return 0.0
         with self._lock:
@@ -86,38 +85,27 @@ class TokenBucket:
             return 0.0
 
 
-def matches(password: bytes, hashed: bytes) -> bool:
-    """Whether the hash is that of the password, with the package `bcrypt`."""
-    import bcrypt  # noqa: PLC0415 - optional, and only needed where there are users
-
-    return bcrypt.checkpw(password[:_BCRYPT_BYTES], hashed)
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the client may pass; if not, whether it may ask again in `wait` seconds because nothing was checked."""
+    """The outcome of a judgement. `wait`: seconds after which the client may retry, if nothing was checked."""
 
     passes: bool
     wait: float | None = None
 
 
 class BasicAuth:
-    """Judges the Authorization header. From any thread; takes as long as a check at most.
+    """Judges the Authorization header. From any thread; takes as long as a check at most."""
 
-    `check` compares a password with a hash; `clock` in seconds.
-    """
-
-    def __init__(self, check: Callable[[bytes, bytes], bool] = matches, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._check = check
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
         self._checking = False
-        self._rests_until = clock()
+        self._next_check = clock()
 
     def judge(self, header: str, users: Mapping[str, str]) -> Verdict:
-        """The verdict on a header, empty for none, where these users with these hashes may pass."""
+        """Return the verdict on a header, empty for none. `users`: bcrypt hashes by name."""
         credentials = _credentials(header)
         if credentials is None:
             return Verdict(passes=False)
@@ -128,47 +116,47 @@ class BasicAuth:
             if digest in self._remembered:
                 self._remembered.move_to_end(digest)
                 return Verdict(passes=True)
-            now = self._clock()
-            if self._checking or now < self._rests_until:
-                return Verdict(passes=False, wait=max(1.0, self._rests_until - now))
+            began = self._clock()
+            if self._checking or began < self._next_check:
+                return Verdict(passes=False, wait=max(1.0, self._next_check - began))
             self._checking = True
-        # Checked also where there is no such user: leaving it out would show in the time.
-        return Verdict(passes=self._checked(password, hashed, digest, known=name in users))
-
-    def _checked(self, password: bytes, hashed: str, digest: bytes, *, known: bool) -> bool:
-        began = self._clock()
-        right = False
+        passes = False
         try:
-            right = self._check(password, hashed.encode()) and known
+            # Checked also where there is no such user: leaving it out would show in the time.
+            passes = _matches(password, hashed) and name in users
         finally:
             with self._lock:
                 self._checking = False
-                if right:
-                    self._remember(digest)
+                if passes:
+                    self._remembered[digest] = None
+                    while len(self._remembered) > _REMEMBERED:
+                        self._remembered.popitem(last=False)
                 else:
                     now = self._clock()
-                    self._rests_until = now + _REST * (now - began)
-        return right
-
-    def _remember(self, digest: bytes) -> None:
-        self._remembered[digest] = None
-        while len(self._remembered) > _REMEMBERED:
-            self._remembered.popitem(last=False)
+                    self._next_check = now + _REST * (now - began)
+        return Verdict(passes=passes)
 
     def _decoy(self, name: str, users: Mapping[str, str]) -> str:
-        """A hash for an unknown name, at the cost that one of the users has: always the same one for a name."""
+        """Return a hash for an unknown name, at the cost that one of the users has: always the same one for a name."""
         costs = sorted(hashed.split("$")[2] for hashed in users.values())
         chosen = int.from_bytes(self._digest(name)) % len(costs)
         return _DECOY_HASH.format(cost=costs[chosen])
 
     def _digest(self, *parts: str | bytes) -> bytes:
-        """A fingerprint that is of no use outside of this process: no password can be found from it."""
+        """Return a fingerprint from which no password can be found outside of this process."""
         encoded = [part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts]
         return hmac.digest(self._key, b"".join(len(part).to_bytes(8) + part for part in encoded), "sha256")
 
 
+def _matches(password: bytes, hashed: str) -> bool:
+    import bcrypt  # noqa: PLC0415 - optional, and only needed where there are users
+
+    # bcrypt itself uses no more than 72 bytes; its Python package raises beyond them, Go's ignores the rest.
+    return bcrypt.checkpw(password[:72], hashed.encode())
+
+
 def _credentials(header: str) -> tuple[str, bytes] | None:
-    """User and password; `None` where the header is not of basic authentication."""
+    """Return user and password, None if the header is not of basic authentication."""
     scheme, _, encoded = header.partition(" ")
     if scheme.lower() != "basic":
         return None

@@ -1,26 +1,38 @@
-"""TLS of the exporter's own server: the names that the file format uses, the context, and what a socket needs.
+"""TLS of the server: the section `tls_server_config` of the web configuration, and the context that it stands for.
 
-TLS 1.2 is the minimum. Nothing here waits for a client.
+Names are those of Go, which Prometheus' exporter-toolkit uses. TLS 1.2 is the minimum. Every error is a `ValueError` that names the
+key and the fix, and shows no key.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import os
 import re
-import socket
 import ssl
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-TLS13_CIPHERS = frozenset({"TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"})
-"""Cipher suites of TLS 1.3, by Go's names. All three are always on, as in Go."""
+import msgspec
 
-CIPHERS: Mapping[str, str] = {
+from torch_grad_exporter.outputs.http.web_config import Tls, WatchedFiles
+
+SECTION = "tls_server_config"
+
+VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
+
+CLIENT_AUTH = {
+    "NoClientCert": ssl.CERT_NONE,
+    # Asks for a certificate and checks nothing in it: not asking is equivalent.
+    "RequestClientCert": ssl.CERT_NONE,
+    "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
+    "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
+}
+
+# OpenSSL's names of the cipher suites of TLS 1.2 that Go counts as secure. Those of TLS 1.3 are always on, as in Go.
+CIPHERS = {
     f"TLS_ECDHE_{key}_WITH_{name}": f"ECDHE-{key}-{openssl}"
     for key in ("ECDSA", "RSA")
     for name, openssl in (
@@ -30,106 +42,167 @@ CIPHERS: Mapping[str, str] = {
         ("AES_128_CBC_SHA", "AES128-SHA"),
         ("AES_256_CBC_SHA", "AES256-SHA"),
     )
-}
-"""OpenSSL's names of the cipher suites of TLS 1.2 that Go counts as secure, by Go's names."""
+} | dict.fromkeys(("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"), "")
 
-CURVES: Mapping[str, str] = {
-    "CurveP256": "prime256v1",
-    "CurveP384": "secp384r1",
-    "CurveP521": "secp521r1",
-    "X25519": "X25519",
-}
-"""OpenSSL's names of the curves, by Go's names."""
+CURVES = {"CurveP256": "prime256v1", "CurveP384": "secp384r1", "CurveP521": "secp521r1", "X25519": "X25519"}
 
-SEVERAL_CURVES = hasattr(ssl.SSLContext, "set_groups")
-"""Whether this Python can offer more than one curve of our choice."""
+_Value = TypeVar("_Value")
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
 _CERTIFICATE = re.compile(rf"{_BEGIN}.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
+class TlsSection(msgspec.Struct, forbid_unknown_fields=True):
+    """The section `tls_server_config`."""
+
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    client_ca_file: str = ""
+    client_auth_type: str = "NoClientCert"
+    client_allowed_sans: list[str] | None = None
+    min_version: str = "TLS12"
+    max_version: str = "TLS13"
+    cipher_suites: list[str] = []
+    prefer_server_cipher_suites: bool = True
+    curve_preferences: list[str] = []
+
+
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """PEM text where it is written: in the configuration itself (`text`) or in a file of its own (`path`).
-
-    `place` is the file, line and key that name it, for error messages.
-    """
+    """PEM text. `place`: the key that names it, for errors. `path`: its file, empty where it is in the configuration itself."""
 
     place: str
-    path: str = ""
-    text: str = field(default="", repr=False)
+    path: str
+    text: str = field(repr=False)
+
+    @contextlib.contextmanager
+    def file(self) -> Iterator[str]:
+        """Yield a path at which OpenSSL finds the text."""
+        if self.path:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory() as directory:  # readable by this user only, and removed at once
+            path = Path(directory, "pem")
+            path.write_text(self.text)
+            yield str(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """What a connection needs: the context, and which clients are allowed: any, or those with one of these names."""
+def load(section: TlsSection, directory: Path, files: WatchedFiles) -> Tls:
+    """Return the TLS of a section.
 
-    context: ssl.SSLContext
-    allowed_sans: frozenset[str] | None = None
+    Args:
+        section: Of the configuration.
+        directory: Of the configuration, which paths are relative to.
+        files: Read the files that it names.
 
-    def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
-        """The socket with TLS, the handshake yet to be done. The old one is used up, also where this raises OSError."""
-        return self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-
-    def admits(self, sock: socket.socket) -> bool:
-        """Whether the client's verified certificate, if it has to be a certain one, is that one. After the handshake."""
-        if self.allowed_sans is None:
-            return True
-        try:
-            certificate = sock.getpeercert() if isinstance(sock, ssl.SSLSocket) else None
-        except ValueError:  # names that are no text
-            return False
-        return not self.allowed_sans.isdisjoint(_names(certificate or {}))
-
-
-def load(
-    cert: Pem,
-    key: Pem,
-    *,
-    place: str,
-    verify: ssl.VerifyMode,
-    client_ca: Pem | None,
-    allowed_sans: frozenset[str] | None,
-    versions: tuple[ssl.TLSVersion, ssl.TLSVersion],
-    ciphers: Sequence[str],
-    curves: Sequence[str],
-    server_preference: bool,
-) -> Tls:
-    """A TLS section, put together from what it names, with OpenSSL's names. Raises ValueError, naming the place and the fix.
-
-    `ciphers` are those of TLS 1.2; none leave the choice to Python, as do no curves. `client_ca` goes with a `verify`.
+    Raises:
+        ValueError: The key and the fix.
     """
+    cert, key, authority = (_pem(section, name, directory, files) for name in ("cert", "key", "client_ca"))
+    if cert is None or key is None:
+        missing = "cert_file" if cert is None else "key_file"
+        raise ValueError(f"{SECTION} has no {missing}; add it, or remove the section to serve without TLS")
+    verify = _verify_mode(section.client_auth_type, authority)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version, context.maximum_version = versions
     context.options |= ssl.OP_NO_RENEGOTIATION
     # Each scrape is a connection of its own and asks for no ticket; sending one may only meet a client that has left.
     context.num_tickets = 0
     context.set_alpn_protocols(["http/1.1"])
-    if not server_preference:
+    if not section.prefer_server_cipher_suites:
         context.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
+    _choose(context, section)
+    _load_certificate(context, cert, key)
+    if authority is not None:
+        context.verify_mode = verify
+        # All certificates of the file are trusted, be it a root, an authority below one or a client's own: as in Go.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        _load_authorities(context, authority)
+    return Tls(context, _sans(section.client_allowed_sans, verify))
+
+
+def _pem(section: TlsSection, name: str, directory: Path, files: WatchedFiles) -> Pem | None:
+    inline, file = getattr(section, name), getattr(section, f"{name}_file")
+    if inline and file:
+        raise ValueError(f"{SECTION}: both {name} and {name}_file are given; remove one of them")
+    if inline:
+        return Pem(f"{SECTION}.{name}", "", inline)
+    if not file:
+        return None
+    place, path = f"{SECTION}.{name}_file", str(directory / file)
+    try:
+        return Pem(place, path, files.read(path).decode("utf-8", "replace"))
+    except OSError as error:
+        raise ValueError(f"{place}: {path} cannot be read: {error.strerror}; give the path of a readable PEM file") from None
+
+
+def _choose(context: ssl.SSLContext, section: TlsSection) -> None:
+    """Set versions, ciphers and curves."""
+    for version in (section.min_version, section.max_version):
+        if version in ("TLS10", "TLS11"):
+            raise ValueError(f"{version}: TLS 1.0 and 1.1 are broken (RFC 8996) and not served; use TLS12 or TLS13")
+    minimum = _known("min_version", section.min_version, VERSIONS)
+    maximum = _known("max_version", section.max_version, VERSIONS)
+    suites = [_known("cipher_suites", suite, CIPHERS) for suite in section.cipher_suites]
+    ciphers = [suite for suite in suites if suite]
+    curves = [_known("curve_preferences", curve, CURVES) for curve in section.curve_preferences]
+    if suites and not ciphers:
+        minimum = ssl.TLSVersion.TLSv1_3
+    if minimum > maximum:
+        raise ValueError("these versions and cipher_suites leave no version of TLS; raise max_version to TLS13")
+    context.minimum_version, context.maximum_version = minimum, maximum
+    newer: Any = context  # than the types of our lowest Python
+    if len(curves) > 1 and not hasattr(newer, "set_groups"):
+        raise ValueError("curve_preferences: this Python can offer one curve or its default; keep one, or remove the key")
     try:
         if ciphers:
             context.set_ciphers(":".join(ciphers))
         if len(curves) == 1:
             context.set_ecdh_curve(curves[0])
         elif curves:
-            newer: Any = context  # than what the types of our lowest Python know
             newer.set_groups(":".join(curves))
     except (ssl.SSLError, ValueError) as error:
-        raise ValueError(f"{place}: this Python's OpenSSL has not the ciphers or curves that are named: {error}") from None
-    _load_certificate(context, cert, key)
-    if client_ca is not None:
-        context.verify_mode = verify
-        # What the file lists is trusted, be it a root, an authority below one or a client's own certificate: as in Go.
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        _load_authorities(context, client_ca)
-    return Tls(context, allowed_sans)
+        raise ValueError(f"{SECTION}: this Python's OpenSSL does not have these ciphers or curves: {error}") from None
+
+
+def _known(key: str, name: str, known: Mapping[str, _Value]) -> _Value:
+    if name not in known:
+        raise ValueError(f"{key}: {name!r} is unknown or insecure; known are {', '.join(known)}")
+    return known[name]
+
+
+def _verify_mode(kind: str, authority: Pem | None) -> ssl.VerifyMode:
+    if kind in ("RequireAnyClientCert", "RequireClientCert"):
+        raise ValueError(
+            f"client_auth_type {kind} accepts any certificate, which Python cannot do and which proves nothing; "
+            "use RequireAndVerifyClientCert with client_ca_file"
+        )
+    verify = _known("client_auth_type", kind, CLIENT_AUTH)
+    if authority is not None and verify is ssl.CERT_NONE:
+        raise ValueError(
+            f"{authority.place} has no effect, as no certificate is verified; add client_auth_type: RequireAndVerifyClientCert"
+        )
+    if authority is None and verify is not ssl.CERT_NONE:
+        raise ValueError(f"client_auth_type {kind} needs client_ca_file, the CA whose certificates are accepted")
+    return verify
+
+
+def _sans(names: list[str] | None, verify: ssl.VerifyMode) -> frozenset[str] | None:
+    if names is None:
+        return None
+    if verify is not ssl.CERT_REQUIRED:
+        raise ValueError("client_allowed_sans needs client_auth_type: RequireAndVerifyClientCert")
+    if not names:
+        raise ValueError("client_allowed_sans is empty, so that no client could connect; name one, or remove the key")
+    return frozenset(names)
 
 
 def _load_certificate(context: ssl.SSLContext, cert: Pem, key: Pem) -> None:
-    if _BEGIN not in _text_of(cert):
+    if _BEGIN not in cert.text:
         raise ValueError(f"{cert.place} holds no certificate; give a PEM file with '{_BEGIN}'")
-    if "PRIVATE KEY-----" not in _text_of(key):
+    if "PRIVATE KEY-----" not in key.text:
         raise ValueError(f"{key.place} holds no private key; give a PEM file with '-----BEGIN PRIVATE KEY-----'")
 
     def refuse() -> str:
@@ -137,63 +210,23 @@ def _load_certificate(context: ssl.SSLContext, cert: Pem, key: Pem) -> None:
         raise ValueError(f"{key.place} is encrypted; decrypt it, e.g. with `openssl pkey -in KEY -out NEW`")
 
     try:
-        with _file_of(cert) as cert_path, _file_of(key) as key_path:
+        with cert.file() as cert_path, key.file() as key_path:
             context.load_cert_chain(cert_path, key_path, password=refuse)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ValueError(f"{key.place} does not belong to the certificate; give the certificate's own key") from None
-        raise ValueError(f"{cert.place} and its key cannot be used ({error.reason}); both have to be intact PEM") from None
+        raise ValueError(f"{cert.place} and its key cannot be used ({error.reason}); both must be intact PEM") from None
     except OSError as error:
         raise ValueError(f"{cert.place} and its key cannot be used: {error.strerror}") from None
 
 
 def _load_authorities(context: ssl.SSLContext, pem: Pem) -> None:
-    # Taken out of what surrounds them: bundles have comments, in any language.
-    found = _CERTIFICATE.findall(_text_of(pem))
-    if not found:
+    # Taken out of the text around them: bundles have comments, in any language.
+    certificates = _CERTIFICATE.findall(pem.text)
+    if not certificates:
         raise ValueError(f"{pem.place} holds no certificate; give the CA's certificates in PEM")
     try:
-        context.load_verify_locations(cadata="\n".join(found))
+        context.load_verify_locations(cadata="\n".join(certificates))
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or "not PEM"
-        raise ValueError(f"{pem.place} has a certificate that cannot be read ({reason}); all have to be intact PEM") from None
-
-
-def _text_of(pem: Pem) -> str:
-    if not pem.path:
-        return pem.text
-    try:
-        return Path(pem.path).read_bytes().decode("utf-8", "replace")
-    except OSError as error:
-        raise ValueError(
-            f"{pem.place}: {pem.path} cannot be read: {error.strerror}; give the path of a readable PEM file"
-        ) from None
-
-
-@contextlib.contextmanager
-def _file_of(pem: Pem) -> Iterator[str]:
-    """A path at which OpenSSL finds the text: a key in the configuration goes to no disk where there is another way."""
-    if pem.path:
-        yield pem.path
-        return
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
-        with os.fdopen(os.memfd_create("pem"), "w") as file:
-            file.write(pem.text)
-            file.flush()
-            yield f"/proc/self/fd/{file.fileno()}"
-        return
-    with tempfile.TemporaryDirectory() as directory:  # readable by this user only, and removed at once
-        path = Path(directory, "pem")
-        path.write_text(pem.text)
-        yield str(path)
-
-
-def _names(certificate: Mapping[str, Any]) -> set[str]:
-    """The subject alternative names of a certificate, addresses in their short form."""
-    return {_short(value) if kind == "IP Address" else value for kind, value in certificate.get("subjectAltName", ())}
-
-
-def _short(address: str) -> str:
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(address.strip()))
-    return address
+        raise ValueError(f"{pem.place} has a certificate that cannot be read ({reason}); all must be intact PEM") from None

@@ -1,28 +1,60 @@
 """A web configuration file that is followed while the server runs.
 
-Guarantees: what is in force is the last state of the files that could be loaded; a state that could not is
-reported once; protection that was there at the start (TLS, verified client certificates, users) is never lost by a
-change, as a file that is just being written may look empty.
+The last state of the files that could be loaded is in force; a state that could not is reported once. No change removes protection
+that was there at the start (TLS, verified client certificates, users), since a file may look empty while it is written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import logging
 import os
+import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from torch_grad_exporter.errors import ErrorLog, Guard, say
-from torch_grad_exporter.outputs.http.tls import Tls
+from torch_grad_exporter.errors import ErrorLog, caught, say
 
 _CHECK_SECONDS = 1.0
 
 _log = logging.getLogger("torch_grad_exporter")
 
-# When and how big a file is, and which one: enough to see that it was written anew. None: it is not there.
+# Time, size and inode of a file: enough to see that it was written again. None: it is not there.
 _Stamp = tuple[int, int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """TLS of connections: the context, and the names of clients that are admitted, None for all."""
+
+    context: ssl.SSLContext
+    allowed_sans: frozenset[str] | None = None
+
+    def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
+        """Return the socket with TLS, before its handshake. The old one is used up, also where this raises OSError."""
+        return self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def admits(self, sock: socket.socket) -> bool:
+        """Return whether the client's verified certificate has one of the names, after the handshake."""
+        if self.allowed_sans is None:
+            return True
+        try:
+            certificate = sock.getpeercert() if isinstance(sock, ssl.SSLSocket) else None
+        except ValueError:  # names that are not text
+            return False
+        names: Any = (certificate or {}).get("subjectAltName", ())
+        return any((_short(name) if kind == "IP Address" else name) in self.allowed_sans for kind, name in names)
+
+
+def _short(address: str) -> str:
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(address.strip()))
+    return address
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +67,13 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
-    """A whole web configuration with all that its files held.
+    """A whole web configuration.
 
-    `tls`: `None` where plain HTTP is served; `headers` go on every response, `users` are names and bcrypt hashes.
+    Attributes:
+        tls: None for plain HTTP.
+        headers: Of every response.
+        users: Bcrypt hashes by name.
+        rate_limit: None for no limit.
     """
 
     tls: Tls | None = None
@@ -46,28 +82,68 @@ class WebSettings:
     rate_limit: RateLimit | None = None
 
 
+class WatchedFiles:
+    """Reads files, and knows which of them have changed since. `paths`: others to watch, from now on."""
+
+    def __init__(self, paths: Iterable[str] = ()) -> None:
+        self._stamps = {path: _stamp(path) for path in paths}
+        self._read: set[str] = set()
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a file. Raises OSError."""
+        self._read.add(path)
+        self._stamps[path] = _stamp(path)  # before it is read: a change meanwhile is then another change
+        return Path(path).read_bytes()
+
+    def changed(self) -> bool:
+        """Return whether any file has changed."""
+        return any(_stamp(path) != stamp for path, stamp in self._stamps.items())
+
+    def next(self) -> WatchedFiles:
+        """Return the files to load next, which watches all of these until `forget_unread`."""
+        return WatchedFiles(self._stamps)
+
+    def forget_unread(self) -> None:
+        """Watch only the files that were read here."""
+        self._stamps = {path: self._stamps[path] for path in self._read}
+
+
+def _stamp(path: str) -> _Stamp:
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a string here, as everywhere in this file
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+
+
 class WebConfigFile:
-    """The configuration in force, `current`, which may be read from any thread at any time."""
+    """The configuration in force, `current`, which may be read from any thread at any time.
+
+    Args:
+        path: Of the file; everything is read at once.
+
+    Raises:
+        ValueError: The file, the key and the fix, also where a package is missing.
+    """
 
     def __init__(self, path: str) -> None:
-        """Reads everything. Raises ValueError with the file, the key and the fix, also where a package is missing."""
         self.path = os.path.abspath(path)  # noqa: PTH100 - the same file after a chdir, and symbolic links stay
-        self._seen: dict[str, _Stamp] = {}
+        self._files = WatchedFiles()
         self._reloading = threading.Lock()
-        self._check_again_at: float | None = None
+        self._next_check: float | None = None
         self._refused = False
         self.current = self._load()
 
     @property
     def authenticates(self) -> bool:
-        """Whether clients have to say who they are, by password or certificate."""
+        """Whether clients must authenticate, by password or certificate."""
         return any(_protection(self.current).values())
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a `reload`: once in a second at most. By one thread only."""
-        if self._check_again_at is not None and now < self._check_again_at:
+        """Return whether it is time for a `reload`: once in a second at most. By one thread only."""
+        if self._next_check is not None and now < self._next_check:
             return False
-        self._check_again_at = now + _CHECK_SECONDS
+        self._next_check = now + _CHECK_SECONDS
         return True
 
     def reload(self, errors: ErrorLog) -> None:
@@ -75,64 +151,42 @@ class WebConfigFile:
 
         Reads files, which may be slow; while one thread does so, others return at once.
         """
-
-        def refused(error: Exception) -> None:
-            self._refused = True
-            errors.tell("web_config", error)
-
         if not self._reloading.acquire(blocking=False):
             return
         try:
-            Guard(refused)(self._follow)  # the server keeps the configuration that it has
+            failure = caught(self._follow)
+            if failure is not None:  # the server keeps the configuration that it has
+                self._refused = True
+                errors.tell("web_config", failure)
         finally:
             self._reloading.release()
 
     def _follow(self) -> None:
-        """Loads what has changed, if anything has."""
-        if any(_stamp(path) != seen for path, seen in self._seen.items()):
+        if self._files.changed():
             loaded = self._load()
             _refuse_weaker(self.path, self.current, loaded)
             self.current = loaded
             if self._refused:
                 self._refused = False
-                say(_log, logging.WARNING, "%s: the web configuration is in force again as it stands in its files", self.path)
+                say(_log, logging.WARNING, "%s: web configuration reloaded", self.path)
 
     def _load(self) -> WebSettings:
-        # Stamped before they are read: what changes meanwhile is then another change. If this fails, the files that were
-        # watched before stay watched, and with them those that the new state names: one of them may appear later.
-        self._seen = {path: _stamp(path) for path in (self.path, *self._seen)}
-        named: dict[str, _Stamp] = {}
+        try:
+            import bcrypt  # noqa: F401, PLC0415 - optional; its absence must show now and not at the first request
 
-        def names(path: str) -> None:
-            named[path] = self._seen[path] = _stamp(path)
-
-        settings = _parse(self.path, names)
-        self._seen = {self.path: self._seen[self.path], **named}
+            from torch_grad_exporter.outputs.http import web_yaml  # noqa: PLC0415 - needs PyYAML, which is optional
+        except ImportError as error:
+            fix = "install it with pip install 'torch-grad-exporter[web]'"
+            raise ValueError(f"{self.path}: a web configuration needs the package {error.name}; {fix}") from None
+        # If this fails, the files of before stay watched, and with them those that the new state names.
+        self._files = self._files.next()
+        settings = web_yaml.parse(self.path, self._files)
+        self._files.forget_unread()
         return settings
 
 
-def _parse(path: str, names: Callable[[str], None]) -> WebSettings:
-    try:
-        import bcrypt  # noqa: F401, PLC0415 - optional; its absence is to show now and not at the first request
-
-        from torch_grad_exporter.outputs.http import web_yaml  # noqa: PLC0415 - needs PyYAML, which is optional
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: a web configuration needs the package {error.name}; install it with pip install 'torch-grad-exporter[web]'"
-        ) from None
-    return web_yaml.parse(path, names)
-
-
-def _stamp(path: str) -> _Stamp:
-    try:
-        found = os.stat(path)  # noqa: PTH116 - a string here, as everywhere in this file
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
-
-
 def _refuse_weaker(path: str, old: WebSettings, new: WebSettings) -> None:
-    """Raises ValueError where the new state protects less than the old one, or in another way."""
+    """Raise ValueError if the new state protects less than the old one, or in another way."""
     if (old.tls is None) is not (new.tls is None):
         raise ValueError(f"{path}: TLS is not turned on or off while running; start the training again for that")
     before, after = _protection(old), _protection(new)
