@@ -56,8 +56,17 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --editable '.[demo,dev]' '$(TORCH)'
 	@touch $@
 
-demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inject nan@100')
-	@$(BIN)/torch-grad-exporter demo $(ARGS)
+# The demo needs a tenth of what development does; where .venv is there, it is used.
+DEMO := $(if $(wildcard $(STAMP)),.venv,.venv-demo)
+
+demo: $(DEMO)/installed ## train a small model with the exporter on (ARGS='--steps 300 --inject nan@100')
+	@$(DEMO)/bin/torch-grad-exporter demo $(ARGS)
+
+.venv-demo/installed: pyproject.toml
+	@$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install 'pip>=23'
+	.venv-demo/bin/python -m pip install --editable '.[demo]' '$(TORCH)'
+	@touch $@
 
 # Two files for each core at a time, since many tests wait for a server or another process; the longest files come first
 # (tests/conftest.py). Torch has one thread in each worker: the threads of several would wait for the same cores by spinning.
@@ -208,5 +217,5 @@ image: ## build the image of the demo and the gate, where Docker is (ARGS='--bui
 	docker build --tag torch-grad-exporter $(ARGS) .
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .venv-bench .venv-trainers .venv-torch-* .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-bench .venv-trainers .venv-torch-* .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
