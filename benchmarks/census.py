@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from torch_grad_exporter.rules.memory import Memory
+from torch_grad_exporter.rules.watch import Memory
 
 OUTSIDE = (types.ModuleType, types.FrameType, type, logging.Logger, torch.nn.Module, torch.optim.Optimizer, Memory)
 """Where `behind` does not go on: what is behind these is the process' or the training's. What rules remember of a metric grows for

@@ -1,4 +1,4 @@
-"""The alert rules for Prometheus and the runbook's table, from the declarations in `torch_grad_exporter.rules`."""
+"""The alert rules for Prometheus and the runbook's table, from the declarations in `torch_grad_exporter/rules/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
-from torch_grad_exporter.rules import GROUPS, Alert, Group, Rule
+from torch_grad_exporter.rules import Alert, Rule
+from torch_grad_exporter.rules.catalogue import RuleGroup, groups
 
 WIDTH = 130
 """Columns of a line, as in the rest of the repository."""
@@ -27,7 +28,7 @@ TABLE = ("<!-- rules: made by `make dashboards` -->\n", "<!-- /rules -->\n")
 
 def rendered() -> dict[str, str]:
     """The text of each file of alerts, by its name."""
-    return {f"{group.name}.alerts.yml": _file(group) for group in GROUPS}
+    return {f"{group.name}.alerts.yml": _file(group) for group in groups()}
 
 
 def numbers(rule: Rule) -> list[str]:
@@ -50,7 +51,7 @@ def with_table(runbook: str) -> str:
 def _table() -> Iterator[str]:
     yield "| alert | severity | judged by | numbers in the expression | for | keeps |"
     yield "|---|---|---|---|---|---|"
-    for rule in (rule for group in GROUPS for rule in group.rules):
+    for rule in (rule for group in groups() for rule in group.rules):
         severities = ", ".join(alert.severity for alert in rule.alerts)
         first = rule.alerts[0]
         values = ", ".join(numbers(rule)) or "none"
@@ -63,7 +64,7 @@ def _table() -> Iterator[str]:
 # A file
 
 
-def _file(group: Group) -> str:
+def _file(group: RuleGroup) -> str:
     reasons = (
         f"{rule.name}: {', '.join(numbers(rule)) or 'none'}; {rule.why or 'it has no number to explain.'}" for rule in group.rules
     )

@@ -12,7 +12,7 @@ from dashboards.generate.alerts import numbers
 from tests.rules.test_rules import ALERTS, OF_PROMETHEUS, RULES, TESTS, exported, metrics, rules
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import REPOSITORY
-from torch_grad_exporter.rules import GROUPS
+from torch_grad_exporter.rules.catalogue import groups
 
 RUNBOOK = (REPOSITORY / "docs" / "runbook.md").read_text(encoding="utf-8")
 KINDS = ("fires", "at the limit", "finished", "stale")
@@ -35,7 +35,7 @@ def alerts() -> dict[str, list[dict[str, object]]]:
 
 
 BY_NAME = alerts()
-DECLARED = {rule.name: rule for group in GROUPS for rule in group.rules}
+DECLARED = {rule.name: rule for group in groups() for rule in group.rules}
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))

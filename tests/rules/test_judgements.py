@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.rules.test_problems import LONG, NOT_HERE, NOW, RECORDS, Course, Metrics, Rows, Story, series, shipped, told
+from tests.rules.test_problems import LONG, NOW, RECORDS, Course, Metrics, Rows, Story, series, shipped, told
 from tests.rules.test_rules import promtool
 from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.rules import THRESHOLDS, Watch
+from torch_grad_exporter.rules.catalogue import promql_only
 
 MINUTE = 60
 STORIES = 40
@@ -26,9 +27,6 @@ STORIES = 40
 
 BAND = 0.15
 """How far a threshold is moved, as a share of it."""
-
-PATIENT = {"GpuUnderused": 300.0}
-"""Seconds after the start in which a process reports nothing on purpose, where Prometheus has a longer `for`."""
 
 Problems = list[tuple[str, str, str | None]]
 
@@ -43,8 +41,8 @@ class Chance:
         """A run with some of the metrics that rules read."""
         age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
         metrics: Metrics = {}
-        for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers, self._cuda,
-                     self._gpus, self._memory, self._cost, self._samples, self._actions, self._weights):  # fmt: skip
+        for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers,
+                     self._actions, self._weights):  # fmt: skip
             if self._random.random() < 0.6:
                 metrics |= kind(age)
         return Story(metrics, self._state(age), age)
@@ -140,41 +138,6 @@ class Chance:
             "TRAIN_LEARNING_RATE": {("a", str(group)): self._random.choice(rates) for group in range(self._random.randint(1, 2))},
         }
 
-    def _cuda(self, age: float) -> Metrics:
-        return {
-            "CUDA_OOMS": {("0",): self._counter(age, 1, 1)},
-            "CUDA_ALLOC_RETRIES": {("0",): self._counter(age, 2, 1)},
-            "CUDA_MEMORY_RESERVED": {("0",): 1000 * self._share()},
-            "CUDA_MEMORY_TOTAL": {("0",): 1000.0},
-            "CUDA_MEMORY_INACTIVE_SPLIT": {("0",): 500 * self._random.random()},
-        }
-
-    def _gpus(self, age: float) -> Metrics:
-        throttled = {("0", "u", reason): self._rising(age, self._share()) for reason in ("power", "hw_thermal")}
-        errors = {("0", "u", kind): self._counter(age, 1, 1) for kind in ("corrected", "uncorrected")}
-        return {"GPU_THROTTLED": throttled, "GPU_ECC_ERRORS": errors, "GPU_UTILIZATION": {("0", "u"): self._share()}}
-
-    def _memory(self, age: float) -> Metrics:
-        host = {"HOST_MEMORY_TOTAL": 1000.0, "HOST_MEMORY_AVAILABLE": 1000 * self._random.random() / 3}
-        if self._random.random() < 0.5:
-            return host
-        return {**host, "CONTAINER_MEMORY_LIMIT": 1000.0, "CONTAINER_MEMORY_WORKING_SET": 1000 * self._share()}
-
-    def _cost(self, age: float) -> Metrics:
-        budget = {"EXPORTER_OVERHEAD_BUDGET": 0.01} if self._random.random() < 0.7 else {}
-        ratio, rate = (0.012 * 10 ** self._random.uniform(-0.5, 0.5) for _ in range(2))
-        return {"EXPORTER_OVERHEAD_RATIO": ratio, "EXPORTER_OVERHEAD_SECONDS": self._rising(age, rate), **budget}
-
-    def _samples(self, age: float) -> Metrics:
-        return {
-            "EXPORTER_SAMPLING_INTERVAL": self._random.choice((1.0, 64.0, 2000.0, 4096.0)),
-            "TRAIN_STEPS": {("a",): self._rising(age, self._random.choice((0.0, 1.0, 3.0)))},
-            "EXPORTER_CAPTURES": self._rising(age, self._random.choice((0.0, 0.5))),
-            "EXPORTER_CAPTURES_SKIPPED": {("edited",): self._rising(age, self._random.choice((0.0, 0.01, 0.2)))},
-            "EXPORTER_LAYERS_FOLDED": float(self._random.random() < 0.3),
-            "EXPORTER_COLLECTOR_SUCCESS": {("gpu",): float(self._random.random() < 0.7)},
-        }
-
     def _actions(self, age: float) -> Metrics:
         at = NOW - age * self._random.random()
         return {
@@ -207,14 +170,14 @@ def test_promtool_and_the_process_judge_alike(seed: int, tmp_path: Path) -> None
     """For each random history and alert, promtool and the process find the same layers, outside of the band."""
     chance = Chance(seed)
     stories = {f"story {number}": chance.story() for number in range(STORIES)}
-    alerts = [key for key in shipped() if key[0] not in NOT_HERE]
+    alerts = [key for key in shipped() if key[0] not in promql_only()]
     found = {name: judged(story) for name, story in stories.items()}
     limits = dict(THRESHOLDS)
     moved = {
         name: [scaled(story, 1 - BAND, limits), scaled(story, 1 + BAND, limits), judged(story, late=1.0)]
         for name, story in stories.items()
     }
-    unstable = {(name, *key) for name, story in stories.items() for key in alerts if story.age <= PATIENT.get(key[0], 0.0)} | {
+    unstable = {
         (name, *key)
         for name in stories
         for key in alerts

@@ -13,16 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.matrix.harness import OTHERS
 from tests.rules.test_rules import ALERTS, promtool, rules
 from tests.rules.test_rules import RULES as RECORDS
 from tests.support.catalogue import by_constant
+from torch_grad_exporter import start_exporter
 from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
-from torch_grad_exporter.rules import Problem, Values, Watch, memory
-from torch_grad_exporter.rules.context import LAYERS, THRESHOLDS
+from torch_grad_exporter.rules import RULES, THRESHOLDS, Finding, Problem, Rule, RuleContext, Values, Watch
+from torch_grad_exporter.rules.catalogue import promql_only
+from torch_grad_exporter.rules.context import LAYERS
 from torch_grad_exporter.rules.declaration import SEVERITIES
-from torch_grad_exporter.rules.watch import RULES
+from torch_grad_exporter.rules.watch import OFTEN, SlowestStep
 
 c = SimpleNamespace(**by_constant())
 """The metrics by the names of their constants."""
@@ -121,18 +125,9 @@ def layers(number: int, others: float | Course, rest: int) -> Rows:
     return {(str(place),): 0.0 if place < rest else others for place in range(number)}
 
 
-def device(**metrics: float | Course) -> Metrics:
-    """Metrics of the device 0."""
-    return {name: {("0",): value} for name, value in metrics.items()}
-
-
-def gpu(**metrics: float | Course) -> Metrics:
-    """Metrics of a GPU; after two underscores comes the reason or the kind."""
-    found: Metrics = {}
-    for name, number in metrics.items():
-        metric, *kind = name.split("__")
-        found.setdefault(metric, {})["0", "u", *kind] = number
-    return found
+def gpu(used: float | Course) -> Metrics:
+    """A GPU that is in use for this share of the time."""
+    return {"GPU_UTILIZATION": {("0", "u"): used}}
 
 
 def optimizer(**metrics: float | Course) -> Metrics:
@@ -143,16 +138,6 @@ def optimizer(**metrics: float | Course) -> Metrics:
 def phases(data: float) -> Metrics:
     """A run that waits for data this share of the time."""
     return {"TRAIN_PHASE_SECONDS": {("forward",): grows(1 - data), ("data",): grows(data)}}
-
-
-def host(free: float) -> Metrics:
-    """A host with 1000 bytes."""
-    return {"HOST_MEMORY_TOTAL": 1000.0, "HOST_MEMORY_AVAILABLE": free}
-
-
-def container(used: float) -> Metrics:
-    """A container of 1000 bytes on a host that is full."""
-    return {"CONTAINER_MEMORY_LIMIT": 1000.0, "CONTAINER_MEMORY_WORKING_SET": used, **host(1.0)}
 
 
 def vanishing(recent: float | Course, missing: float = 0.0) -> Metrics:
@@ -168,12 +153,6 @@ def updating(ratio: float | Course, captures: Course | None = None, rates: Rows 
     """The layer `x`, whose weights are measured each minute, and learning rates by optimizer and group."""
     of_layer = layer(WEIGHT_UPDATE_RATIO=ratio, WEIGHT_CAPTURES=captures or grows(1 / 60), **others)
     return {**of_layer, "TRAIN_LEARNING_RATE": rates}
-
-
-def budget(ratio: float, lately: float, budget: float = 0.01) -> Metrics:
-    """An exporter that takes this share of the time."""
-    overhead = {"EXPORTER_OVERHEAD_RATIO": ratio, "EXPORTER_OVERHEAD_SECONDS": grows(lately)}
-    return overhead | ({"EXPORTER_OVERHEAD_BUDGET": budget} if budget else {})
 
 
 def active(seconds: float, slowest: float | Course) -> Metrics:
@@ -200,21 +179,6 @@ def skipping(skipped: float, steps: float, nonfinite: float) -> Metrics:
 def clipped(coefficient: float | Course, steps: Course | None = None) -> Metrics:
     """A training clipped by this coefficient, with a sample each minute."""
     return optimizer(GRAD_CLIP_COEFFICIENT=coefficient, GRAD_SAMPLE_STEP=steps or grows(1.0))
-
-
-def interval(steps: float, *, taken: float | Course, samples: float | Course, **others: float) -> Metrics:
-    """A sampling interval, and the number of steps and samples."""
-    return {"EXPORTER_SAMPLING_INTERVAL": steps, **optimizer(TRAIN_STEPS=taken), "EXPORTER_CAPTURES": samples, **others}
-
-
-def lost(share: float) -> Metrics:
-    """This share of a sample a second is lost."""
-    return {"EXPORTER_CAPTURES_SKIPPED": {("edited",): grows(share)}, "EXPORTER_CAPTURES": grows(1 - share)}
-
-
-def once_trained(seconds: float) -> Callable[[float], str]:
-    """Evaluates since this many seconds."""
-    return lambda ago: "training" if ago >= seconds else "evaluating"
 
 
 @dataclass(frozen=True)
@@ -321,19 +285,19 @@ CASES = {
         [
             run(**phases(0.499)),
             run(**phases(0.201)),
-            run("evaluating", **phases(0.3), **gpu(GPU_UTILIZATION=jump(0.9, before=0.1, ago=60))),
+            run("evaluating", **phases(0.3), **gpu(jump(0.9, before=0.1, ago=60))),
         ],
         [
             run(**phases(0.199)),
             starting(**phases(0.4)),
-            run(**phases(0.4), **gpu(GPU_UTILIZATION=0.5)),
+            run(**phases(0.4), **gpu(0.5)),
         ],
     ),
     "starved": case(
         "DataLoaderStarvation",
         "critical",
-        [run(**phases(0.501)), run("evaluating", **phases(0.9), **gpu(GPU_UTILIZATION=0.49))],
-        [run(**phases(0.199)), run(**phases(0.9), **gpu(GPU_UTILIZATION=0.51))],
+        [run(**phases(0.501)), run("evaluating", **phases(0.9), **gpu(0.49))],
+        [run(**phases(0.199)), run(**phases(0.9), **gpu(0.51))],
     ),
     "exploding": case(
         "GradientExploding",
@@ -445,90 +409,6 @@ CASES = {
         ],
         layer="x",
     ),
-    "out of memory": case(
-        "CudaOutOfMemory",
-        "critical",
-        [run(**device(CUDA_OOMS=jump(6, before=5))), run(age=599, **device(CUDA_OOMS=1))],
-        [run(**device(CUDA_OOMS=5)), run(age=600, **device(CUDA_OOMS=1)), run("finished", **device(CUDA_OOMS=jump(1)))],
-    ),
-    "failed, out of memory": case(
-        "CudaOutOfMemory",
-        "critical",
-        [run("failed", **device(CUDA_OOMS=jump(1)))],
-        [run("finished", **device(CUDA_OOMS=jump(1)))],
-        beside=("TrainingFailed", "critical"),
-    ),
-    "retries": case(
-        "CudaAllocRetries",
-        "warning",
-        [run(**device(CUDA_ALLOC_RETRIES=jump(8, before=7), CUDA_MEMORY_RESERVED=950, CUDA_MEMORY_TOTAL=1000))],
-        [run(**device(CUDA_ALLOC_RETRIES=7)), run(age=300, **device(CUDA_ALLOC_RETRIES=7))],
-    ),
-    "near the limit": case(
-        "CudaMemoryNearLimit",
-        "warning",
-        [run(**device(CUDA_ALLOC_RETRIES=jump(1), CUDA_MEMORY_RESERVED=951, CUDA_MEMORY_TOTAL=1000))],
-        [run(**device(CUDA_ALLOC_RETRIES=7, CUDA_MEMORY_RESERVED=999, CUDA_MEMORY_TOTAL=1000))],
-        beside=("CudaAllocRetries", "warning"),
-    ),
-    "fragmented": case(
-        "CudaMemoryFragmented",
-        "info",
-        [run(**device(CUDA_MEMORY_INACTIVE_SPLIT=301, CUDA_MEMORY_RESERVED=1000))],
-        [run(**device(CUDA_MEMORY_INACTIVE_SPLIT=split, CUDA_MEMORY_RESERVED=of)) for split, of in ((300, 1000), (0, 0))],
-    ),
-    "throttled": case(
-        "GpuThrottled",
-        "warning",
-        [run(**gpu(GPU_THROTTLED__hw_thermal=grows(0.101)))],
-        [run(**gpu(GPU_THROTTLED__hw_thermal=grows(0.099), GPU_THROTTLED__power=grows(1), GPU_THROTTLED__sync_boost=grows(1)))],
-    ),
-    "memory errors": case(
-        "GpuEccErrors",
-        "critical",
-        [run(**gpu(GPU_ECC_ERRORS__uncorrected=jump(8, before=7, ago=3540)))],
-        [
-            run(**gpu(GPU_ECC_ERRORS__uncorrected=7, GPU_ECC_ERRORS__corrected=jump(9))),
-            run(**gpu(GPU_ECC_ERRORS__uncorrected=jump(8, before=7, ago=3660))),
-        ],
-    ),
-    "underused": case(
-        "GpuUnderused",
-        "info",
-        [run(**gpu(GPU_UTILIZATION=0.49)), run(once_trained(540), **gpu(GPU_UTILIZATION=0.0))],
-        [
-            run(**gpu(GPU_UTILIZATION=0.5)),
-            run(**gpu(GPU_UTILIZATION=jump(0, before=1.0, ago=60))),
-            run(once_trained(660), **gpu(GPU_UTILIZATION=0.0)),
-        ],
-    ),
-    "host memory": case("HostMemoryPressure", "warning", [run(**host(99.0))], [run(**host(100.0))]),
-    "container memory": case("HostMemoryPressure", "warning", [run(**container(901))], [run(**container(900))]),
-    "over budget": case(
-        "ExporterOverBudget",
-        "warning",
-        [run(**budget(0.0121, 0.0121))],
-        [run(**budget(0.012, 0.5)), run(**budget(0.03, 0.0119)), run(**budget(0.5, 0.5, budget=0))],
-    ),
-    "longest interval": case(
-        "ExporterBlind",
-        "warning",
-        [run(**interval(4096, taken=9, samples=9, EXPORTER_OVERHEAD_BUDGET=0.01))],
-        [run(**interval(4095, taken=9, samples=9, EXPORTER_OVERHEAD_BUDGET=0.01)), run(**interval(8192, taken=9, samples=9))],
-    ),
-    "no samples": case(
-        "ExporterBlind",
-        "warning",
-        [run(**interval(10, taken=21, samples=0)), run(**interval(10, taken=grows(22.5 / 1800), samples=5))],
-        [run(**interval(10, taken=20, samples=0)), run(**interval(10, taken=grows(18.9 / 1800), samples=5))],
-    ),
-    "failing": case(
-        "ExporterCollectorFailing",
-        "warning",
-        [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 0.0, ("host",): 1.0})],
-        [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 1.0})],
-    ),
-    "losing samples": case("ExporterSkippingSamples", "warning", [run(**lost(0.101))], [run(**lost(0.099)), run(**lost(0.0))]),
     "not clipped": case(
         "GradientClippingFailing",
         "critical",
@@ -568,7 +448,6 @@ CASES = {
         [run(EXPORTER_NOTIFICATIONS={("webhook", result): jump(3)}) for result in ("failed", "dropped")],
         [run(EXPORTER_NOTIFICATIONS={("webhook", "sent"): jump(1), ("webhook", "failed"): 3.0})],
     ),
-    "folded": case("ExporterFoldedLayers", "info", [run(EXPORTER_LAYERS_FOLDED=1.0)], [run(EXPORTER_LAYERS_FOLDED=0.0)]),
 }
 
 
@@ -585,33 +464,29 @@ def test_a_rule_fires_beyond_its_limits_only(case: Case) -> None:
 # The alert rules
 
 
-NOT_HERE = {
-    "TrainingTargetDown": "a process that is gone tells nothing",
-    "TrainingPushStopped": "a process that is gone tells nothing",
-    "TrainingRestarting": "is about the lives of a process, of which it knows one",
-    "TrainingRankMissing": "is about what Prometheus sees",
-    "StragglerRank": "compares ranks",
-    "RankDesync": "compares ranks",
-    "LossNotImproving": "compares 12 hours",
-    "ModelsOutOfBalance": "compares hours",
-    "ThroughputRegression": "compares hours, and is wrong at each checkpoint without its waiting time",
-}
-"""Alerts that one process cannot judge from what it remembers, and why."""
-
-
 @cache
 def shipped() -> dict[tuple[str, str], str]:
     """The expression of each alert and severity."""
     return {(rule["alert"], rule["labels"]["severity"]): rule["expr"] for path in ALERTS for rule in rules(path)}  # type: ignore[index]
 
 
-def test_each_alert_is_judged_or_cannot_be() -> None:
-    """Each shipped alert has a rule that judges in the process, or a reason why only a server can."""
-    here = [rule.name for rule in RULES if rule.judge is not None]
-    assert {rule.name for rule in RULES if rule.judge is None} == set(NOT_HERE)
-    assert sorted([*here, *NOT_HERE]) == sorted({alert for alert, _ in shipped()})
-    assert set(THRESHOLDS) <= set(here)
-    assert {case.problem[:2] for case in CASES.values()} == {key for key in shipped() if key[0] not in NOT_HERE}
+def test_each_alert_is_judged_here_or_by_promql_only() -> None:
+    """Each shipped alert has a rule that judges in the process, or is PromQL only; each judged severity has a case."""
+    here = {rule.name for rule in RULES}
+    assert {alert for alert, _ in shipped()} == here | promql_only()
+    assert not here & promql_only()
+    assert set(THRESHOLDS) <= here
+    assert {case.problem[:2] for case in CASES.values()} == {key for key in shipped() if key[0] in here}
+
+
+@pytest.mark.parametrize("name", ["CudaOutOfMemory", "ExporterBlind", "StragglerRank"])
+def test_no_action_on_a_rule_of_prometheus(name: str) -> None:
+    """An action on a rule that only Prometheus judges is refused, with conditions and other rules as alternatives."""
+    with (
+        start_exporter(torch.nn.Linear(2, 1), None, collectors=OTHERS) as exporter,
+        pytest.raises(ValueError, match=f"{name}.*only Prometheus judges.*condition.*GradientExploding"),
+    ):
+        exporter.on(name, lambda _: None)
 
 
 def series(story: Story, name: str) -> Iterator[dict[str, str]]:
@@ -648,7 +523,7 @@ def test_promtool_says_the_same(tmp_path: Path) -> None:
     found = {name: story.found for name, story in stories.items()}
     checks = []
     for (alert, severity), expression in shipped().items():
-        if alert not in NOT_HERE:
+        if alert not in promql_only():
             expected = [
                 {"labels": f'{{run="{name}"' + (f', layer="{layer}"}}' if layer else "}"), "value": 1}
                 for name, problems in found.items()
@@ -690,9 +565,9 @@ def test_an_absent_state_is_unknown() -> None:
 
 def test_the_worst_stands_first() -> None:
     """Critical problems come before warnings, and these before information."""
-    metrics = {"EXPORTER_LAYERS_FOLDED": 1.0, "TRAIN_LOSS_NONFINITE": 1.0, "TRAIN_LOSS_SPIKES": 3.0}
-    severities = [one.severity for one in Watch().problems(made(**metrics, **layer(GRAD_DEAD_RATIO=0.6)), NOW)]
-    assert severities == ["critical", "warning", "info", "info"]
+    metrics = {"TRAIN_LOSS_NONFINITE": 1.0, "TRAIN_LOSS_SPIKES": 3.0, **layer(GRAD_DEAD_RATIO=0.6)}
+    severities = [problem.severity for problem in Watch().problems(made(**metrics), NOW)]
+    assert severities == ["critical", "warning", "info"]
 
 
 def test_many_layers_are_summarized() -> None:
@@ -742,12 +617,19 @@ def test_a_new_counter_has_grown_from_zero() -> None:
 
 def test_hardware_counters_grow_from_the_first_look() -> None:
     """Memory errors count from the first look at a GPU, as they may be of last month."""
-    watch, old = Watch(), {("0", "u", "uncorrected"): 5.0}
+
+    def judge(context: RuleContext) -> Iterator[Finding]:
+        for (name, *_), errors in context.increase(c.GPU_ECC_ERRORS, 3600.0).items():
+            if errors:
+                yield Finding("critical", f"GPU {name}: {errors:g} errors.")
+
+    ecc = Rule(name="Ecc", judge=judge, states=frozenset({"training"}), remembers={c.GPU_ECC_ERRORS: 3600.0})
+    watch, old = Watch([ecc]), {("0", "u", "uncorrected"): 5.0}
     watch.remember(made(GPU_ECC_ERRORS=old), NOW - 120)
     watch.remember(made(GPU_ECC_ERRORS=old | {("1", "v", "uncorrected"): 7.0}), NOW - 60)
     now = old | {("1", "v", "uncorrected"): 9.0, ("2", "w", "uncorrected"): 4.0}
     texts = [problem.text for problem in watch.problems(made(GPU_ECC_ERRORS=now), NOW)]
-    assert texts == ["GPU 1: 2 uncorrected memory errors in the last hour."]
+    assert texts == ["GPU 1: 2 errors."]
 
 
 @pytest.mark.slow
@@ -756,7 +638,6 @@ def test_hardware_counters_grow_from_the_first_look() -> None:
     [
         ({"TRAIN_LOSS_NONFINITE": 1.0}, 5, "TrainingNonFiniteLoss"),
         (optimizer(GRAD_GLOBAL_NORM_SPIKES=3.0), 10, "GradientExploding"),
-        (gpu(GPU_ECC_ERRORS__uncorrected=1.0), 60, "GpuEccErrors"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -772,7 +653,7 @@ def test_a_counter_is_forgotten_after_its_window(metrics: dict[str, Any], minute
         if [problem.alert for problem in watch.problems(values, NOW + second)] == [alert]:
             told.append(second)
     assert told == [second for second in looks if second <= told[-1]]
-    assert 60 * minutes - 5 <= told[-1] <= 60 * minutes + (memory.OFTEN if minutes <= 10 else memory.SELDOM)
+    assert 60 * minutes - 5 <= told[-1] <= 60 * minutes + OFTEN
 
 
 @pytest.mark.slow
@@ -781,12 +662,13 @@ def test_memory_does_not_grow_with_time() -> None:
     watch, count = Watch(), 1000
     names = LabelRows(tuple((f"layer{place}",) for place in range(count)))
     kinds = LabelRows(tuple((name, kind) for kind in ("nan", "inf") for (name,) in names.rows))
-    of_layers = {spec: kinds if "kind" in spec.labels else names for spec in memory.REMEMBERED if "layer" in spec.labels}
+    remembered = {spec for rule in RULES for spec in rule.remembers if "layer" in spec.labels}
+    of_layers = {spec: kinds if "kind" in spec.labels else names for spec in remembered}
     taken = []
     tracemalloc.start()
     for second in range(0, 4 * 3600, 30):
         families = [Family(spec, np.ones(len(labels)), labels) for spec, labels in of_layers.items()]
-        watch.remember(Values([*families, family(c.TRAIN_LOSS_SPIKES, 1.0), family(c.EXPORTER_CAPTURES, 1.0)]), NOW + second)
+        watch.remember(Values([*families, family(c.TRAIN_LOSS_SPIKES, 1.0)]), NOW + second)
         taken.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert taken[len(taken) // 2] <= 1000 * count
@@ -795,7 +677,7 @@ def test_memory_does_not_grow_with_time() -> None:
 
 def test_the_slowest_step_is_remembered_for_a_day() -> None:
     """A pause of an hour is remembered for 24 hours and less than one more."""
-    longest = memory.Longest()
+    longest = SlowestStep()
     for hour in range(30):
         longest.remember(made(TRAIN_SLOWEST_STEP=3600.0 if hour == 0 else 1.0), NOW + 3600 * hour)
         assert longest.seconds() == (3600.0 if hour <= 24 else 1.0)

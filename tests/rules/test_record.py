@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tests.rules.test_problems import Metrics, c, device, family, layer, optimizer
+from tests.rules.test_problems import Metrics, c, family, layer, optimizer
 from torch_grad_exporter.rules import Finding, Record, Rule, RuleContext, Values, Watch
 from torch_grad_exporter.rules.record import EVERY, JudgedAt, Wrong
 
@@ -83,25 +83,18 @@ def test_a_window_of_ten_minutes_is_forty_samples() -> None:
     assert "in the last 40 samples" in wrong.text
 
 
-def test_memory_does_not_count_in_samples() -> None:
-    """Memory that is full for 400 samples in no time is no problem yet."""
-    record = Record()
-    assert by_samples(record, 1, 400, HOST_MEMORY_TOTAL=100.0, HOST_MEMORY_AVAILABLE=1.0) == []
-
-
 # By the clock
 
 
-def test_other_rules_wait_by_the_clock() -> None:
-    """Memory that is nearly full for five minutes is a problem, and not before."""
+def test_a_wait_by_the_clock_takes_its_minutes() -> None:
+    """A gradient that vanishes for ten minutes, with few samples, is a problem, and not before."""
     record, watch = Record(), Watch()
-    full = {"HOST_MEMORY_TOTAL": 100.0, "HOST_MEMORY_AVAILABLE": 1.0}
-    for seconds in range(0, 300, 15):
-        at_clock(record, watch, seconds, **full)
+    for seconds in range(0, 600, 15):
+        at_clock(record, watch, seconds, samples=1, **small(1e-5))
     assert record.wrong == []
-    at_clock(record, watch, 300, **full)
-    assert [(one.alert, one.by_samples) for one in record.wrong] == [("HostMemoryPressure", False)]
-    assert record.seconds == 300
+    at_clock(record, watch, 600, samples=1, **small(1e-5))
+    assert [(wrong.alert, wrong.by_samples) for wrong in record.wrong] == [("GradientVanishing", False)]
+    assert record.seconds == 600
 
 
 def test_a_stall_takes_its_minutes() -> None:
@@ -118,9 +111,9 @@ def test_a_stall_takes_its_minutes() -> None:
 def test_a_short_run_is_judged_at_its_end() -> None:
     """A run shorter than the pause between judgements is judged at its end as if it went on."""
     record, watch = Record(), Watch()
-    at_clock(record, watch, 0, **device(CUDA_ALLOC_RETRIES=0.0))
-    at_clock(record, watch, 9, "finished", samples=3, **device(CUDA_ALLOC_RETRIES=2.0))
-    assert [one.alert for one in record.wrong] == ["CudaAllocRetries"]
+    at_clock(record, watch, 0, TRAIN_LOSS_SPIKES=0.0)
+    at_clock(record, watch, 9, "finished", samples=3, TRAIN_LOSS_SPIKES=3.0)
+    assert [wrong.alert for wrong in record.wrong] == ["LossSpike"]
 
 
 def test_a_failed_run_has_failed_at_once() -> None:

@@ -86,5 +86,10 @@ class CudaMemoryCollector:
 
 
 COLLECTOR = Declaration(
-    "cuda_memory", (METRICS,), lambda context: CudaMemoryCollector(context.memory.snapshot), place=40, reads_devices=True
+    "cuda_memory",
+    (METRICS,),
+    lambda context: CudaMemoryCollector(context.memory.snapshot),
+    place=40,
+    reads_devices=True,
+    judged=False,
 )

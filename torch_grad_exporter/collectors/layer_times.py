@@ -44,4 +44,4 @@ class LayerTimesCollector:
         yield self._rows.family(LAYER_TIMED_STEPS, {key: float(one.rounds) for key, one in found.items()})
 
 
-COLLECTOR = Declaration("layer_times", (METRICS,), lambda context: LayerTimesCollector(context.layer_times), place=16)
+COLLECTOR = Declaration("layer_times", (METRICS,), lambda context: LayerTimesCollector(context.layer_times), place=16, judged=False)

@@ -11,6 +11,7 @@ from torch_grad_exporter.gate.limits import Limit
 from torch_grad_exporter.gate.rows import GateError
 from torch_grad_exporter.outputs.live.saved import PlotError, Saved, loaded
 from torch_grad_exporter.rules import RULES
+from torch_grad_exporter.rules.catalogue import promql_only
 from torch_grad_exporter.rules.declaration import SEVERITIES
 
 FAIL_ON = ("critical", "warning")
@@ -48,6 +49,9 @@ def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
     for name in fail_on:
         if name not in known and name not in SEVERITIES:
             there = ", ".join((*SEVERITIES, *sorted(known)))
+            if name in promql_only():
+                limit = "limit a metric, as in --max torch_cuda_ooms_total=0"
+                raise GateError(f"fail-on {name!r}: only Prometheus judges this alert; {limit}, or name one of {there}")
             raise GateError(f"fail-on {name!r}: there is no such alert and no such severity; there are {there}")
 
 

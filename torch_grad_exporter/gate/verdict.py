@@ -11,11 +11,14 @@ from torch_grad_exporter.gate.terms import Terms, check_names
 from torch_grad_exporter.outputs.live.judged import JudgedRule, RunJudgement, judged_of, metrics_of
 from torch_grad_exporter.outputs.live.saved import Saved, status
 from torch_grad_exporter.rules import RULES, Wrong
+from torch_grad_exporter.rules.catalogue import promql_only
 from torch_grad_exporter.rules.context import duration, times
 from torch_grad_exporter.rules.declaration import SEVERITIES
 
+# Layers that a text names, at most.
 NAMED = 8
-"""Layers that a text names, at most."""
+
+SERVER = "only Prometheus judges it"
 
 
 def verdict(saved: Saved, terms: Terms) -> Verdict:
@@ -30,7 +33,7 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
     judged, metrics = judged_of(saved), metrics_of(saved)
     if judged is None:
         raise GateError("an earlier version has saved the run, without what was wrong in it; save it anew")
-    check_names(terms.fail_on, {rule.name for rule in judged.rules})
+    check_names(terms.fail_on, {rule.name for rule in judged.rules if rule.judged})
     if terms.tolerances and terms.baseline is None:
         raise GateError(f"tolerance {next(iter(terms.tolerances))!r}: there is no baseline to compare with")
     about = _about(saved, judged)
@@ -39,8 +42,11 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
     rows = [_of_rule(rule, judged, terms.fail_on) for rule in judged.rules]
     known = {rule.name for rule in judged.rules}
     rows += [
-        VerdictRow("rules", one.name, Result.NOT_JUDGED, "the run was saved without it") for one in RULES if one.name not in known
+        VerdictRow("rules", rule.name, Result.NOT_JUDGED, "the run was saved without it")
+        for rule in RULES
+        if rule.name not in known
     ]
+    rows += [VerdictRow("rules", name, Result.NOT_JUDGED, SERVER) for name in sorted(promql_only() - known)]
     rows += [limit.row(metrics, saved) for limit in terms.limits]
     if terms.baseline is not None:
         if not terms.baseline["status"]["samples"]:
@@ -89,7 +95,7 @@ def _told(found: Sequence[Wrong]) -> Iterator[str]:
 def _not_judged(rule: JudgedRule, judged: RunJudgement) -> str | None:
     """Why the rule could not have fired in this run; `None` where it could."""
     if not rule.judged:
-        return "takes a server that knows all ranks, or hours"
+        return SERVER
     if judged.samples < rule.least:
         return f"takes {times(rule.least, 'sample')}"
     if judged.seconds < rule.seconds and (rule.samples is None or judged.samples < rule.samples):

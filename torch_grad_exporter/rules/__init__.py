@@ -1,23 +1,23 @@
-"""What is wrong: each rule is declared once, with how Prometheus judges it and how a process judges its own families.
+"""Rules: what is wrong with a run, as Prometheus judges it and, where that suffices, as one process judges itself.
 
-Prometheus does it better: it considers how long a state lasts, over all ranks, and notifies people. What a process finds by itself
-is for users who have no Prometheus yet, and for a quick view. The two judgements of a rule are tests of each other. From the
-declarations come `dashboards/prometheus/*.alerts.yml`, the runbook's table (`make dashboards`) and the live page's problems.
+Prometheus judges better: it considers how long a state lasts, over all ranks, and notifies people. A process judges about fifteen
+rules on its own training, for users without Prometheus, the live page, notifiers, actions and the gate. These are declared in
+Python, beside their PromQL; the two judgements of a rule are tests of each other. All other rules are PromQL only and stand in
+`promql/*.toml`. `make dashboards` writes `dashboards/prometheus/*.alerts.yml` and the runbook's table from both.
 """
 
+from torch_grad_exporter.rules.catalogue import RULES
 from torch_grad_exporter.rules.context import THRESHOLDS, RuleContext
-from torch_grad_exporter.rules.declaration import Alert, Finding, Group, Problem, Rule, rule, server_rule
+from torch_grad_exporter.rules.declaration import Alert, Finding, Problem, Rule, rule
 from torch_grad_exporter.rules.record import JudgedAt, Record, Wrong
 from torch_grad_exporter.rules.values import Values
-from torch_grad_exporter.rules.watch import GROUPS, RULES, Watch
+from torch_grad_exporter.rules.watch import Watch
 
 __all__ = [
-    "GROUPS",
     "RULES",
     "THRESHOLDS",
     "Alert",
     "Finding",
-    "Group",
     "JudgedAt",
     "Problem",
     "Record",
@@ -27,5 +27,4 @@ __all__ = [
     "Watch",
     "Wrong",
     "rule",
-    "server_rule",
 ]

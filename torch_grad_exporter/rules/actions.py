@@ -12,13 +12,10 @@ from torch_grad_exporter.collectors.exporter import (
 )
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules.context import GOING, HOUR, MINUTES_10, THRESHOLDS, RuleContext, times
-from torch_grad_exporter.rules.declaration import Alert, Finding, Group, rule
+from torch_grad_exporter.rules.declaration import Alert, Finding, rule
 
-STOP = "Stop"
-"""The name of the action that ends a training, as a label."""
-
-CLIP = "clip"
-"""The source of the failures of clipping, as a label."""
+# Values of labels: the action that ends a training, and the source of failures of clipping.
+STOP, CLIP = "Stop", "clip"
 
 
 @rule(
@@ -41,6 +38,7 @@ CLIP = "clip"
         summary="Gradients of run {{ $labels.run }} are not clipped.",
         description="The clipping that start_exporter(clip=) was asked for has failed, and training goes on unclipped.",
     ),
+    remembers={EXPORTER_ERRORS: MINUTES_10},
     first_steps=(
         "Read the first failure, with its traceback, in the run's log. Stop the run, correct the policy or replace it by "
         "MaxNorm, and go back to a checkpoint from before the first failure."
@@ -53,13 +51,13 @@ CLIP = "clip"
     note="Cannot fire without `start_exporter(clip=)`: failures of a Clipper are raised where it is called.",
 )
 def not_clipped(context: RuleContext) -> Iterator[Finding]:
-    """Clipping has failed lately, or so often that it is off."""
-    lately = dict(context.lately(EXPORTER_ERRORS, MINUTES_10).items()).get((CLIP,), 0.0)
+    """Yield a finding if clipping has failed recently, or so often that it is off."""
+    recent = dict(context.recent(EXPORTER_ERRORS, MINUTES_10).items()).get((CLIP,), 0.0)
     failures = context.values.one(EXPORTER_ERRORS, CLIP) or 0.0
     if failures >= THRESHOLDS["GradientClippingFailing"]:
         yield Finding("critical", f"Clipping failed {times(failures, 'time')} since the start.", value=failures)
-    elif lately > 0:
-        yield Finding("critical", f"Clipping failed {times(lately, 'time')} {context.since(MINUTES_10)}.", value=lately)
+    elif recent > 0:
+        yield Finding("critical", f"Clipping failed {times(recent, 'time')} {context.since(MINUTES_10)}.", value=recent)
 
 
 @rule(
@@ -82,7 +80,7 @@ def not_clipped(context: RuleContext) -> Iterator[Finding]:
         "checkpoint from before it."
     ),
     why=(
-        "1h, 3600: it tells of a stop for an hour, also where the process has gone after a single scrape. A process of the run "
+        "1h, 3600: it reports a stop for an hour, also where the process has gone after a single scrape. A process of the run "
         "that was started since then ends it."
     ),
     note=(
@@ -91,7 +89,7 @@ def not_clipped(context: RuleContext) -> Iterator[Finding]:
     ),
 )
 def stopped(context: RuleContext) -> Iterator[Finding]:
-    """`Stop()` has ended the training."""
+    """Yield a finding if `Stop()` has ended the training."""
     at = context.values.one(EXPORTER_LAST_ACTION, STOP)
     if at is not None and context.now - at < HOUR:
         yield Finding("warning", "The action Stop() ended the training; the log names its cause.")
@@ -115,6 +113,7 @@ def stopped(context: RuleContext) -> Iterator[Finding]:
         summary="The action {{ $labels.action }} of run {{ $labels.run }} has failed.",
         description="What exporter.on was to do has raised an error, or the ranks of the job did not agree on a step for it.",
     ),
+    remembers={EXPORTER_ACTIONS: MINUTES_10},
     first_steps=(
         "Read the first failure in the run's log, and do by hand what the action was for. Training does not depend on it; after "
         "ten failures in a row the action is switched off."
@@ -125,8 +124,8 @@ def stopped(context: RuleContext) -> Iterator[Finding]:
     ),
     note="Cannot fire without `exporter.on(...)`.",
 )
-def failing(context: RuleContext) -> Iterator[Finding]:
-    """An action has failed or was refused."""
+def action_failing(context: RuleContext) -> Iterator[Finding]:
+    """Yield actions that have failed or were refused."""
     for action, count in _by_first_label(context, EXPORTER_ACTIONS, "failed", "refused"):
         text = f"The action {action} failed or was refused {times(count, 'time')} {context.since(MINUTES_10)}."
         yield Finding("warning", text, value=count)
@@ -150,48 +149,28 @@ def failing(context: RuleContext) -> Iterator[Finding]:
         summary="Notifications of run {{ $labels.run }} do not arrive.",
         description="The notifier {{ $labels.sink }} of alerts= has failed, after all its tries, or has dropped some.",
     ),
+    remembers={EXPORTER_NOTIFICATIONS: MINUTES_10},
     first_steps=(
         "Read the first failure in the run's log, which names the notifier and not its address. Check the receiver, the address "
         "and the headers; what was not sent is on the live page and in exporter.problems() while it lasts."
     ),
     why=(
-        "One is enough: it was to tell a person of a problem. In the first 600 s of a process its whole count matters, since "
-        "`increase` does not show what came before the first scrape."
+        "One is enough: it was meant to inform a person of a problem. In the first 600 s of a process its whole count matters, "
+        "since `increase` does not show what came before the first scrape."
     ),
-    note="Cannot fire without `start_exporter(alerts=)`. Notifiers do not tell of it: it would be about themselves.",
+    note="Cannot fire without `start_exporter(alerts=)`. Notifiers do not report it: it would be about themselves.",
 )
-def untold(context: RuleContext) -> Iterator[Finding]:
-    """Notifications have failed or were dropped."""
+def notifications_failing(context: RuleContext) -> Iterator[Finding]:
+    """Yield notifiers whose notifications have failed or were dropped."""
     for sink, count in _by_first_label(context, EXPORTER_NOTIFICATIONS, "failed", "dropped"):
         text = f"The notifier {sink} failed to send {times(count, 'notification')} {context.since(MINUTES_10)}."
         yield Finding("warning", text, value=count)
 
 
 def _by_first_label(context: RuleContext, spec: Spec, *results: str) -> Iterator[tuple[str, float]]:
-    """By how much a counter has grown lately over these results, for each value of its first label for which it has."""
+    """Yield by how much a counter has grown over these results, for each value of its first label that has grown."""
     grown: dict[str, float] = {}
-    for (name, result), count in context.lately(spec, MINUTES_10).items():
+    for (name, result), count in context.recent(spec, MINUTES_10).items():
         if result in results and count > 0:
             grown[name] = grown.get(name, 0.0) + count
     yield from grown.items()
-
-
-RULES = (not_clipped, stopped, failing, untold)
-
-GROUP = Group(
-    "actions",
-    "torch_grad_exporter_action_alerts",
-    "Alerts on what the exporter does itself where it was asked to: clipping, actions, notifications.",
-    (
-        (
-            "Scrape with `honor_labels: true`. docs/runbook.md says what each alert means and what to do. Alerts carry `run`, and "
-            "`action` or `sink` if they are about one; never `rank`, `job` or `instance`. A run without `clip=`, `alerts=` and "
-            "`exporter.on` has none of these metrics, and no alert of this file fires for it."
-        ),
-        (
-            '`and on (run) torch_train_state{state!~"finished|failed"} == 1` restricts an alert to runs that go on. Where '
-            "torch_train_state is not stored (metric_relabel_configs), only TrainingStoppedItself fires."
-        ),
-    ),
-    RULES,
-)

@@ -1,4 +1,4 @@
-"""Episodes: when a problem begins and ends, by the `for` and `keep_firing_for` of its rule. Knows no clock and no receiver."""
+"""Episodes: when a problem begins and ends, by the `for` and `keep_firing_for` of its rule."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch_grad_exporter.rules.declaration import SEVERITIES, Problem, Rule
 
+# Problems that are followed at a time; of more than that, the worst.
 MOST = 10_000
-"""Problems that are followed at a time; of more than that, the worst."""
 
 _UNITS: Mapping[str, float] = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 31536000.0}
 
@@ -18,10 +18,10 @@ Key = tuple[str, str, str | None]
 
 
 def seconds(duration: str) -> float:
-    """A duration in Prometheus' notation, such as "1h30m"; 0 for an empty one. Raises `ValueError` on anything else."""
+    """Return the seconds of a duration in Prometheus' notation, such as "1h30m"; 0 if empty. Raises `ValueError` otherwise."""
     parts = re.findall(r"(\d+)(ms|[smhdwy])", duration)
     if "".join(map("".join, parts)) != duration:
-        raise ValueError(f"{duration!r} is no duration; write it as Prometheus does, such as 5m or 1h30m")
+        raise ValueError(f"{duration!r} is not a duration; write it as Prometheus does, such as 5m or 1h30m")
     return sum(int(count) * _UNITS[unit] for count, unit in parts)
 
 
@@ -53,7 +53,7 @@ class Episode:
 
 
 class Episodes:
-    """Follows problems from one evaluation to the next. For one thread. Times are in seconds, from any beginning."""
+    """The problems that have begun, from one evaluation to the next. For one thread. Times are in seconds, from any origin."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self._terms = {
@@ -63,8 +63,8 @@ class Episodes:
             for rule in rules
             for alert in rule.alerts
         }
+        # What holds now, and since when without a break.
         self._since: dict[Key, float] = {}
-        """What holds now, and since when without a break."""
         self._begun: dict[Key, Episode] = {}
 
     @property
@@ -73,16 +73,19 @@ class Episodes:
         return frozenset(self._since)
 
     def judge(self, problems: Iterable[Problem], now: float, *, last: bool = False) -> Mapping[Key, Episode]:
-        """The problems that have begun and not ended, the oldest first. `problems`: all that there are now.
+        """Return the problems that have begun and not ended, the oldest first.
 
-        `last`: there is no further evaluation. What the end itself has brought begins at once, and what no longer holds ends.
+        Args:
+            problems: All present problems.
+            now: The time.
+            last: No evaluation follows: a problem that is new begins at once, and one that no longer holds ends.
         """
-        found = self._found(problems)
+        present = self._by_key(problems)
         before, self._since = self._since, {}
-        for key, problem in found.items():
-            for one in self._held(key, problem):
-                self._since[one] = before.get(one, now)
-        for key, problem in found.items():
+        for key, problem in present.items():
+            for held in self._held(key, problem):
+                self._since[held] = before.get(held, now)
+        for key, problem in present.items():
             if key in self._begun:
                 self._begun[key].problem = problem
             elif now - self._held_since(key, problem) >= self._of(problem).begins or (last and key not in before):
@@ -90,17 +93,17 @@ class Episodes:
         self._end(now, last=last)
         return self._begun
 
-    def _found(self, problems: Iterable[Problem]) -> dict[Key, Problem]:
-        """The problems by key; several with one key, as of several devices, are one problem."""
-        found: dict[Key, Problem] = {}
+    def _by_key(self, problems: Iterable[Problem]) -> dict[Key, Problem]:
+        """Return the problems by key; several with one key, such as two actions that fail, are one problem."""
+        present: dict[Key, Problem] = {}
         for problem in problems:
             key = self._key(problem)
-            if key in found:
-                first = found[key]
-                found[key] = replace(first, text=f"{first.text} {problem.text}", others=(*first.others, *problem.others))
-            elif len(found) < MOST:
-                found[key] = problem
-        return found
+            if key in present:
+                first = present[key]
+                present[key] = replace(first, text=f"{first.text} {problem.text}", others=(*first.others, *problem.others))
+            elif len(present) < MOST:
+                present[key] = problem
+        return present
 
     def _of(self, problem: Problem) -> EpisodeTerms:
         return self._terms.get((problem.alert, problem.severity), _NONE)
@@ -113,21 +116,21 @@ class Episodes:
         return problem.alert, problem.severity, problem.layer if self._by_layer(problem) else None
 
     def _covered(self, problem: Problem) -> list[Key]:
-        """The layers that a problem sums up: one that is listed later has held since then, and one that was listed goes on."""
+        """Return the layers that a problem sums up: a layer keeps its time when it moves between the list and the sum."""
         layers = problem.others if self._by_layer(problem) and problem.layer is None else ()
         return [(problem.alert, problem.severity, layer) for layer in layers]
 
     def _held(self, key: Key, problem: Problem) -> list[Key]:
-        """What holds with a problem: itself, the layers in it, and each of these with the lower severities of the rule.
+        """Return what holds with a problem: itself, the layers in it, and each of these with the lower severities of the rule.
 
-        A process names the highest severity alone; for Prometheus the others hold as well.
+        A process names only the highest severity; for Prometheus the others hold as well.
         """
         both, (alert, severity, _) = [key, *self._covered(problem)], key
-        lower = [one for one in SEVERITIES[SEVERITIES.index(severity) + 1 :] if (alert, one) in self._terms]
+        lower = [less for less in SEVERITIES[SEVERITIES.index(severity) + 1 :] if (alert, less) in self._terms]
         return both + [(alert, less, layer) for less in lower for _, _, layer in both]
 
     def _held_since(self, key: Key, problem: Problem) -> float:
-        return min(self._since[one] for one in (key, *self._covered(problem)))
+        return min(self._since[held] for held in (key, *self._covered(problem)))
 
     def _end(self, now: float, *, last: bool) -> None:
         for key, episode in list(self._begun.items()):

@@ -8,30 +8,32 @@ that `for: 10m` are 40 samples. What begins in either course was wrong.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
+from torch_grad_exporter.rules.catalogue import RULES
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
 from torch_grad_exporter.rules.declaration import Problem, Rule
 from torch_grad_exporter.rules.episodes import Episode, Episodes, Key
 from torch_grad_exporter.rules.values import Values
-from torch_grad_exporter.rules.watch import RULES, Watch
+from torch_grad_exporter.rules.watch import Watch
 
 EVERY = 4
 """Samples between two judgements by samples, which is a minute of theirs: Prometheus evaluates its rules each minute."""
 
+# Problems that are kept.
 MOST = 1000
-"""Problems that are kept."""
 
+# How long a judgement waits for another one.
 WAIT_SECONDS = 1.0
-"""How long a judgement waits for another one."""
 
 
 @dataclass(slots=True)
 class Wrong:
-    """A problem that began in the run. `others`: layers that it was about, too.
+    """A problem that began in the run. `others`: further layers that it was about.
 
     `first`, `last`: the optimizer steps of the first and the last judgement by which its condition held. `text`, `value`: of the
     last one. `by_samples`: whether it first began by samples; else it was by the clock.
@@ -50,7 +52,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class JudgedAt:
-    """When it is judged: Unix time, and how many samples and optimizer steps there have been."""
+    """The moment of a judgement: Unix time, and how many samples and optimizer steps there have been."""
 
     now: float
     samples: int
@@ -58,14 +60,14 @@ class JudgedAt:
 
 
 class Record:
-    """What was wrong so far. From any thread. `rules`: by default those that are registered when it is made."""
+    """The problems of a run until now. From any thread. `rules`: by default those that are registered when it is made."""
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self.rules = tuple(rules)
         counted = tuple(rule for rule in self.rules if rule.by_samples)
         self._watch = Watch(counted, by_samples=True)
-        self._by_clock, self._by_samples = _Course(Episodes(self.rules)), _Course(Episodes(counted), by_samples=True)
-        self._at_end = _Course(Episodes(self.rules))
+        self._by_clock, self._by_samples = _Course(self.rules), _Course(counted, by_samples=True)
+        self._at_end = _Course(self.rules)
         self._wrong: dict[Key, Wrong] = {}
         self._there: set[str] = set()
         self._seen = self._judged = 0
@@ -75,17 +77,17 @@ class Record:
 
     @property
     def wrong(self) -> list[Wrong]:
-        """All that began, in that order."""
+        """All problems that began, in that order."""
         return list(self._wrong.values())
 
     @property
     def samples(self) -> int:
-        """How many there have been."""
+        """The number of samples until now."""
         return max(self._seen, self._judged)
 
     @property
     def seconds(self) -> float:
-        """From the first judgement by the clock to the last."""
+        """The time from the first judgement by the clock to the last."""
         return self._latest - self._began if self._began is not None else 0.0
 
     @property
@@ -94,37 +96,53 @@ class Record:
         return frozenset(self._there)
 
     def of_sample(self, samples: int, step: int, values: Callable[[], Values]) -> None:
-        """Judges by samples, at every few of them: `values` as of sample number `samples`, the counting of which begins with 1."""
+        """Judge by samples, at every few of them.
+
+        Args:
+            samples: Number of the sample, beginning with 1.
+            step: Its optimizer step.
+            values: Returns its values; called only if it is judged.
+
+        Raises:
+            TimeoutError: Another judgement is under way.
+        """
         self._seen = samples
         if samples % EVERY == 0:
-            self._locked(lambda: self._judge_samples(values(), samples, step))
+            with self._judging():
+                self._judge_samples(values(), samples, step)
 
     def of_scrape(self, values: Values, moment: JudgedAt, problems: Iterable[Problem], ended: Iterable[Problem] = ()) -> None:
-        """Judges by the clock, and by samples once these do not come one by one any more.
+        """Judge by the clock, and by samples once these no longer come one by one.
 
-        `problems`: what is wrong in a run that goes on; of one that is over, what would be, had it gone on. `ended`: what is wrong
-        once it is over.
+        Args:
+            values: A scrape.
+            moment: Its time.
+            problems: What is wrong in a run that goes on; for one that is over, what would be wrong if it went on.
+            ended: What is wrong once the run is over.
+
+        Raises:
+            TimeoutError: Another judgement is under way.
         """
-        self._locked(lambda: self._judge_scrape(values, moment, problems, ended))
+        with self._judging():
+            self._began = moment.now if self._began is None else self._began
+            self._latest = max(self._latest, moment.now)
+            self._take(self._by_clock, problems, moment.now, moment.step)
+            self._take(self._at_end, ended, moment.now, moment.step, last=True)  # nothing follows that could end it
+            # While samples come one by one, a scrape shows of the last minute what they show of four.
+            if moment.samples > self._seen:
+                self._judge_samples(values, moment.samples, moment.step)
+            else:
+                self._note(values)
 
-    def _locked(self, judge: Callable[[], None]) -> None:
-        """Raises `TimeoutError` where another thread judges, or a signal's handler has interrupted a judgement."""
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        # The wait is bounded: a signal's handler may have interrupted a judgement in this very thread.
         if not self._lock.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError("another judgement is under way")
         try:
-            judge()
+            yield
         finally:
             self._lock.release()
-
-    def _judge_scrape(self, values: Values, moment: JudgedAt, problems: Iterable[Problem], ended: Iterable[Problem]) -> None:
-        self._began = moment.now if self._began is None else self._began
-        self._latest = max(self._latest, moment.now)
-        self._take(self._by_clock, problems, moment.now, moment.step)
-        self._take(self._at_end, ended, moment.now, moment.step, last=True)  # nothing follows that could end it
-        if moment.samples > self._seen:  # else samples come one by one: what a scrape shows of the last minute, they show of four
-            self._judge_samples(values, moment.samples, moment.step)
-        else:
-            self._note(values)
 
     def _judge_samples(self, values: Values, samples: int, step: int) -> None:
         self._note(values)
@@ -136,40 +154,40 @@ class Record:
         self._take(self._by_samples, self._watch.problems(values, now, going=True), now, step)
 
     def _note(self, values: Values) -> None:
-        """Notes for which rules there is something to judge."""
+        """Note for which rules there is something to judge."""
         self._there.update(rule.name for rule in self.rules if rule.name not in self._there and _is_there(rule, values))
 
     def _take(self, course: _Course, problems: Iterable[Problem], now: float, step: int, *, last: bool = False) -> None:
         for key, episode, first in course.judge(problems, now, step, last=last):
-            known = self._wrong.get(key)
+            problem, known = episode.problem, self._wrong.get(key)
             if known is not None:
-                known.text, known.value, known.last = episode.problem.text, episode.problem.value, step
-                known.others = tuple(dict.fromkeys((*known.others, *episode.problem.others)))
+                known.text, known.value, known.last = problem.text, problem.value, step
+                known.others = tuple(dict.fromkeys((*known.others, *problem.others)))
             elif len(self._wrong) < MOST:
-                found = episode.problem
                 self._wrong[key] = Wrong(
-                    found.alert, found.severity, found.layer, found.others, found.text, found.value, first, step, course.by_samples
-                )
+                    problem.alert, problem.severity, problem.layer, problem.others, problem.text, problem.value, first, step,
+                    course.by_samples,
+                )  # fmt: skip
 
 
 class _Course:
     """Episodes, and the steps at which they were first seen."""
 
-    def __init__(self, episodes: Episodes, *, by_samples: bool = False) -> None:
+    def __init__(self, rules: Iterable[Rule], *, by_samples: bool = False) -> None:
         self.by_samples = by_samples
-        self._episodes = episodes
+        self._episodes = Episodes(rules)
         self._first: dict[Key, int] = {}
 
     def judge(self, problems: Iterable[Problem], now: float, step: int, *, last: bool) -> list[tuple[Key, Episode, int]]:
-        """The problems that have begun and hold now, each with the step from which on it held."""
+        """Return the problems that have begun and hold now, each with the step from which on it held."""
         begun = self._episodes.judge(problems, now, last=last)
         holding = self._episodes.holding
         self._first = {key: self._first.get(key, step) for key in holding}
-        return [(key, one, self._first[key]) for key, one in begun.items() if key in holding]
+        return [(key, episode, self._first[key]) for key, episode in begun.items() if key in holding]
 
 
 def _is_there(rule: Rule, values: Values) -> bool:
-    """Whether the run has one of the metrics that the rule needs."""
+    """Return whether the run has one of the metrics that the rule needs."""
     if not rule.needs:
         return True
     needs = [need if isinstance(need, tuple) else (need, None) for need in rule.needs]

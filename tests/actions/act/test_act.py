@@ -236,7 +236,7 @@ async def later(event: object) -> None:
         ((high, Noted(), {"for_": -1}), ValueError, "for_"),
         ((high, Noted(), {"name": ""}), TypeError, "name"),
         (("GradientExplodes", Noted()), ValueError, "no such rule; did you mean GradientExploding"),
-        ((next(rule.name for rule in RULES if rule.judge is None), Noted()), ValueError, "let Prometheus do that"),
+        (("StragglerRank", Noted()), ValueError, "only Prometheus judges this rule; use a condition"),
         ((3, Noted()), TypeError, "what=3: expected the name of a rule, or a callable"),
         ((high, "stop"), TypeError, "action='stop': expected a callable that takes an Event"),
         ((functools.partial(later), Noted()), TypeError, "what=.*later.*: expected a plain function"),

@@ -15,6 +15,7 @@ from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.actions.users_code import contained, without_addresses
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, raised_by_handler
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values
+from torch_grad_exporter.rules.catalogue import promql_only
 from torch_grad_exporter.rules.episodes import Episode
 
 SOURCE = "action"
@@ -123,11 +124,13 @@ def cause(what: object, rules: tuple[Rule, ...]) -> tuple[Rule | None, Condition
     """The rule or the condition. Raises `TypeError` or `ValueError` where it is neither."""
     if isinstance(what, str):
         known = {rule.name: rule for rule in rules}
-        judged = [name for name, rule in known.items() if rule.judge is not None]
+        if what in promql_only():
+            raise ValueError(
+                f"what={what!r}: only Prometheus judges this rule; use a condition, such as "
+                f'lambda m: m.last("torch_grad_global_norm") > 10, or one of the rules {", ".join(known)}'
+            )
         if what not in known:
-            raise ValueError(f"what={what!r}: there is no such rule{near(what, judged)}; docs/runbook.md has them all")
-        if known[what].judge is None:
-            raise ValueError(f"what={what!r}: one process alone cannot judge it; let Prometheus do that")
+            raise ValueError(f"what={what!r}: there is no such rule{near(what, known)}; docs/runbook.md has them all")
         return known[what], None
     if isinstance(what, BetweenSteps):
         raise TypeError(f"what={what!r}: an action is no cause of another one")

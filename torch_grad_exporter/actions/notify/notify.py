@@ -20,7 +20,7 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.rules import RULES, Problem, Rule
-from torch_grad_exporter.rules.actions import untold
+from torch_grad_exporter.rules.actions import notifications_failing
 from torch_grad_exporter.rules.episodes import Episode, Episodes
 
 EVALUATION_SECONDS = 1.0
@@ -48,8 +48,8 @@ def names(notifiers: Iterable[Notifier]) -> list[str]:
 
 
 def totals(notifiers: Sequence[Notifier], rules: Iterable[Rule] = RULES) -> NotifyTotals:
-    """Return the counts of these notifiers, and of the alerts of all rules that a process can judge."""
-    alerts = [(rule.name, alert.severity) for rule in rules if rule.judge is not None for alert in rule.alerts]
+    """Return the counts of these notifiers, and of the alerts of all rules that a process judges."""
+    alerts = [(rule.name, alert.severity) for rule in rules for alert in rule.alerts]
     return NotifyTotals(names(notifiers), alerts)
 
 
@@ -135,7 +135,7 @@ class Notify:
         self.totals.set_active(Counter((alert, severity) for alert, severity, _ in active))
         self._took = self._clock() - now
         # A notification about failing notifications would fail as well.
-        own = {key: problem for key, problem in active.items() if key[0] != untold.name}
+        own = {key: problem for key, problem in active.items() if key[0] != notifications_failing.name}
         to_send = own if self._job is None else self._job.exchange(own, last=last)
         # The end of the run need not be the end of the problem.
         changes = self._announced.changes(to_send, at, ended=" The run has ended." if last else "")
