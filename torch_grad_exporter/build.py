@@ -50,8 +50,8 @@ from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
 from torch_grad_exporter.inspection.local_gradients import LocalGradients
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces, Origins
-from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
+from torch_grad_exporter.inspection.nan_origin.inspection import NanOrigin
+from torch_grad_exporter.inspection.nan_origin.origins import Origins
 from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.watch import WatchedTensors
@@ -173,28 +173,27 @@ class Stages:
             observations=capture.observations, errors=errors,
         )  # fmt: skip
         capture.inspect(losses, errors.boundary("forward_hook", "losses in outputs"))
-        places = OriginPlaces()
         if settings.nan_origin:
             nan_origin = NanOrigin(
-                hooks, cost, clock, mailbox, models=models, steps=self.steps,
-                scaled=lambda: loss_scale.has_scaler, always=settings.nan_origin == "always",
+                hooks=hooks, cost=cost, clock=clock, mailbox=mailbox, loss_scale=loss_scale, models=models,
+                always=settings.nan_origin == "always",
             )  # fmt: skip
             capture.inspect(nan_origin, errors.boundary("nan_origin"))
-        self._layer_times = None
+        layer_times = None
         if checked.timed is not None:
             # Before other inspections, whose time is then not counted as that of layers.
-            self._layer_times = LayerTimes(settings.max_layers)
+            layer_times = LayerTimes(settings.max_layers)
             timer = LayerTimer(
                 modules=checked.timed, hooks=hooks, events=events, clock=clock, cost=cost,
-                mailbox=mailbox, times=self._layer_times,
+                mailbox=mailbox, times=layer_times,
             )  # fmt: skip
             capture.inspect(timer, errors.boundary("layer_times"))
-        self._activations = None
+        activations = None
         if checked.modules is not None:
-            self._activations = ActivationTotals(settings.max_layers)
+            activations = ActivationTotals(settings.max_layers)
             watch = Activations(
                 modules=checked.modules, hooks=hooks, loss_scale=loss_scale, cost=cost, mailbox=mailbox,
-                totals=self._activations,
+                totals=activations,
             )  # fmt: skip
             capture.inspect(watch, errors.boundary("activations"))
         self._watched_totals = WatchTotals()
@@ -217,19 +216,20 @@ class Stages:
             drain_seconds=ORIGIN_SECONDS if settings.nan_origin else DRAIN_SECONDS,
             periodic=capture.look,
         )  # fmt: skip
+        origins = None
         if settings.nan_origin:
-            origins = Origins(places, self.steps, requests)
+            origins = Origins(clock, requests)
             host.register("nan_origin", origins)
             host.listen(origins)
-        local_norms, self._weights = LocalNormTotals(), WeightTotals()
+        local_norms, weight_totals = LocalNormTotals(), WeightTotals()
         host.register("local_norms", local_norms)
         host.listen(local_norms)
-        host.register("weights", self._weights)
+        host.register("weights", weight_totals)
         host.register("watch", self._watched_totals)
-        if self._activations is not None:
-            host.register("activations", self._activations)
-        if self._layer_times is not None:
-            host.register("layer_times", self._layer_times)
+        if activations is not None:
+            host.register("activations", activations)
+        if layer_times is not None:
+            host.register("layer_times", layer_times)
 
         # Collectors, run by a scrape over one snapshot.
         frozen, acted = FrozenLabels(), ActionTotals()
@@ -240,11 +240,11 @@ class Stages:
             schedule=schedule, memory=memory, errors=errors, identity=identity, rank=checked.rank,
             store=checked.store, expected_devices=device_kinds(checked.index, models.values()),
             waits=waits, ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
-            weights=self._weights if settings.weights else None, local_norms=local_norms,
+            weights=weight_totals if settings.weights else None, local_norms=local_norms,
             notified=notified, acted=acted,
             clip=None if self.clip is None else self.clip.reports, frozen=frozen,
-            activations=self._activations, watched=self._watched_totals, origins=places,
-            layer_times=self._layer_times,
+            activations=activations, watched=self._watched_totals, origins=origins,
+            layer_times=layer_times,
         )  # fmt: skip
         group = LateGroup(identity, checked.rank)
 
@@ -270,7 +270,7 @@ class Stages:
             of_sample=OfSample(REGISTRY, settings.enabled_collectors, context),
             dead_from=dead_from(settings.dead_window), moments=settings.moments, now=time.time,
             on_error=functools.partial(errors.count, "history"),
-            activations=None if self._activations is None else self._activations.snapshot,
+            activations=None if activations is None else activations.snapshot,
         )  # fmt: skip
 
         # Actions, which the rules or the user's conditions ask for.
@@ -417,8 +417,7 @@ class Stages:
         if self._instruments is not None:
             self._instruments.drop()
         stages: tuple[_Forked | None, ...] = (
-            self.outputs, self._store, self._host, self._notify, self.act, self.clip,
-            self._activations, self._layer_times, self._watched_totals, self._weights, self.scrape,
+            self.outputs, self._store, self._host, self._notify, self.act, self.clip, self.scrape,
         )  # fmt: skip
         for stage in stages:
             if stage is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from torch_grad_exporter.collectors.registry import Declaration
-from torch_grad_exporter.inspection.activation_totals import ActivationTotals, LayerActivations
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, Spec, scalar
 
@@ -69,27 +69,28 @@ _VALUES = {
 
 
 class ActivationCollector:
-    """Families of the activations, none where nobody asked for them."""
+    """Families of the activations, none without the option."""
 
     def __init__(self, totals: ActivationTotals | None) -> None:
         self._totals = totals
         self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
-        """The families as of the last sampled rounds."""
+        """Yield the families of the last sampled rounds."""
         if self._totals is None:
             return
-        found = self._totals.snapshot()
-        layers: dict[str, LayerActivations] = found.layers
+        snapshot = self._totals.snapshot()
+        layers = snapshot.layers
         for spec, value in _VALUES.items():
-            present = {(label,): value(one) for label, one in layers.items() if value(one) is not None}
-            yield self._rows.family(spec, present)
-        kinds = {(label, "nan"): one.nans for label, one in layers.items()}
-        kinds |= {(label, "inf"): one.infs for label, one in layers.items()}
+            known = {(label,): number for label, row in layers.items() if (number := value(row)) is not None}
+            yield self._rows.family(spec, known)
+        kinds = {(label, "nan"): row.nans for label, row in layers.items()}
+        kinds |= {(label, "inf"): row.infs for label, row in layers.items()}
         yield self._rows.family(ACTIVATION_NONFINITE_ELEMENTS, kinds)
-        yield self._rows.family(ACTIVATION_CAPTURES, {(label,): float(one.captures) for label, one in layers.items()})
-        yield scalar(ACTIVATION_LAYERS_FOLDED, float(found.folded))
-        yield self._rows.family(ACTIVATION_MODULES_LEFT_OUT, {(reason,): float(n) for reason, n in found.left_out.items()})
+        yield self._rows.family(ACTIVATION_CAPTURES, {(label,): float(row.captures) for label, row in layers.items()})
+        yield scalar(ACTIVATION_LAYERS_FOLDED, float(snapshot.folded))
+        left_out = {(reason,): float(count) for reason, count in snapshot.left_out.items()}
+        yield self._rows.family(ACTIVATION_MODULES_LEFT_OUT, left_out)
 
 
 COLLECTOR = Declaration(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.activation_totals import ActivationTotals
     from torch_grad_exporter.inspection.layer_times import LayerTimes
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-    from torch_grad_exporter.inspection.nan_origin.origins import OriginPlaces
+    from torch_grad_exporter.inspection.nan_origin.origins import Origins
     from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
     from torch_grad_exporter.inspection.watch_totals import WatchTotals
     from torch_grad_exporter.inspection.weight_totals import WeightTotals
@@ -85,4 +85,4 @@ class CollectorContext:
     activations: ActivationTotals | None
     layer_times: LayerTimes | None
     watched: WatchTotals
-    origins: OriginPlaces
+    origins: Origins | None

@@ -29,19 +29,20 @@ LAYER_TIMED_STEPS = METRICS.counter(
 
 
 class LayerTimesCollector:
-    """Families of the times of layers, none where nobody asked for them."""
+    """Families of the times of layers, none without the option."""
 
     def __init__(self, times: LayerTimes | None) -> None:
         self._times = times
         self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
-        """The families as of the last sampled steps that are known."""
+        """Yield the families over the sampled steps whose times are known."""
         if self._times is None:
             return
-        found = self._times.snapshot()
-        yield self._rows.family(LAYER_SECONDS, {key: one.seconds for key, one in found.items()})
-        yield self._rows.family(LAYER_TIMED_STEPS, {key: float(one.rounds) for key, one in found.items()})
+        layers = self._times.by_layer.items()
+        times = {(layer, name): time for layer, row in layers for name, time in row.passes.items()}
+        yield self._rows.family(LAYER_SECONDS, {key: time.seconds for key, time in times.items()})
+        yield self._rows.family(LAYER_TIMED_STEPS, {key: float(time.rounds) for key, time in times.items()})
 
 
 COLLECTOR = Declaration("layer_times", (METRICS,), lambda context: LayerTimesCollector(context.layer_times), place=16, judged=False)

@@ -31,10 +31,10 @@ class NanOriginCollector:
         self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now."""
-        if found := self._origins.steps:
-            yield self._rows.family(NONFINITE_ORIGIN_INFO, dict.fromkeys(found, 1.0))
-            yield self._rows.family(NONFINITE_ORIGIN_STEP, {place: float(step) for place, step in found.items()})
+        """Yield the families of the places that are known now."""
+        if self._origins is not None and (steps := self._origins.steps):
+            yield self._rows.family(NONFINITE_ORIGIN_INFO, dict.fromkeys(steps, 1.0))
+            yield self._rows.family(NONFINITE_ORIGIN_STEP, {place: float(step) for place, step in steps.items()})
 
 
 COLLECTOR = Declaration("nan_origin", (METRICS,), NanOriginCollector, place=15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.inspection.watch_totals import WatchTotals
@@ -43,6 +44,12 @@ WATCH_NAMES_FOLDED = WATCHED.gauge(
 )
 
 
+_VALUES = {
+    WATCH_GRAD_NORM: attrgetter("norm"),
+    WATCH_GRAD_ZERO_RATIO: attrgetter("zero_ratio"),
+}
+
+
 class WatchedCollector:
     """Families of the watched tensors, none before the first one."""
 
@@ -51,18 +58,17 @@ class WatchedCollector:
         self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
-        """The families as of the last sampled rounds."""
-        found, folded = self._totals.snapshot()
-        if not found:
+        """Yield the families of the last sampled rounds."""
+        watched, folded = self._totals.snapshot()
+        if not watched:
             return
-        norms = {(name,): one.norm for name, one in found.items() if one.norm is not None}
-        yield self._rows.family(WATCH_GRAD_NORM, norms)
-        ratios = {(name,): one.zero_ratio for name, one in found.items() if one.zero_ratio is not None}
-        yield self._rows.family(WATCH_GRAD_ZERO_RATIO, ratios)
-        kinds = {(name, "nan"): one.nans for name, one in found.items()}
-        kinds |= {(name, "inf"): one.infs for name, one in found.items()}
+        for spec, value in _VALUES.items():
+            known = {(name,): number for name, row in watched.items() if (number := value(row)) is not None}
+            yield self._rows.family(spec, known)
+        kinds = {(name, "nan"): row.nans for name, row in watched.items()}
+        kinds |= {(name, "inf"): row.infs for name, row in watched.items()}
         yield self._rows.family(WATCH_GRAD_NONFINITE_ELEMENTS, kinds)
-        clipped = {(name,): one.clipped for name, one in found.items() if one.clipped is not None}
+        clipped = {(name,): row.clipped for name, row in watched.items() if row.clipped is not None}
         yield self._rows.family(WATCH_CLIPPED, clipped)
         yield scalar(WATCH_NAMES_FOLDED, float(folded))
 

@@ -45,7 +45,7 @@ WEIGHT_CAPTURES = WEIGHTS.counter(
 
 
 class WeightFamilies:
-    """Makes the families of what was seen of weights."""
+    """Makes the families of the weights."""
 
     def __init__(self, totals: WeightTotals) -> None:
         self._totals = totals
@@ -54,13 +54,13 @@ class WeightFamilies:
 
     def collect(self, shown: Sequence[str], counted: Sequence[str]) -> Iterator[Family]:
         """Yield gauges of the layers that are shown, and the totals of all that count. A removed layer stays until it is in the remainder."""
-        found = self._totals.snapshot(counted)
-        here = {layer: found[layer] for layer in shown if layer in found}
-        norms = {(layer,): one.norm for layer, one in here.items() if one.whole and not math.isnan(one.norm)}
+        totals = self._totals.snapshot(counted)
+        here = {layer: totals[layer] for layer in shown if layer in totals}
+        norms = {(layer,): row.norm for layer, row in here.items() if row.whole and not math.isnan(row.norm)}
         yield self._rows.family(WEIGHT_NORM, norms)
-        ratios = {(layer,): one.update_ratio for layer, one in here.items() if not math.isnan(one.update_ratio)}
+        ratios = {(layer,): row.update_ratio for layer, row in here.items() if not math.isnan(row.update_ratio)}
         yield self._rows.family(WEIGHT_UPDATE_RATIO, ratios)
-        layers, rows = self._counted.get(tuple((label,) for label in found)), list(found.values())
-        buckets = np.array([one.buckets for one in rows]).reshape(len(rows), len(WEIGHT_MAGNITUDES) + 1)
-        yield Family(WEIGHT_DISTRIBUTION, buckets, layers, sums=np.array([one.sum for one in rows]))
-        yield Family(WEIGHT_CAPTURES, np.array([one.captures for one in rows], dtype=np.float64), layers)
+        layers, rows = self._counted.get(tuple((label,) for label in totals)), list(totals.values())
+        buckets = np.array([row.buckets for row in rows]).reshape(len(rows), len(WEIGHT_MAGNITUDES) + 1)
+        yield Family(WEIGHT_DISTRIBUTION, buckets, layers, sums=np.array([row.sum for row in rows]))
+        yield Family(WEIGHT_CAPTURES, np.array([row.captures for row in rows], dtype=np.float64), layers)

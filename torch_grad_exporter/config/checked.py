@@ -17,7 +17,7 @@ from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.inspection.modules import InnerModules, found_by, with_parameters, without_children
+from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter, layers_of
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -97,7 +97,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     clip, modules = _clip(settings, arguments, index), _modules(models, settings, given)
     web_config = _web_config(settings, given)
     layers = LayerFilter(settings.include, settings.exclude)
-    timed = InnerModules(models, with_parameters(layers), settings.max_layers) if settings.layer_times else None
+    timed = InnerModules(models, layers, ModuleKind.OWNERS, settings.max_layers) if settings.layer_times else None
     # Last, since it may open a connection.
     store = JobStore()
     try:
@@ -139,12 +139,12 @@ def _modules(models: Mapping[str, torch.nn.Module], settings: Settings, given: M
     if pattern is False:
         return None
     if isinstance(pattern, re.Pattern):
-        modules = InnerModules(models, found_by(pattern), settings.max_layers)
+        modules = InnerModules(models, LayerFilter((pattern,)), ModuleKind.ANY, settings.max_layers)
     else:
-        wanted = without_children(LayerFilter(settings.include, settings.exclude))
-        modules = InnerModules(models, wanted, settings.max_layers)
-    chosen = modules.chosen()
-    if not chosen.inner and not chosen.compiled:
+        layers = LayerFilter(settings.include, settings.exclude)
+        modules = InnerModules(models, layers, ModuleKind.LEAVES, settings.max_layers)
+    selected = modules.selected()
+    if not selected.by_root and not selected.compiled:
         names = modules.names()
         where = f"{source(given, 'activations')}={getattr(pattern, 'pattern', True)!r}"
         raise ValueError(f"{where}: matches none of the {len(names)} modules, for example {', '.join(map(repr, names[:3]))}")

@@ -8,34 +8,29 @@ by its events or the host's clock, without what the exporter takes meanwhile on 
 from __future__ import annotations
 
 import functools
-import logging
-import sys
-import threading
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.device_events import EventPool, Stretch, Timeline
+from torch_grad_exporter.capture.device_events import EventPool, Timeline
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.module_tensors import differentiable
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.errors import say
-from torch_grad_exporter.inspection.layer_times import BACKWARD, FORWARD, LayerTimes
+from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
+from torch_grad_exporter.inspection.layer_times import BACKWARD, FORWARD, LayerTimes, Pass, RoundTimes, TimedCall
 from torch_grad_exporter.inspection.modules import InnerModules
-from torch_grad_exporter.inspection.own_nodes import own_nodes
-from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHooks
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Inspected
-from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, next_sequence, within_transform
-from torch_grad_exporter.torch_compat.compiler import called_from_compiled, compiles_backwards, something_is_compiled
+from torch_grad_exporter.torch_compat.autograd import next_sequence, number_of
+from torch_grad_exporter.torch_compat.compiler import compiles_backwards
 from torch_grad_exporter.torch_compat.modules import parameters_in
-
-logger = logging.getLogger("torch_grad_exporter")
 
 SOURCE = "layer_times"
 
@@ -48,50 +43,14 @@ HOST_MOMENTS = 8 * CALLS
 # Rounds that a device may be behind, at most; while it is, further ones are not timed.
 BEHIND = 64
 
+# Nodes that are visited for one call, at most; and of a call whose nodes are all hooked.
+VISITED, FEW = 1 << 12, 128
+
 COMPILED = "%d layers are not timed, since they are compiled; a hook in compiled code would compile it anew"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TimedCall:
-    """A call of a layer, on the timeline of its device; the nodes that it makes are numbered from `first` on."""
-
-    module: int
-    layer: str
-    line: Timeline[Pass]
-    first: int
-
-
-# A pass of one call, `FORWARD` or `BACKWARD`: the key of a timeline's marks.
-Pass = tuple[TimedCall, str]
-
-
-@dataclass(slots=True, eq=False)
-class _RoundTimes:
-    """A sampled round, until its times are known. `lost`: some of them are missing."""
-
-    number: int = -1
-    lost: bool = False
-    stretches: deque[Stretch[Pass]] = field(default_factory=deque)
-    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
-
-    def read(self) -> bool:
-        """Add up what devices have passed by now; return whether that is all."""
-        while self.stretches and (seconds := self.stretches[0].read()) is not None:
-            self.lost |= self.stretches.popleft().failed
-            for (call, name), added in seconds.items():
-                self.seconds[call.layer, name] = self.seconds.get((call.layer, name), 0.0) + added
-        return not self.stretches
-
-    def release(self) -> None:
-        """Forget all of it."""
-        for stretch in self.stretches:
-            stretch.release()
-        self.stretches.clear()
-        self.seconds = {}
-
-
-class LayerTimer(Inspection):
-    """An inspection. Belongs to the training thread, and to those of the backward."""
+class LayerTimer(Inspection, ForwardObserver):
+    """Belongs to the training thread, and to those of the backward."""
 
     def __init__(
         self,
@@ -105,8 +64,7 @@ class LayerTimer(Inspection):
         times: LayerTimes,
     ) -> None:
         self._events, self._cost, self._mailbox, self._times = events, cost, mailbox, times
-        moments = Moments(ended=self._ended, began=self._began, again=self._runs_again)
-        self._hooks = RoundHooks(modules, hooks, SOURCE, moments)
+        self._hooks = SampledHooks(modules, hooks, SOURCE, self, COMPILED)
         self._before = hooks.guarded(SOURCE, self._node_begins)
         self._after = hooks.guarded(SOURCE, self._node_over)
         # A moment of the host is when the running hook of ours began, without what the exporter has taken until then.
@@ -119,35 +77,19 @@ class LayerTimer(Inspection):
         self._calls = 0
         self._on = False  # whether the current round is sampled
         self._follows_backwards = True
-        self._thread = -1
-        self._round = _RoundTimes()
-        self._pending: deque[_RoundTimes] = deque()
-        # By `id`, models that had a forward before this round, and those that had their first one in it.
-        self._roots: set[int] = set()
-        self._new_roots: set[int] = set()
-        self._warned = False
+        self._round = RoundTimes()
+        self._pending: deque[RoundTimes] = deque()
 
     # The moments of a round
 
     def forward_began(self, root: torch.nn.Module, _args: object, _kwargs: object, *, sampled: bool) -> None:
         """Hook the model's layers for a sampled round, if this forward is not part of compiled code."""
-        self._on = sampled and BACKWARDS_ARE_SEEN and not within_transform() and not capturing_graph()
+        self._on = self._hooks.due(sampled=sampled)
         self._open, self._taken = [], set()
         for line in self._lines():  # a forward or backward that has raised left it open
             line.forget()
-        if not self._on:
-            self._hooks.disarm()
-            return
-        # Where something is compiled, the first forward of a model may be the one that compiles it. The same in `Activations`.
-        if id(root) not in self._roots and something_is_compiled():
-            self._new_roots.add(id(root))
-            return
-        self._thread = threading.get_ident()
-        self._follows_backwards = not compiles_backwards()
-        chosen = self._hooks.arm(root, compiled=called_from_compiled(sys._getframe(1)))
-        if chosen.compiled and not self._warned:
-            self._warned = True
-            say(logger, logging.WARNING, COMPILED, chosen.compiled)
+        if self._on and self._hooks.arm(root):
+            self._follows_backwards = not compiles_backwards()
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """What was timed so far belongs to this round."""
@@ -159,10 +101,10 @@ class LayerTimer(Inspection):
 
     def round_over(self, number: int, *, kept: bool) -> None:
         """The times of the round are complete. Where no backward was seen, they are those up to now."""
-        self._roots |= self._new_roots
+        self._hooks.round_over()
         if self._round.number != number:
             self._cut(number)
-        over, self._round = self._round, _RoundTimes()
+        over, self._round = self._round, RoundTimes()
         over.lost |= len(self._pending) >= BEHIND
         self._times.untimed += over.lost and kept
         if over.lost or not kept:
@@ -173,7 +115,7 @@ class LayerTimer(Inspection):
 
     def step_over(self, *, sampled: bool) -> None:
         """Remove all hooks; the next forward sets those that it needs."""
-        self._roots |= self._new_roots
+        self._hooks.round_over()
         self._hooks.disarm()
         self._open, self._taken, self._calls, self._on = [], set(), 0, sampled
         if not sampled:
@@ -206,7 +148,7 @@ class LayerTimer(Inspection):
         """Take the marks of all timelines for the round of this number."""
         if self._round.number != number:
             self._round.release()
-            self._round = _RoundTimes(number)
+            self._round = RoundTimes(number)
         self._hook_began = self._cost.now()
         for line in self._lines():
             if (stretch := line.cut()) is None:
@@ -232,35 +174,37 @@ class LayerTimer(Inspection):
 
     # Forwards
 
-    def _began(self, layer: Hooked) -> None:
+    def entered(self, label: str, module: torch.nn.Module, args: object, kwargs: object) -> None:  # noqa: ARG002 - of `ForwardObserver`
+        """Begin to time a layer on its device."""
         start = self._cost.now()
-        line = self._line_of(layer.module)
-        if line is None or threading.get_ident() != self._thread:
+        line = self._line_of(module)
+        if line is None:
             return
         self._calls += 1
         if self._calls > CALLS:
             line.lose()
             return
-        call = TimedCall(id(layer.module), layer.label, line, next_sequence())
+        call = TimedCall(id(module), label, line, next_sequence())
         self._open.append(call)
         self._hook_began = start
         line.enter((call, FORWARD))
         self._cost.spent(start, sampled=True)
 
-    def _ended(self, layer: Hooked, output: object) -> None:
+    def left(self, label: str, module: torch.nn.Module, output: object) -> None:  # noqa: ARG002 - of `ForwardObserver`
+        """End the time of a layer's forward, and hook the nodes that it has made."""
         start = self._cost.now()
-        if threading.get_ident() != self._thread or not any(call.module == id(layer.module) for call in self._open):
+        if not any(call.module == id(module) for call in self._open):
             return
-        while (call := self._open.pop()).module != id(layer.module):
+        while (call := self._open.pop()).module != id(module):
             pass  # a call that has raised within this one
         self._leave(call, start)
         if self._follows_backwards:
             outputs = (tensor.grad_fn for tensor in differentiable(output))
             # Without those of calls within it, which are hooked already.
             nodes = own_nodes(outputs, call.first, next_sequence(), self._taken)
-            for node in () if nodes is None else nodes.before:
+            for node in nodes.first:
                 node.register_prehook(functools.partial(self._before, call))
-            for node in () if nodes is None else nodes.after:
+            for node in nodes.last:
                 node.register_hook(functools.partial(self._after, call))
         if not self._open:
             self._taken = set()
@@ -285,10 +229,53 @@ class LayerTimer(Inspection):
             self._leave(call, start)
             self._cost.spent(start, sampled=True)
 
-    def _runs_again(self) -> None:
-        """A layer runs in the second forward of a checkpoint: the node that waits for it has done nothing yet."""
+    def repeated(self) -> None:
+        """Begin the time of the node again that waits for the second forward of a checkpoint; it has done nothing yet."""
         start = self._hook_began = self._cost.now()
         for line in self._lines():
             if line.current is not None and line.current[1] == BACKWARD:
                 line.again()
         self._cost.spent(start, sampled=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNodes:
+    """The nodes of the graph before which a call's backward begins or goes on, and after which it is over."""
+
+    first: tuple[Any, ...] = ()
+    last: tuple[Any, ...] = ()
+
+
+def own_nodes(outputs: Iterable[Any], first: int, last: int, taken: set[int]) -> OwnNodes:
+    """Find the nodes that a call has made: those with a number from `first` up to `last`, that excluded.
+
+    The backward goes through many nodes one after the other, from the outputs to the lowest number, so only these ends are hooked.
+
+    Args:
+        outputs: The nodes that made what the call has returned.
+        first: The number of the call's first node.
+        last: The number of the node that is made next.
+        taken: Nodes of inner calls, which are left out; those that are found are added.
+
+    Returns:
+        The nodes to hook; none if there are too many to visit.
+    """
+    own: dict[int, Any] = {}
+    seen: set[int] = set()
+    ends = {number_of(node): node for node in outputs if first <= number_of(node) < last}
+    nodes = list(ends.values())
+    while nodes:
+        node = nodes.pop()
+        number = number_of(node)
+        if number in seen:
+            continue
+        if len(seen) == VISITED:
+            return OwnNodes()
+        seen.add(number)
+        if number not in taken:
+            own[number] = node
+        nodes += (behind for behind, _ in node.next_functions if behind is not None and first <= number_of(behind) < last)
+    taken.update(own)
+    if len(own) <= FEW:
+        return OwnNodes((*own.values(),), (*own.values(),))
+    return OwnNodes((*ends.values(),), (own[min(own)],))

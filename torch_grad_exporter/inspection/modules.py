@@ -1,12 +1,12 @@
-"""Which inner modules are looked into, under which labels, and which are left out because they are compiled."""
+"""Which inner modules are followed, under which labels, and which are left out because they are compiled."""
 
 from __future__ import annotations
 
-import re
+import enum
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,8 +15,8 @@ from torch_grad_exporter.model.names import LayerFilter, clean
 from torch_grad_exporter.torch_compat.compiler import is_compiled
 from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
+# Modules that use their children without calling them, so that they count as a leaf.
 WITHOUT_PARTS: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)
-"""Modules that use their children without calling them, so that they count as a leaf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,85 +38,90 @@ class NamedModule:
 
 
 @dataclass(frozen=True, slots=True)
-class Inner:
-    """A module that is looked into. `root`: the `id` of the model that it is in. Holds it weakly."""
+class InnerModule:
+    """A module that is followed, held weakly."""
 
     label: str
-    root: int
     module: weakref.ref[torch.nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """All that are looked into. `folded`: how many of them share their label; `compiled`: how many were left out for that."""
+class SelectedModules:
+    """All that are followed, by the `id` of their model.
 
-    inner: tuple[Inner, ...] = ()
+    `folded`: how many of them share their label; `compiled`: how many more are left out since they are compiled.
+    """
+
+    by_root: Mapping[int, tuple[InnerModule, ...]] = field(default_factory=dict)
     folded: int = 0
     compiled: int = 0
 
 
-Wants = Callable[[NamedModule], bool]
-"""Whether a module is to be looked into."""
+class ModuleKind(enum.Enum):
+    """Which modules are wanted, of those whose names a filter accepts. A leaf is one without children."""
+
+    ANY = enum.auto()
+    LEAVES = enum.auto()
+    OWNERS = enum.auto()  # of parameters; a whole model only if it is a leaf
+
+    def includes(self, named: NamedModule) -> bool:
+        """Return whether a module is of this kind."""
+        if self is not ModuleKind.OWNERS:
+            return self is ModuleKind.ANY or named.leaf
+        owns = any(parameter is not None for parameter in parameters_in(named.module).values())
+        return owns and (named.leaf or not named.whole)
 
 
 class InnerModules:
-    """Finds the wanted modules of the models, anew whenever a module came or went. Holds the models weakly.
+    """Finds the wanted modules of the models, again whenever a module came or went. Holds the models weakly.
 
-    `models`: name to module, as of `LayerIndex`. `wants`: which modules. `most`: labels, beyond which modules share them as layers
-    do.
+    Args:
+        models: The models by name.
+        layers: Accepts the names of the wanted modules.
+        kind: Which of these.
+        most: Labels at most; beyond, modules share them like layers do.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], wants: Wants, most: int) -> None:
-        self._roots = [(name, weakref.ref(module)) for name, module in models.items()]
-        self._wants, self._most = wants, most
+    def __init__(self, models: Mapping[str, torch.nn.Module], layers: LayerFilter, kind: ModuleKind, most: int) -> None:
+        self._models = [(name, weakref.ref(module)) for name, module in models.items()]
+        self._layers, self._kind, self._most = layers, kind, most
         self._structure: list[int] = []
-        self._chosen = Chosen()
+        self._selected = SelectedModules()
 
-    def chosen(self) -> Chosen:
-        """Those of now."""
-        roots = [(name, root) for name, reference in self._roots if (root := reference()) is not None]
-        structure = [one for _, root in roots for module in root.modules() for one in (id(module), is_compiled(module))]
+    def selected(self) -> SelectedModules:
+        """Return the modules that exist now."""
+        modules = (module for _, root in self._roots() for module in root.modules())
+        structure = [number for module in modules for number in (id(module), is_compiled(module))]
         if structure != self._structure:
-            self._chosen, self._structure = self._choose(roots), structure
-        return self._chosen
+            self._selected, self._structure = self._select(), structure
+        return self._selected
 
     def names(self) -> list[str]:
-        """The names of all modules, wanted or not."""
-        return [one.name for name, reference in self._roots if (root := reference()) is not None for one in named(name, root)]
+        """Return the names of all modules, wanted or not."""
+        return [named.name for name, root in self._roots() for named in named_modules(name, root)]
 
-    def _choose(self, roots: Sequence[tuple[str, torch.nn.Module]]) -> Chosen:
-        found = [(id(root), one) for name, root in roots for one in named(name, root) if self._wants(one)]
-        open_ones = [(root, one) for root, one in found if not one.compiled]
-        labels = fold([one.name for _, one in open_ones], self._most)
+    def _roots(self) -> list[tuple[str, torch.nn.Module]]:
+        return [(name, root) for name, reference in self._models if (root := reference()) is not None]
+
+    def _select(self) -> SelectedModules:
+        wanted = [
+            (id(root), named)
+            for name, root in self._roots()
+            for named in named_modules(name, root)
+            if self._kind.includes(named) and self._layers.accepts(named.name)
+        ]
+        hooked = [(root, named) for root, named in wanted if not named.compiled]
+        labels = fold([named.name for _, named in hooked], self._most)
         sharing = Counter(labels)
-        return Chosen(
-            tuple(Inner(label, root, weakref.ref(one.module)) for label, (root, one) in zip(labels, open_ones, strict=True)),
-            sum(sharing[label] > 1 for label in labels),
-            len(found) - len(open_ones),
-        )
+        by_root: dict[int, list[InnerModule]] = {}
+        for label, (root, named) in zip(labels, hooked, strict=True):
+            by_root.setdefault(root, []).append(InnerModule(label, weakref.ref(named.module)))
+        folded = sum(sharing[label] > 1 for label in labels)
+        return SelectedModules({root: tuple(inner) for root, inner in by_root.items()}, folded, len(wanted) - len(hooked))
 
 
-def found_by(pattern: re.Pattern[str]) -> Wants:
-    """Wants the modules in whose name a regular expression is found."""
-    return lambda one: pattern.search(one.name) is not None
-
-
-def without_children(layers: LayerFilter) -> Wants:
-    """Wants all modules without children that the filter accepts."""
-    return lambda one: one.leaf and layers.accepts(one.name)
-
-
-def with_parameters(layers: LayerFilter) -> Wants:
-    """Wants all modules with parameters of their own that the filter accepts; a model as a whole only if it has no children."""
-    return lambda one: (
-        any(parameter is not None for parameter in parameters_in(one.module).values())
-        and (one.leaf or not one.whole)
-        and layers.accepts(one.name)
-    )
-
-
-def named(name: str, root: torch.nn.Module) -> Iterator[NamedModule]:
-    """Every module of a model once, under its first name; `name`: of the model, empty for a single one."""
+def named_modules(name: str, root: torch.nn.Module) -> Iterator[NamedModule]:
+    """Yield every module of a model once, under its first name; `name`: of the model, empty for a single one."""
     modules = [*_walked("", root, compiled=False, seen=set())]
     alike = Counter(clean(raw) for raw, _, _ in modules)
     for raw, module, compiled in modules:

@@ -1,7 +1,6 @@
-"""What a module's outputs have come to over a round: measured at once, since they may be modified in place right after.
+"""Tallies of a module's outputs over a round: measured at once, since they may be modified in place right after.
 
-Nothing here reads the data of a device other than the CPU: a few small tensors stay there until the round is over, and are then
-packed into one vector.
+Nothing here waits for a device: a few small tensors stay there until the round is over, and are then packed into one vector.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch_grad_exporter.statistics import Column, device, host, single
 from torch_grad_exporter.statistics.batches import Batch, resolved
 from torch_grad_exporter.statistics.layout import ORDINARY
 
+# Small tensors of one module that are kept before they are put together, as where a module is called for each time step.
 HELD = 16
-"""Small tensors of one module that are kept before they are put together, as where a module is called for each time step."""
 
 
 class OfOutput(enum.IntEnum):
@@ -32,12 +31,9 @@ class OfOutput(enum.IntEnum):
     ZEROS = 1
     NANS = 2
     INFS = 3
-    PEAK = 4
-    """The largest magnitude; NaN where there is a NaN."""
-    DEAD = 5
-    """Output units that were zero in every element."""
-    GRADIENT = 6
-    """The norm of the gradient; NaN as well where there is none, see `ActivationSample.graded`."""
+    PEAK = 4  # the largest magnitude; NaN where there is a NaN
+    DEAD = 5  # output units that were zero in every element
+    GRADIENT = 6  # the norm of the gradient, where `ActivationSample.graded` says that there is one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,19 +72,19 @@ class Tally:
     gradients: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of_output(cls, values: torch.Tensor, unit_dim: int | None) -> Tally:
-        """Measures an output: a plain real tensor that is not empty. `unit_dim`: along which its units lie, if it has any."""
+    def of_values(cls, values: torch.Tensor, unit_dim: int | None) -> Tally:
+        """Measure an output: a plain real tensor that is not empty. `unit_dim`: along which its units lie, if it has any."""
         row, peaks = (_on_host if values.device.type == "cpu" else _on_device)(values, unit_dim)
         return cls(values.numel(), 0 if unit_dim is None else values.shape[unit_dim], [row], peaks)
 
     @classmethod
     def of_gradient(cls, gradient: torch.Tensor) -> Tally:
-        """Measures the gradient of an output: a plain real tensor."""
-        found = single.norms(gradient)
-        return cls(gradients=[one if isinstance(one, torch.Tensor) else _numbers([one]) for one in found])
+        """Measure the gradient of an output: a plain real tensor."""
+        norms = single.norms(gradient)
+        return cls(gradients=[norm if isinstance(norm, torch.Tensor) else _numbers([norm]) for norm in norms])
 
     def include(self, other: Tally) -> None:
-        """Adds another one, of the same module and device. Keeps at most `HELD` small tensors of each kind."""
+        """Add another tally, of the same module and device. Keep at most `HELD` small tensors of each kind."""
         if self.peaks is None or other.peaks is None:
             self.units, self.peaks = (other.units, other.peaks) if self.peaks is None else (self.units, self.peaks)
         elif self.units == other.units:
@@ -104,22 +100,22 @@ class Tally:
             self.gradients = [self.gradient()]
 
     def row(self) -> torch.Tensor:
-        """All rows as one, shape (4,)."""
+        """Return all rows as one, shape (4,)."""
         if len(self.rows) == 1:
             return self.rows[0]
         rows = torch.stack(self.rows)
         return torch.cat((torch.linalg.vector_norm(rows[:, :1], dim=0), rows[:, 1:].sum(dim=0)))
 
     def gradient(self) -> torch.Tensor:
-        """The norm of the whole gradient, shape (1,)."""
+        """Return the norm of the whole gradient, shape (1,)."""
         return self.gradients[0] if len(self.gradients) == 1 else torch.linalg.vector_norm(torch.cat(self.gradients)).reshape(1)
 
 
 _AS_IT_IS = contextlib.nullcontext()
 
 
-def measuring(kind: str) -> contextlib.AbstractContextManager[object]:
-    """Without autocast, which would take copies in float32 on other devices than the CPU. What is measured has no graph."""
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """Disable autocast, which would take copies in float32 on other devices than the CPU."""
     return torch.autocast(kind, enabled=False) if kind != "cpu" and torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
@@ -128,14 +124,13 @@ def _numbers(values: Sequence[float] | FloatArray) -> torch.Tensor:
 
 
 def _on_host(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and peaks. Of a unit that is not zero the peak is only known to be at most that of all, which stands in its place."""
+    """Return row and peaks. For the peak of a unit that is not zero stands that of all units, which is no smaller."""
     values = resolved(values)
-    found = _fast(values)
-    if found is None:
+    measured = _fast(values)
+    if measured is None:
         columns, _, _ = host.measure((Batch((0,), (values,), None),), ORDINARY, counts=True)
-        row = columns[0]
-        found = row[_COLUMNS], float(np.maximum(abs(row[Column.MIN]), abs(row[Column.MAX])))
-    row, peak = found
+        measured = columns[0][_COLUMNS], float(np.maximum(abs(columns[0][Column.MIN]), abs(columns[0][Column.MAX])))
+    row, peak = measured
     units = 1 if unit_dim is None else values.shape[unit_dim]
     peaks = _numbers([peak] * units)
     if unit_dim is not None and row[1] >= values.numel() // units:  # else no unit can be zero
@@ -145,7 +140,7 @@ def _on_host(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, 
 
 
 def _fast(values: torch.Tensor) -> tuple[Sequence[float] | FloatArray, float] | None:
-    """The same of a small finite output at a third of the price; `None` where it cannot be had or trusted that way."""
+    """Return the same for a small finite output at a third of the cost; None where that is not possible or not exact."""
     if values.numel() > host.BLOCK_ELEMENTS or not values.is_contiguous() or values.dtype is torch.float64:
         return None
     flat = values.float().numpy().reshape(-1)
@@ -157,7 +152,7 @@ def _fast(values: torch.Tensor) -> tuple[Sequence[float] | FloatArray, float] | 
 
 
 def _on_device(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and peaks, without a read; temporaries are as bounded as for gradients."""
+    """Return row and peaks without waiting; temporaries are as bounded as for gradients."""
     values, accumulate = resolved(values), device.wide(values.device)
     batch = Batch((0,), (values,), None)
     norm = device.norms(batch, accumulate).prod(dim=1)  # without float64 it comes with a scale
@@ -174,67 +169,66 @@ def _on_device(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """How the tallies of one device are packed: rows, then the largest peaks, zero units and gradients, each in this `order`.
+class PackedTallies:
+    """The tallies of one device in a vector: rows, then the largest peaks, zero units and gradients. Arrays of shape (n,)."""
 
-    `order`: places of the tallies that were given. `elements`, `units`: shape (n,); `graded`: which have a gradient; as given.
-    """
-
-    order: IntArray
+    labels: tuple[str, ...]
     elements: IntArray
     units: IntArray
     graded: BoolArray
 
     def values(self, vector: FloatArray) -> FloatArray:
-        """From the vector, once it has arrived: shape (n, columns of `OfOutput`), as given."""
-        count = len(self.order)
-        found = np.zeros((count, len(OfOutput)))
+        """Return what the vector says, once it has arrived: shape (n, columns of `OfOutput`)."""
+        count = len(self.labels)
+        values = np.zeros((count, len(OfOutput)))
         rows, rest = vector[: 4 * count].reshape(count, 4), vector[4 * count :]
-        found[self.order[:, None], _ROW] = rows
-        found[self.order, OfOutput.PEAK], found[self.order, OfOutput.DEAD] = rest[:count], rest[count : 2 * count]
-        found[self.order[self.graded[self.order]], OfOutput.GRADIENT] = rest[2 * count :]
-        return found
+        values[:, _ROW] = rows
+        values[:, OfOutput.PEAK], values[:, OfOutput.DEAD] = rest[:count], rest[count : 2 * count]
+        values[self.graded, OfOutput.GRADIENT] = rest[2 * count :]
+        return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentTallies:
-    """The data of a record of tallies: for each device the labels and how they are packed.
+    """The data of a record of tallies, packed by device.
 
     `known`: whether it is known by what the loss was scaled; the scale comes behind the vectors where there is one.
     """
 
-    devices: tuple[tuple[tuple[str, ...], Packed], ...]
+    devices: tuple[PackedTallies, ...]
     known: bool
 
     def sample(self, values: tuple[FloatArray, ...]) -> ActivationSample:
         """Return what the vectors of the devices say."""
         scale = float(values[-1][0]) if len(values) > len(self.devices) else 1.0
-        packings = [packing for _, packing in self.devices]
         return ActivationSample(
-            tuple(label for labels, _ in self.devices for label in labels),
-            np.concatenate([one.elements for one in packings]),
-            np.concatenate([one.units for one in packings]),
-            np.concatenate([one.graded for one in packings]),
-            np.concatenate([one.values(vector) for one, vector in zip(packings, values, strict=False)]),
+            tuple(label for packing in self.devices for label in packing.labels),
+            np.concatenate([packing.elements for packing in self.devices]),
+            np.concatenate([packing.units for packing in self.devices]),
+            np.concatenate([packing.graded for packing in self.devices]),
+            np.concatenate([packing.values(vector) for packing, vector in zip(self.devices, values, strict=False)]),
             scale if self.known else float("nan"),
         )
 
 
-def packed(tallies: Sequence[Tally]) -> tuple[Packed, torch.Tensor]:
-    """Packs tallies with outputs of one device into a vector; few launches, as those with equally many units share theirs."""
-    order = sorted(range(len(tallies)), key=lambda place: len(_peaks(tallies[place])))
-    chosen = [tallies[place] for place in order]
-    parts, dead = [torch.stack([one.row() for one in chosen]).reshape(-1)], []
-    for _, group in itertools.groupby(map(_peaks, chosen), key=len):
+def packed(labelled: Sequence[tuple[str, Tally]]) -> tuple[PackedTallies, torch.Tensor]:
+    """Pack tallies with outputs of one device into a vector.
+
+    Few operations are launched, as tallies with the same number of units share theirs.
+    """
+    labelled = sorted(labelled, key=lambda pair: len(_peaks(pair[1])))
+    tallies = [tally for _, tally in labelled]
+    parts, dead = [torch.stack([tally.row() for tally in tallies]).reshape(-1)], []
+    for _, group in itertools.groupby(map(_peaks, tallies), key=len):
         peaks = torch.stack([*group])
         parts.append(peaks.amax(dim=1))
         dead.append((peaks == 0).sum(dim=1, dtype=peaks.dtype))
-    gradients = [one.gradient() for one in chosen if one.gradients]
-    packing = Packed(
-        np.array(order, dtype=np.int64),
-        np.array([one.elements for one in tallies], dtype=np.int64),
-        np.array([one.units for one in tallies], dtype=np.int64),
-        np.array([bool(one.gradients) for one in tallies], dtype=np.bool_),
+    gradients = [tally.gradient() for tally in tallies if tally.gradients]
+    packing = PackedTallies(
+        tuple(label for label, _ in labelled),
+        np.array([tally.elements for tally in tallies], dtype=np.int64),
+        np.array([tally.units for tally in tallies], dtype=np.int64),
+        np.array([bool(tally.gradients) for tally in tallies], dtype=np.bool_),
     )
     return packing, torch.cat([*parts, *dead, *gradients])
 

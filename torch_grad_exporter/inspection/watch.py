@@ -1,7 +1,7 @@
 """WatchedTensors: the gradients of tensors that `exporter.watch` was given; clipped on request, which changes the training.
 
-Measured are those of sampled rounds. Clipped is in every backward, by a tensor hook that returns the gradient times a factor; the
-factor stays on the device, and is exactly 1 where nothing is to be clipped.
+Gradients are measured in sampled rounds, and clipped in every backward, by a tensor hook that returns the gradient times a factor.
+The factor stays on the device, and is exactly 1 where nothing is to be clipped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.inspection.round_tallies import Key, RoundTallies
-from torch_grad_exporter.inspection.tallies import Tally, measuring
+from torch_grad_exporter.inspection.round_tallies import RoundTallies, TallyKey
+from torch_grad_exporter.inspection.tallies import without_autocast
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.inspection.watch_totals import ClipCounts, WatchTotals
 from torch_grad_exporter.statistics.device import capturing_graph, wide
@@ -34,14 +34,14 @@ SOURCE = "watch"
 
 
 class PartOfGradientError(RuntimeError):
-    """This rank has only a part of a gradient, so that it cannot know by what to clip it."""
+    """This rank has only a part of a gradient, so its norm is unknown and it cannot be clipped."""
 
 
 class WatchedTensors(Inspection):
-    """An `Inspection`, and what `exporter.watch` calls. Belongs to the training thread, and to that of the backward.
+    """Measures and clips the gradients of tensors. Belongs to the training thread, and to that of the backward.
 
-    `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays as
-    it is.
+    `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays
+    unchanged.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class WatchedTensors(Inspection):
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._sampled = sampled
+        # How often gradients were clipped, shape (1,), on their device.
         self._counts: dict[tuple[str, torch.device], torch.Tensor] = {}
-        """How often gradients were clipped, shape (1,), on their device."""
         self._closed = False
 
     def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None) -> torch.Tensor:
-        """The tensor, or where it is a leaf and has to be hooked one that stands for it; the arguments are right."""
+        """Hook the tensor and return it; for a leaf, an alias that is hooked in its place. The arguments are checked."""
         if self._closed or not tensor.requires_grad or not torch.is_grad_enabled() or within_transform():
             return tensor
         if not self._sampled and max_norm is None:
@@ -87,18 +87,18 @@ class WatchedTensors(Inspection):
     # The moments of a round
 
     def forward_began(self, _root: object, _args: object, _kwargs: object, *, sampled: bool) -> None:
-        """What is watched from here on is of this round."""
+        """What is watched from here on belongs to this round."""
         self._sampled = sampled
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
-        """Confirms what the backward has shown."""
+        """Confirm what the backward has shown."""
         if current.sampled:
             self._tallies.backward_ended(current.number)
         else:
             self._tallies.forget_backwards()
 
     def round_over(self, number: int, *, kept: bool) -> None:
-        """Sends what the round has shown, and the counts, to the host."""
+        """Send what the round has shown, and the counts, to the host."""
         self._tallies.round_over(number, kept=kept)
         sent = [(labels, self._transfer.send(torch.cat([*counts]))) for labels, counts in self._counts_by_device()]
         arriving = [(labels, ticket) for labels, ticket in sent if ticket is not None]
@@ -107,17 +107,17 @@ class WatchedTensors(Inspection):
             self._mailbox.append(Inspected(SOURCE, number, tickets, ClipCounts(names)))
 
     def step_over(self, *, sampled: bool) -> None:
-        """What is watched from here on is of the next round."""
+        """What is watched from here on belongs to the next round."""
         self._sampled = sampled
         self._tallies.forget_backwards()
 
     def release(self) -> None:
-        """Measures and clips nothing any more of what was watched; idempotent, from any thread. The next round begins anew."""
+        """Forget what was measured until now; idempotent, from any thread."""
         self._sampled = False
         self._tallies.forget()
 
     def close(self) -> None:
-        """Watches nothing from here on; takes no lock."""
+        """Measure and clip nothing from here on; takes no lock."""
         self._closed = True
 
     def _counts_by_device(self) -> Iterator[tuple[tuple[str, ...], tuple[torch.Tensor, ...]]]:
@@ -128,7 +128,7 @@ class WatchedTensors(Inspection):
     # Hooks
 
     def _gradient_came(self, label: str, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradient of a watched tensor is known: that at `place` of those of its node."""
+        """Measure the gradient of a watched tensor: that at `place` of those of its node."""
         gradient, task = gradients[place], graph_task()
         if gradient is not None and task != -1 and not capturing_graph():
             self._measure(label, gradient, task)
@@ -137,14 +137,12 @@ class WatchedTensors(Inspection):
         start = self._cost.now()
         values = dense(gradient)
         if values is not None:
-            key = Key(label, label, values.device)
-            with measuring(values.device.type):
-                into = self._tallies.backward(task).tallies
-                self._tallies.measure(key, lambda: Tally.of_output(values, None), into)
+            key = TallyKey(label, label, values.device)
+            self._tallies.measure(key, values, None, self._tallies.backward(task).tallies)
         self._cost.spent(start, sampled=True)
 
     def _clip_hook(self, label: str, max_norm: float, measured: bool, gradient: torch.Tensor) -> torch.Tensor | None:
-        """For PyTorch: the clipped gradient, or `None`, for it to stay as it is. `measured`: before that it is to be measured."""
+        """Return the clipped gradient to PyTorch, None to leave it unchanged. `measured`: measure it before."""
         if is_compiling() or is_tracing() or self._closed:
             return None
         compiler = stop_compiling()
@@ -158,13 +156,13 @@ class WatchedTensors(Inspection):
             compile_again(compiler)
 
     def _factor(self, label: str, max_norm: float, gradient: torch.Tensor) -> torch.Tensor:
-        """By what to multiply a gradient, shape (): 1 where its norm is small enough, or is not finite."""
+        """Return the factor for a gradient, shape (): 1 where its norm is small enough, or is not finite."""
         values = dense(gradient)
         if values is None or values.shape != gradient.shape:
             if gradient.numel() == 0:
                 return torch.ones((), dtype=gradient.dtype, device=gradient.device)
             raise PartOfGradientError("the gradient of a watched tensor is sparse or sharded over ranks, so that it is not clipped")
-        with measuring(values.device.type):
+        with without_autocast(values.device.type):
             norm = torch.linalg.vector_norm(values, dtype=wide(values.device))
             scale = self._loss_scale.value
             limit = max_norm if scale is None else max_norm * scale.to(norm.dtype)
@@ -185,7 +183,12 @@ never_compile(WatchedTensors._clip_hook)
 
 
 def check(name: object, tensor: object, max_norm: object) -> None:
-    """Raises `TypeError` or `ValueError` that names the argument of `watch`, its value and the fix."""
+    """Check the arguments of `watch`.
+
+    Raises:
+        TypeError: An argument is of a wrong type; the message names it, the value and the fix.
+        ValueError: An argument is wrong; likewise.
+    """
     if not isinstance(name, str):
         raise TypeError(f"watch(name={name!r}): expected a name")
     if not 1 <= len(name) <= 200:

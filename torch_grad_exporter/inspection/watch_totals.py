@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,14 +12,11 @@ from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.records import Inspected
 
-NAMES = 100
-"""Names that are shown, at most."""
+# Names that are shown, at most, and the name under which all others are shown together.
+NAMES, FOLDED = 100, "(folded)"
 
-FOLDED = "(folded)"
-"""The name of all that come after those."""
-
+# Folded names that are counted, at most.
 COUNTED = 10_000
-"""Folded names that are counted, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +32,33 @@ class WatchedGradient:
 
 @dataclass(frozen=True, slots=True)
 class ClipCounts:
-    """The data of a record of how often gradients were clipped since the start: for each device the labels."""
+    """The data of a record of how often gradients were clipped since the start: the labels of each device's vector."""
 
     labels: tuple[tuple[str, ...], ...]
 
 
 class WatchTotals:
-    """From any thread."""
+    """The values by name. `label` belongs to the training thread, what takes records to the worker, `snapshot` to any.
+
+    Mappings are replaced and never changed, so there is no lock.
+    """
 
     def __init__(self) -> None:
-        # Reentrant: a signal's handler may close the exporter while its own thread is in here.
-        self._lock = threading.RLock()
-        self._names: dict[str, WatchedGradient] = {}
+        self._watched: Mapping[str, WatchedGradient] = {}  # without values, of all names that are shown
+        self._values: Mapping[str, WatchedGradient] = {}
         self._folded: set[str] = set()
 
     def label(self, name: str) -> str:
         """Return under which name it is shown: its own, or that of the rest where there are too many."""
-        with self._lock:
-            if name in self._names:
-                return name
-            if len(self._names) - (FOLDED in self._names) < NAMES and name != FOLDED:
-                self._names[name] = WatchedGradient()
-                return name
-            self._names.setdefault(FOLDED, WatchedGradient())
-            if len(self._folded) < COUNTED:
-                self._folded.add(name)
-            return FOLDED
+        if name in self._watched:
+            return name
+        if len(self._watched) - (FOLDED in self._watched) < NAMES and name != FOLDED:
+            self._watched = {**self._watched, name: WatchedGradient()}
+            return name
+        self._watched = {**self._watched, FOLDED: WatchedGradient()}
+        if len(self._folded) < COUNTED:
+            self._folded.add(name)
+        return FOLDED
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Take what was measured in a sampled round, or how often gradients were clipped."""
@@ -71,34 +69,30 @@ class WatchTotals:
 
     def _take_sample(self, sample: ActivationSample) -> None:
         """Count the gradients of a sampled round, in which a name may have had several."""
-        with self._lock:
-            for label in dict.fromkeys(sample.layers):
-                own = np.array([layer == label for layer in sample.layers])
-                values: FloatArray = sample.values[own]
-                known, before = not np.isnan(sample.scale), self._names.get(label, WatchedGradient())
-                self._names[label] = replace(
-                    before,
-                    nans=before.nans + float(values[:, OfOutput.NANS].sum()),
-                    infs=before.infs + float(values[:, OfOutput.INFS].sum()),
-                    norm=length(values[:, OfOutput.NORM]) / sample.scale if known else None,
-                    zero_ratio=float(values[:, OfOutput.ZEROS].sum() / sample.elements[own].sum()),
-                )
+        known, changed = not np.isnan(sample.scale), {}
+        for label in dict.fromkeys(sample.layers):
+            own = np.array([layer == label for layer in sample.layers])
+            values: FloatArray = sample.values[own]
+            before = self._values.get(label, WatchedGradient())
+            changed[label] = replace(
+                before,
+                nans=before.nans + float(values[:, OfOutput.NANS].sum()),
+                infs=before.infs + float(values[:, OfOutput.INFS].sum()),
+                norm=length(values[:, OfOutput.NORM]) / sample.scale if known else None,
+                zero_ratio=float(values[:, OfOutput.ZEROS].sum() / sample.elements[own].sum()),
+            )
+        self._values = {**self._values, **changed}
 
     def _take_counts(self, sent: ClipCounts, counts: tuple[FloatArray, ...]) -> None:
         """Take a count for each label of each device."""
         totals: dict[str, float] = {}
-        for of_device, vector in zip(sent.labels, counts, strict=True):
-            for label, count in zip(of_device, vector.tolist(), strict=True):
+        for labels, vector in zip(sent.labels, counts, strict=True):
+            for label, count in zip(labels, vector.tolist(), strict=True):
                 totals[label] = totals.get(label, 0.0) + count
-        with self._lock:
-            for label, total in totals.items():
-                self._names[label] = replace(self._names.get(label, WatchedGradient()), clipped=total)
+        before = self._values
+        changed = {label: replace(before.get(label, WatchedGradient()), clipped=total) for label, total in totals.items()}
+        self._values = {**before, **changed}
 
     def snapshot(self) -> tuple[dict[str, WatchedGradient], int]:
         """Return the values by name, and how many names are folded."""
-        with self._lock:
-            return dict(self._names), len(self._folded)
-
-    def after_fork_in_child(self) -> None:
-        """The child has none of the threads that may hold the lock."""
-        self._lock = threading.RLock()
+        return {**self._watched, **self._values}, len(self._folded)

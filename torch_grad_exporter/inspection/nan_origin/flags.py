@@ -20,44 +20,43 @@ from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.torch_compat.autograd import dispatch_is_intercepted, within_transform
 from torch_grad_exporter.torch_compat.tensors import is_plain, local
 
+# Tensors that are flagged in one tape, at most.
 MOST = 1 << 15
-"""Tensors that are flagged in one tape, at most."""
 
+# Tensors of an input or output that are flagged, and items that are visited, at most: it may be a cache of thousands.
 TENSORS, VISITED = 16, 64
-"""Tensors of an input or output that are flagged, and items that are visited, at most: it may be a cache of thousands."""
 
 FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sent:
-    """Flags on their way. `places`: for each ticket the slots of what it brings: all smallest values, then all largest."""
+class SentFlags:
+    """Flags on their way. `slots`: for each ticket those of its vector, which has all smallest values, then all largest."""
 
     tickets: tuple[Ticket, ...]
-    places: tuple[IntArray, ...]
-    slots: int
+    slots: tuple[IntArray, ...]
+    count: int
 
     def values(self, arrived: tuple[FloatArray, ...]) -> tuple[FloatArray, FloatArray]:
-        """The smallest and the largest values, shape (slots,) each."""
-        low, high = np.zeros((2, self.slots))
-        for places, found in zip(self.places, arrived, strict=True):
-            count = len(places)
-            low[places], high[places] = found[:count], found[count : 2 * count]
+        """Return the smallest and the largest values, shape (count,) each."""
+        low, high = np.zeros((2, self.count))
+        for slots, vector in zip(self.slots, arrived, strict=True):
+            low[slots], high[slots] = vector.reshape(2, len(slots))
         return low, high
 
 
 class Flags:
-    """What has been flagged so far, in slots that are numbered from 0."""
+    """The flags of tensors so far, in slots that are numbered from 0."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, tensor: torch.Tensor) -> int | None:
-        """Flags a tensor, and returns its slot; `None` where it has no values that can be looked at, or there are too many."""
+        """Flag a tensor and return its slot; None if its values cannot be read, or there are too many tensors."""
         tensor = local(tensor)
         if not is_plain(tensor) or tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
             return None
-        if len(self._found) >= MOST or dispatch_is_intercepted() or within_transform():
+        if len(self._ends) >= MOST or dispatch_is_intercepted() or within_transform():
             return None
         tensor = tensor.detach()
         if tensor.is_complex():
@@ -65,49 +64,45 @@ class Flags:
         if tensor.dtype not in FLOATS:
             return None
         low, high = torch.aminmax(tensor)
-        self._found.append((low, high))
-        return len(self._found) - 1
+        self._ends.append((low, high))
+        return len(self._ends) - 1
 
-    def send(self, transfer: HostTransfer) -> Sent | None:
-        """Starts one copy to the host for each device; `None` if too much is under way, or nothing was flagged."""
+    def send(self, transfer: HostTransfer) -> SentFlags | None:
+        """Start one copy to the host for each device; return None if too much is under way, or nothing was flagged."""
         devices: dict[torch.device, dict[torch.dtype, list[int]]] = {}
-        for slot, (low, _) in enumerate(self._found):
+        for slot, (low, _) in enumerate(self._ends):
             devices.setdefault(low.device, {}).setdefault(low.dtype, []).append(slot)
-        tickets, places = [], []
-        for device, kinds in devices.items():
-            slots = [slot for some in kinds.values() for slot in some]
-            ends = (
-                torch.stack([self._found[slot][end] for slot in some]).to(wide(device)) for end in (0, 1) for some in kinds.values()
-            )
-            ticket = transfer.send(torch.cat([*ends]))
+        tickets, sent = [], []
+        for device, by_type in devices.items():
+            slots = [slot for group in by_type.values() for slot in group]
+            ends = [
+                torch.stack([self._ends[slot][end] for slot in group]).to(wide(device))
+                for end in (0, 1)
+                for group in by_type.values()
+            ]
+            ticket = transfer.send(torch.cat(ends))
             if ticket is None:
                 return None
             tickets.append(ticket)
-            places.append(np.array(slots, dtype=np.int64))
-        return Sent(tuple(tickets), tuple(places), len(self._found)) if tickets else None
+            sent.append(np.array(slots, dtype=np.int64))
+        return SentFlags(tuple(tickets), tuple(sent), len(self._ends)) if tickets else None
 
 
 def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a module got or gave, with where in it they are; containers are searched level by level."""
+    """Yield the tensors in what a module got or gave, with their place in it; containers are searched level by level."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return
-    found = 0
+    count = 0
     known = isinstance(value, dict | list | tuple)
-    start = value if known else getattr(value, "__dict__", None)
-    level: deque[tuple[str, object]] = deque([(name, start)])
+    level: deque[tuple[str, object]] = deque([(name, value if known else getattr(value, "__dict__", None))])
     for _ in range(VISITED):
-        if not level or found == TENSORS:
+        if not level or count == TENSORS:
             return
         where, item = level.popleft()
         if isinstance(item, torch.Tensor):
-            found += 1
+            count += 1
             yield where, item
-        elif isinstance(item, dict):
-            level.extend((_joined(where, key), one) for key, one in itertools.islice(item.items(), VISITED))
-        elif isinstance(item, list | tuple):
-            level.extend((_joined(where, at), one) for at, one in enumerate(itertools.islice(item, VISITED)))
-
-
-def _joined(where: str, key: object) -> str:
-    return f"{where}.{key}" if where else str(key)
+        elif isinstance(item, dict | list | tuple):
+            inside = item.items() if isinstance(item, dict) else enumerate(item)
+            level.extend((f"{where}.{key}" if where else str(key), part) for key, part in itertools.islice(inside, VISITED))

@@ -1,17 +1,18 @@
-"""Origins: the host's side of NaN origin. It asks for armed rounds, judges tapes and keeps the places that they show."""
+"""Origins: the worker's side of NaN origin. It asks for armed rounds, judges tapes and keeps the places that they show."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.inspection.nan_origin.flags import Sent
+from torch_grad_exporter.inspection.nan_origin.flags import SentFlags
 from torch_grad_exporter.inspection.nan_origin.tape import Tape
-from torch_grad_exporter.inspection.nan_origin.verdict import Flagged, Origin, origin_of
+from torch_grad_exporter.inspection.nan_origin.verdict import FlaggedTape, NonfiniteOrigin, origin_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.pending_samples import CountedSample
@@ -19,39 +20,14 @@ from torch_grad_exporter.store.records import Inspected
 
 logger = logging.getLogger("torch_grad_exporter")
 
-AGAIN_SECONDS = 5.0
-"""Between two alarms that arm, at least: while it goes on, more rounds show the same."""
+# Rounds that an alarm arms, and seconds between two alarms that arm: while it goes on, more rounds show the same.
+ROUNDS, AGAIN_SECONDS = 4, 5.0
 
+# Lines that are logged, at most.
 LINES = 64
-"""Lines that are logged, at most."""
 
-
-ROUNDS = 4
-"""Rounds that an alarm arms."""
-
+# Places that are shown at most; beyond, the oldest is dropped.
 PLACES = 32
-"""Places that are shown at most; beyond, the oldest is dropped."""
-
-
-class OriginPlaces:
-    """Layer, pass and kind of each place, with the step at which it was last found. From any thread: replaced, never changed."""
-
-    def __init__(self) -> None:
-        self._steps: Mapping[tuple[str, str, str], int] = {}
-
-    @property
-    def steps(self) -> Mapping[tuple[str, str, str], int]:
-        """The places, the latest last."""
-        return self._steps
-
-    def add(self, place: tuple[str, str, str], step: int) -> bool:
-        """Add a place; return whether it is new among those that are shown. For one thread at a time."""
-        steps = {other: at for other, at in self._steps.items() if other != place} | {place: step}
-        new = place not in self._steps
-        while len(steps) > PLACES:
-            del steps[next(iter(steps))]
-        self._steps = steps
-        return new
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,27 +35,25 @@ class SentTape:
     """The data of a record: a tape, and how its flags are packed."""
 
     tape: Tape
-    sent: Sent
+    sent: SentFlags
 
 
 class Origins:
-    """Takes tapes, and listens to what is not finite. Belongs to the worker.
+    """Takes tapes, and arms rounds where something is not finite. Belongs to the worker.
 
-    `steps`: optimizer steps so far.
+    Attributes:
+        steps: By layer, pass and kind of each place the step at which it was last found, the latest at the end. From any thread: it
+            is replaced and never changed.
     """
 
-    def __init__(
-        self, places: OriginPlaces, steps: Callable[[], int], requests: Requests, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._places = places
-        self._steps = steps
-        self._requests = requests
-        self._now = now
-        self._armed_at = -AGAIN_SECONDS
+    def __init__(self, clock: StepClock, requests: Requests) -> None:
+        self.steps: Mapping[tuple[str, str, str], int] = {}
+        self._clock, self._requests = clock, requests
+        self._armed_at = -math.inf
         self._losses = 0  # not finite since the last tape
         self._since: dict[str, int] = {}  # by layer, the steps after which its gradients were first found non-finite
         self._finite_at: dict[str, int] = {}  # by parameter, the steps after which it was last seen finite
-        self._told_at = -1  # the step of the last origin that was reported
+        self._reported_at = -1  # the step of the last origin that was reported
         self._lines = 0
 
     # What arms
@@ -87,7 +61,7 @@ class Origins:
     def counted(self, sample: CountedSample) -> None:
         """Arm rounds where a sample is not finite."""
         if sample.sample.nonfinite():
-            step = self._steps()
+            step = self._clock.number
             for layer in sample.sample.nonfinite_layers():
                 self._since.setdefault(layer, step)
             self._arm()
@@ -102,7 +76,7 @@ class Origins:
         """Nothing: rounds alone arm nothing."""
 
     def _arm(self) -> None:
-        now = self._now()
+        now = time.monotonic()
         if now - self._armed_at >= AGAIN_SECONDS:
             self._armed_at = now
             self._requests.arm(ROUNDS, "nan_origin")
@@ -112,31 +86,41 @@ class Origins:
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Judge a tape."""
         assert isinstance(record.data, SentTape)  # noqa: S101 - only `NanOrigin` sends records of this name
-        tape, sent = record.data.tape, record.data.sent
-        flagged = Flagged(tape, *sent.values(values))
+        flagged = FlaggedTape(record.data.tape, *record.data.sent.values(values))
         losses, self._losses = self._losses, 0
-        origin = origin_of(flagged, loss_was_wrong=losses > 0)
-        if origin is not None and not self._follows(origin):
-            self._told_at = origin.step
-            self._tell(self._dated(origin))
+        origin = origin_of(flagged, loss_was_nonfinite=losses > 0)
+        if origin is not None and not self._is_consequence(origin):
+            self._reported_at = origin.step
+            self._report(origin)
         self._remember(flagged)
 
-    def _remember(self, flagged: Flagged) -> None:
-        """Which parameters are finite, and what was known of their layers is over then."""
-        wrong = {held.layer for held in flagged.tape.held if flagged.kind(held.slot)}
+    def _remember(self, flagged: FlaggedTape) -> None:
+        """Note which parameters are finite; what was known of their layers ends with that."""
+        nonfinite = {held.layer for held in flagged.tape.held if flagged.kind(held.slot)}
         for held in flagged.tape.held:
             if not flagged.kind(held.slot):
                 self._finite_at[held.name] = flagged.tape.step
-                if held.layer not in wrong:
+                if held.layer not in nonfinite:
                     self._since.pop(held.layer, None)
 
-    def _follows(self, origin: Origin) -> bool:
-        """Whether it is a parameter that was finite until the step of an origin that was told: that step has made it so."""
+    def _is_consequence(self, origin: NonfiniteOrigin) -> bool:
+        """Return whether it is a parameter that was finite until the step of a reported origin: that step has made it so."""
         finite = self._finite_at.get(origin.parameter)
-        return finite is not None and self._told_at >= finite and origin.step > self._told_at
+        return finite is not None and self._reported_at >= finite and origin.step > self._reported_at
 
-    def _dated(self, origin: Origin) -> Origin:
-        """Adds since when a parameter or buffer is not finite, as far as that is known."""
+    def _report(self, origin: NonfiniteOrigin) -> None:
+        """Show a place, and log it unless it is shown already."""
+        place = (origin.layer, origin.stage, origin.kind)
+        new = place not in self.steps
+        latest = [*((other, step) for other, step in self.steps.items() if other != place), (place, origin.step)]
+        self.steps = dict(latest[-PLACES:])
+        if new and self._lines < LINES:
+            self._lines += 1
+            level = logging.INFO if origin.routine else logging.WARNING
+            say(logger, level, "nan_origin: at step %d %s", origin.step, self._dated(origin).text)
+
+    def _dated(self, origin: NonfiniteOrigin) -> NonfiniteOrigin:
+        """Add since when a parameter or buffer is not finite, as far as that is known."""
         if not origin.parameter:
             return origin
         first, finite = self._since.get(origin.layer), self._finite_at.get(origin.parameter)
@@ -147,9 +131,3 @@ class Origins:
         else:
             since = f"non-finite since before step {origin.step}"
         return replace(origin, text=f"{origin.text}; {since}")
-
-    def _tell(self, origin: Origin) -> None:
-        if self._places.add((origin.layer, origin.stage, origin.kind), origin.step) and self._lines < LINES:
-            self._lines += 1
-            level = logging.INFO if origin.routine else logging.WARNING
-            say(logger, level, "nan_origin: at step %d %s", origin.step, origin.text)

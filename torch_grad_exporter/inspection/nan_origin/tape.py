@@ -7,24 +7,22 @@ which autograd counts up on each thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+# The sequence number of a node and the number of its output; `LEAF` and the number of a parameter, -1 if it is unknown.
 Value = tuple[int, int]
-"""The sequence number of a node and the number of its output; `LEAF` and the number of a parameter, -1 if it is not known."""
 
+# In the place of a node: a leaf of the graph, such as a parameter.
 LEAF = -1
-"""In the place of a node: a leaf of the graph, such as a parameter."""
 
-
+# Operations that move values only: their gradient has the values that it gets, so they are not hooked.
 MOVES = frozenset((
     "T", "View", "Transpose", "Permute", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Clone", "Alias",
 ))  # fmt: skip
-"""Operations that move values only: what their gradient gives is what it gets, and they are not looked at."""
 
 
 def operation(name: str) -> str:
-    """The name of a node without what PyTorch adds: `Sqrt` of `SqrtBackward0`."""
+    """Return the name of a node without what PyTorch adds: `Sqrt` of `SqrtBackward0`."""
     return re.sub(r"Backward\d*$", "", name)
 
 
@@ -48,7 +46,7 @@ class TapedCall:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor that a call got (an input) or gave. `value`: where it is in the graph, `None` outside of any."""
+    """A tensor that a call got (an input) or gave. `value`: where it is in the graph, None outside of any."""
 
     call: int
     output: bool
@@ -70,7 +68,7 @@ class HeldTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TapedNode:
     """A node of the graph. `edges`: the values that it was computed from, of which the backward gives the gradients.
 
     `leaves`: for each whether its gradient goes into a leaf without another operation between.
@@ -93,29 +91,37 @@ class GradientEvent:
     slots: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tape:
-    """Everything of one or more forwards and the backward through them.
+    """One or more forwards and the backward through them. Filled while they run, and not changed after that.
 
-    `began`: for each change of the running call, the sequence number from which nodes belong to it, and the call, -1 for none.
-    `losses`: slot and value of each tensor that the backward started from, empty if that is not known; `backward`: whether there
-    was one. `roots`: calls of whole models. `before`, `after`: slots of all gradients before the forward and after the backward, by
-    number of the parameter. `ranks`: whether gradients are reduced over several. `scaled`: whether a gradient scaler is in use.
-    `full`: whether there was more than is flagged.
+    `slots` are those of `Flags`.
+
+    Attributes:
+        step: Optimizer steps before it.
+        began: For each change of the running call, the sequence number from which nodes belong to it, and the call, -1 for none.
+        roots: Calls of whole models.
+        losses: Slot and value of each tensor that the backward started from, empty if that is unknown.
+        backward: Whether there was a backward.
+        before: Slots of all gradients before the forward, by parameter.
+        after: Likewise after the backward.
+        ranks: Whether gradients are reduced over several ranks.
+        scaled: Whether a gradient scaler is in use.
+        full: Whether there was more than is flagged.
     """
 
     step: int
-    calls: tuple[TapedCall, ...]
-    places: tuple[TensorPlace, ...]
-    held: tuple[HeldTensor, ...]
-    nodes: Mapping[int, Node]
-    events: tuple[GradientEvent, ...]
-    began: tuple[tuple[int, int], ...]
-    roots: tuple[int, ...]
-    losses: tuple[tuple[int, Value | None], ...]
-    backward: bool
-    before: Mapping[str, int]
-    after: Mapping[str, int]
+    calls: list[TapedCall] = field(default_factory=list)
+    places: list[TensorPlace] = field(default_factory=list)
+    held: list[HeldTensor] = field(default_factory=list)
+    nodes: dict[int, TapedNode] = field(default_factory=dict)
+    events: list[GradientEvent] = field(default_factory=list)
+    began: list[tuple[int, int]] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+    losses: list[tuple[int, Value | None]] = field(default_factory=list)
+    backward: bool = False
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
     ranks: bool = False
     scaled: bool = False
     full: bool = False

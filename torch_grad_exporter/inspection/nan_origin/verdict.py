@@ -1,9 +1,9 @@
 """The verdict: where the first value came from that is not finite, by a tape and its flags. Pure, without tensors.
 
-There is one only where something that is not finite has reached the loss or a gradient. In the forward the graph is followed from
-the loss backwards, through values that are not finite and those that were not flagged; what is finite ends the search, so a mask
-of -inf before a softmax is not met from behind it. Of what was met the first in the order of execution is the origin. In the
-backward the first operation is, by its order, that gave a gradient which is not finite.
+There is one only where a value that is not finite has reached the loss or a gradient. In the forward the graph is followed from the
+loss backwards, through values that are not finite and those that were not flagged. A finite value ends the search, so a mask of
+-inf before a softmax is not met. The origin is the first of the values met, in the order of execution. In the backward it is the
+first operation that gave a gradient which is not finite.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ from dataclasses import dataclass
 from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, HeldTensor, Tape, TensorPlace, Value, operation
 from torch_grad_exporter.metrics.families import FloatArray
 
+# Operations by which a mask puts -inf where it wants it, or passes it on.
 FILLS = frozenset((
     "MaskedFill", "Where", "Add", "Sub", "IndexPut", "IndexFill", "MaskedScatter", "Scatter", "CopySlices", "Fill", "Tril", "Triu",
     "ConstantPadNd", "Cat", "Stack", "Expand", "View", "UnsafeView", "Clone",
 ))  # fmt: skip
-"""Operations by which a mask puts -inf where it wants it, or passes it on."""
 
-UNTIL_NOW = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that a module in training does not use."""
+# Buffers that a module in training does not use.
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where it began. `layer`: the module, or "batch", "loss" or "unknown"; `stage`: the label `pass`; `kind`: "nan" or "inf".
+class NonfiniteOrigin:
+    """The place where NaN or Inf began.
 
-    `text`: a sentence. `parameter`: the full name of the parameter or buffer, if it is one. `routine`: a gradient scaler skips such
-    steps, and makes them by its search for the largest scale.
+    Attributes:
+        layer: The module, or "batch", "loss" or "unknown".
+        stage: The label `pass`.
+        kind: "nan" or "inf".
+        step: Optimizer steps before it.
+        text: A sentence.
+        parameter: The full name of the parameter or buffer, if it is one.
+        routine: A gradient scaler skips such steps, and causes them by its search for the largest scale.
     """
 
     layer: str
@@ -46,7 +52,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flagged:
+class FlaggedTape:
     """A tape with the smallest and largest value of each slot."""
 
     tape: Tape
@@ -54,38 +60,38 @@ class Flagged:
     high: FloatArray
 
     def kind(self, slot: int) -> str:
-        """What it has: "nan", "inf", or empty where all values are finite."""
+        """Return "nan", "inf", or an empty string where all values are finite."""
         low, high = float(self.low[slot]), float(self.high[slot])
         if math.isnan(low) or math.isnan(high):
             return "nan"
         return "inf" if math.isinf(low) or math.isinf(high) else ""
 
     def is_mask(self, slot: int) -> bool:
-        """Whether it looks like a mask that is added: -inf, and nothing above zero."""
+        """Return whether it looks like a mask that is added: -inf, and nothing above zero."""
         return self.low[slot] == -math.inf and self.high[slot] in (0.0, -math.inf)
 
     def sinks(self, slot: int) -> bool:
-        """Whether its only values that are not finite are -inf."""
+        """Return whether its only values that are not finite are -inf."""
         return self.low[slot] == -math.inf and self.high[slot] != math.inf and not math.isnan(self.high[slot])
 
     def any_of(self, slots: Iterable[int]) -> str:
-        """The worst kind of these."""
+        """Return the worst kind of these."""
         kinds = {self.kind(slot) for slot in slots}
         return "nan" if "nan" in kinds else "inf" if "inf" in kinds else ""
 
 
-def origin_of(flagged: Flagged, *, loss_was_wrong: bool = False) -> Origin | None:
-    """Where it began, `None` where nothing that is not finite is known to have reached the loss or a gradient.
+def origin_of(flagged: FlaggedTape, *, loss_was_nonfinite: bool = False) -> NonfiniteOrigin | None:
+    """Return where NaN or Inf began, None if none is known to have reached the loss or a gradient.
 
-    `loss_was_wrong`: a loss that was not finite was observed since the tape before; asked only where there was no backward.
+    `loss_was_nonfinite`: a loss that was not finite was observed since the tape before; used only without a backward.
     """
-    return _Search(flagged).origin(loss_was_wrong=loss_was_wrong)
+    return _Search(flagged).origin(loss_was_nonfinite=loss_was_nonfinite)
 
 
 class _Search:
     """One search through one tape."""
 
-    def __init__(self, flagged: Flagged) -> None:
+    def __init__(self, flagged: FlaggedTape) -> None:
         self._flagged = flagged
         self._tape = tape = flagged.tape
         self._starts = [start for start, _ in tape.began]
@@ -94,16 +100,16 @@ class _Search:
             if place.value is not None:
                 self._by_value.setdefault(place.value, []).append(number)
 
-    # What has become non-finite
+    # The search
 
-    def origin(self, *, loss_was_wrong: bool) -> Origin | None:
+    def origin(self, *, loss_was_nonfinite: bool) -> NonfiniteOrigin | None:
         tape, flagged = self._tape, self._flagged
         losses = flagged.any_of(slot for slot, _ in tape.losses)
         if losses:
             return self._forward([value for _, value in tape.losses], losses)
         if not tape.backward:
             outputs = self._outputs()
-            return self._forward([place.value for place in outputs], self._worst(outputs)) if loss_was_wrong else None
+            return self._forward([place.value for place in outputs], self._worst(outputs)) if loss_was_nonfinite else None
         new = self._new_gradients()
         leaves = flagged.any_of(self._leaf_slots())
         if not (new or (leaves and (not tape.after or flagged.any_of(tape.after.values())))):
@@ -114,20 +120,20 @@ class _Search:
         return self._backward(new, leaves)
 
     def _outputs(self) -> list[TensorPlace]:
-        """What whole models have given that is not finite."""
+        """Return the outputs of whole models that are not finite."""
         roots = {*self._tape.roots}
-        return [one for one in self._tape.places if one.output and one.call in roots and self._flagged.kind(one.slot)]
+        return [place for place in self._tape.places if place.output and place.call in roots and self._flagged.kind(place.slot)]
 
     def _worst(self, places: Iterable[TensorPlace]) -> str:
         return self._flagged.any_of(place.slot for place in places)
 
     def _new_gradients(self) -> list[str]:
-        """The parameters whose gradient has become non-finite."""
+        """Return the parameters whose gradient has become non-finite."""
         kind, before = self._flagged.kind, self._tape.before
         return [name for name, slot in self._tape.after.items() if kind(slot) and not (name in before and kind(before[name]))]
 
     def _leaf_slots(self) -> list[int]:
-        """What the backward has given to leaves, in its order."""
+        """Return what the backward has given to leaves, in its order."""
         nodes = self._tape.nodes
         return [
             slot for event in self._tape.events if not event.arrives
@@ -136,26 +142,23 @@ class _Search:
 
     # The forward
 
-    def _forward(self, ends: Iterable[Value | None], kind: str) -> Origin | None:
+    def _forward(self, ends: Iterable[Value | None], kind: str) -> NonfiniteOrigin | None:
         places, held = self._behind([end for end in ends if end is not None])
         if held:
             return self._of_held(held[0])
         if places:
-            chosen = next((one for one in places if not self._is_intended(one)), places[0])
-            return self._blame(chosen)
+            return self._blame(next((number for number in places if not self._is_intended(number)), places[0]))
         outputs = self._outputs()
         if outputs and not any(end is not None for end in ends):  # the graph is not to be seen
-            return self._blame(self._tape.places.index(min(outputs, key=self._tape.places.index)))
+            return self._blame(self._tape.places.index(outputs[0]))
         if not kind:
             return None
         if not self._tape.losses:
             return self._unknown(kind, "the loss was not finite, and the model's outputs were")
-        return self._outside(
-            "loss", kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets"
-        )
+        return self._outside(kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets")
 
     def _behind(self, ends: list[Value]) -> tuple[list[int], list[HeldTensor]]:
-        """What is not finite and has led to these values: places in the order of execution, and parameters."""
+        """Return what is not finite and has led to these values: places in the order of execution, and parameters."""
         kind, tape = self._flagged.kind, self._tape
         met: set[int] = set()
         held: dict[int, HeldTensor] = {}
@@ -181,7 +184,7 @@ class _Search:
         return sorted(met), [held[number] for number in sorted(held)]
 
     def _is_intended(self, number: int) -> bool:
-        """Whether it is the -inf of a mask, as far as the operation shows that gave it."""
+        """Return whether it is the -inf of a mask, as far as its operation shows."""
         place = self._tape.places[number]
         return self._flagged.sinks(place.slot) and self._operation(place) in FILLS
 
@@ -189,37 +192,36 @@ class _Search:
         node = None if place.value is None else self._tape.nodes.get(place.value[0])
         return "" if node is None else operation(node.name)
 
-    def _blame(self, number: int) -> Origin:
-        """A place that is not finite, and before which nothing was that led to it: whose work it is."""
+    def _blame(self, number: int) -> NonfiniteOrigin:
+        """Return whose work a place is that is not finite, while nothing before it was."""
         tape = self._tape
         place = tape.places[number]
         if not place.output and tape.calls[place.call].parent == -1:
             return self._batch(place)
         call = place.call if place.output else tape.calls[place.call].parent
         kind = self._flagged.kind(place.slot)
-        wrong = [one for one in tape.places if one.call == call and not one.output and one.value is None and self._is_wrong(one)]
-        if wrong and place.value is not None:
-            return self._outside_of_graph(wrong[0], call)
+        inputs = (other for other in tape.places if other.call == call and not other.output and other.value is None)
+        loose = next((other for other in inputs if self._is_wrong(other)), None)
+        if loose is not None and place.value is not None:
+            return self._outside_of_graph(loose, call)
         if (own := self._own(call)) is not None:
             return self._of_held(own)
-        how = self._operation(place) if place.output else ""
-        return self._of_call(call, "forward", kind, f"gave {_NAMES[kind]} for finite inputs", how)
+        name = self._operation(place) if place.output else ""
+        return self._of_call(call, "forward", kind, f"gave {_NAMES[kind]} for finite inputs", name)
 
     def _is_wrong(self, place: TensorPlace) -> bool:
-        """Whether it is not finite, and no mask."""
+        """Return whether it is not finite, and not a mask."""
         return bool(self._flagged.kind(place.slot)) and not self._flagged.is_mask(place.slot)
 
-    def _outside_of_graph(self, found: TensorPlace, call: int) -> Origin:
-        """A call got something non-finite that no graph leads to: the first such thing, and where that came from."""
+    def _outside_of_graph(self, place: TensorPlace, call: int) -> NonfiniteOrigin:
+        """Return where an input without a graph came from: the first such tensor in the same forward of a model."""
         tape = self._tape
         root = self._root_of(call)
-        all_of_it = enumerate(tape.places)
-        wrong = (at for at, one in all_of_it if one.value is None and self._is_wrong(one) and self._root_of(one.call) == root)
-        number = next(wrong, tape.places.index(found))
-        one = tape.places[number]
-        if one.output or tape.calls[one.call].parent != -1:
-            return self._blame(number)
-        return self._batch(one)
+        loose = (at for at, other in enumerate(tape.places) if other.value is None and self._is_wrong(other))
+        number = next((at for at in loose if self._root_of(tape.places[at].call) == root), tape.places.index(place))
+        first = tape.places[number]
+        is_batch = not first.output and tape.calls[first.call].parent == -1
+        return self._batch(first) if is_batch else self._blame(number)
 
     def _root_of(self, call: int) -> int:
         while self._tape.calls[call].parent != -1:
@@ -227,18 +229,18 @@ class _Search:
         return call
 
     def _own(self, call: int) -> HeldTensor | None:
-        """A parameter or buffer of a call's module that is not finite and is used."""
-        one = self._tape.calls[call]
+        """Return a parameter or buffer of a call's module that is not finite and is used."""
+        taped = self._tape.calls[call]
         for held in self._tape.held:
-            unused = held.buffer and one.training and held.attribute in UNTIL_NOW
+            unused = held.buffer and taped.training and held.attribute in RUNNING
             wrong = self._flagged.kind(held.slot) and not (held.buffer and self._flagged.is_mask(held.slot))
-            if held.module == one.module and wrong and not unused:
+            if held.module == taped.module and wrong and not unused:
                 return held
         return None
 
     # The backward
 
-    def _backward(self, new: list[str], leaves: str) -> Origin | None:
+    def _backward(self, new: list[str], leaves: str) -> NonfiniteOrigin | None:
         for event in self._tape.events:
             kind = self._flagged.any_of(slot for _, slot in event.slots)
             if kind and event.arrives:
@@ -249,19 +251,19 @@ class _Search:
             return self._reduced(new)
         return None
 
-    def _gave(self, node: int, kind: str) -> Origin:
+    def _gave(self, node: int, kind: str) -> NonfiniteOrigin:
         call, name = self._call_of(node), operation(self._tape.nodes[node].name)
         if call == -1:
-            return self._outside("loss", kind, "an operation after the model gave it in the backward", name)
+            return self._outside(kind, "an operation after the model gave it in the backward", name)
         return self._of_call(call, "backward", kind, f"gave {_NAMES[kind]} in the backward for finite gradients", name)
 
-    def _arrived(self, node: int, kind: str) -> Origin:
-        """A gradient that is not finite has come to a node, and all that was seen to be given before was finite."""
+    def _arrived(self, node: int, kind: str) -> NonfiniteOrigin:
+        """Return who gave a gradient that is not finite to a node, where all that was seen to be given before was finite."""
         givers = self._givers(node)
         fired = {event.node for event in self._tape.events if not event.arrives}
         silent = {self._call_of(giver) for giver in givers if giver not in fired}
         if silent == {-1} or not (givers or self._tape.losses):
-            return self._outside("loss", kind, "the gradient that came back to the model was not finite, its outputs were")
+            return self._outside(kind, "the gradient that came back to the model was not finite, its outputs were")
         if len(silent) == 1:
             return self._of_call(silent.pop(), "backward", kind, f"gave {_NAMES[kind]} in the backward", "")
         if not silent and kind == "inf" and len(givers) > 1:
@@ -269,38 +271,38 @@ class _Search:
         return self._unknown(kind, "a gradient came from operations that were not seen")
 
     def _givers(self, node: int) -> list[int]:
-        """The nodes that give gradients to this one, with those behind operations that only move values."""
-        found: list[int] = []
-        starts = [node]
-        while starts:
-            end = starts.pop()
-            for number, one in self._tape.nodes.items():
-                if any(edge is not None and edge[0] == end for edge in one.edges):
-                    (starts if operation(one.name) in MOVES else found).append(number)
-        return found
+        """Return the nodes that give gradients to this one, also through operations that only move values."""
+        givers: list[int] = []
+        ends = [node]
+        while ends:
+            end = ends.pop()
+            for number, other in self._tape.nodes.items():
+                if any(edge is not None and edge[0] == end for edge in other.edges):
+                    (ends if operation(other.name) in MOVES else givers).append(number)
+        return givers
 
-    def _reduced(self, new: list[str]) -> Origin:
-        """Every gradient that this process has computed was finite, and what it has in the end is not."""
+    def _reduced(self, new: list[str]) -> NonfiniteOrigin:
+        """Return the origin where this process computed finite gradients only, and has others in the end."""
         kind = self._flagged.any_of(self._tape.after[name] for name in new)
         if not self._tape.ranks or self._tape.full:
             return self._unknown(kind, "a gradient is not finite, and nothing was seen that made it so")
         layer = next((held.layer for held in self._tape.held if held.name == new[0]), new[0])
         overflow = " or the sum over ranks overflows" if kind == "inf" else ""
         text = f"{_NAMES[kind]} came with the reduction over ranks: the gradients of this rank were finite, another rank's were not"
-        return Origin(layer, "reduction", kind, self._tape.step, f"{text}{overflow}")
+        return NonfiniteOrigin(layer, "reduction", kind, self._tape.step, f"{text}{overflow}")
 
     def _call_of(self, node: int) -> int:
-        """The innermost call that has made a node, -1 if none has."""
+        """Return the innermost call that has made a node, -1 if none has."""
         place = bisect.bisect_right(self._starts, node) - 1
         return -1 if place < 0 else self._tape.began[place][1]
 
-    # What is told
+    # The sentences
 
-    def _of_call(self, number: int, stage: str, kind: str, what: str, how: str) -> Origin:
+    def _of_call(self, number: int, stage: str, kind: str, action: str, name: str) -> NonfiniteOrigin:
         call = self._tape.calls[number]
-        parts = [f"{call.layer} ({call.kind}) {what}"]
-        if how and how not in call.kind:
-            parts.append(f"in {how}")
+        parts = [f"{call.layer} ({call.kind}) {action}"]
+        if name and name not in call.kind:
+            parts.append(f"in {name}")
         if call.number > 1:
             parts.append(f"in its {_ordinal(call.number)} call")
         if call.compiled:
@@ -308,23 +310,25 @@ class _Search:
         elif call.hidden:
             parts.append(f"or it was {' or '.join(call.hidden)}, which is compiled")
         routine = stage == "backward" and self._tape.scaled
-        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
+        return NonfiniteOrigin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
 
-    def _of_held(self, held: HeldTensor) -> Origin:
-        kind, what = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
-        text = f"{what} {held.name} was {_NAMES[kind]} before the forward"
-        return Origin(held.layer, what, kind, self._tape.step, text, held.name)
+    def _of_held(self, held: HeldTensor) -> NonfiniteOrigin:
+        kind, stage = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
+        text = f"{stage} {held.name} was {_NAMES[kind]} before the forward"
+        return NonfiniteOrigin(held.layer, stage, kind, self._tape.step, text, held.name)
 
-    def _batch(self, place: TensorPlace) -> Origin:
+    def _batch(self, place: TensorPlace) -> NonfiniteOrigin:
         kind, call = self._flagged.kind(place.slot), self._tape.calls[place.call]
-        return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}")
+        return NonfiniteOrigin(
+            "batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}"
+        )
 
-    def _outside(self, layer: str, kind: str, text: str, how: str = "") -> Origin:
-        text = f"{text}{f' ({how})' if how else ''}; outside of any module"
-        return Origin(layer, "loss", kind, self._tape.step, text + _SCALED * self._tape.scaled, routine=self._tape.scaled)
+    def _outside(self, kind: str, text: str, name: str = "") -> NonfiniteOrigin:
+        text = f"{text}{f' ({name})' if name else ''}; outside of any module"
+        return NonfiniteOrigin("loss", "loss", kind, self._tape.step, text + _SCALED * self._tape.scaled, routine=self._tape.scaled)
 
-    def _unknown(self, kind: str, why: str) -> Origin:
-        return Origin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
+    def _unknown(self, kind: str, why: str) -> NonfiniteOrigin:
+        return NonfiniteOrigin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
 
 
 _NAMES = {"nan": "NaN", "inf": "Inf"}
