@@ -1,7 +1,6 @@
 """`record`: inputs, outputs and their gradients of inner modules, for feature extraction, within a limit of memory.
 
-Forward hooks see inputs and outputs, a hook on each tensor its gradient. Full backward hooks of modules would be no way: they put
-a view around inputs and outputs, on which an in-place ReLU raises.
+Forward hooks see inputs and outputs, a hook on each tensor its gradient.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,71 +18,81 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle, Hooks
 from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
+from torch_grad_exporter.inspection.modules import InnerModule
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import WRAPPER_PARTS, clean
-from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, graph_task, version_of, within_transform
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, version_of
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# Bytes that are kept, unless another number is given.
 LIMIT = 256 * 2**20
-"""Bytes that are kept, unless another number is given."""
 
+# Bytes that a call counts in addition to its tensors, so that their number is bounded as well.
 CALL = 1024
-"""Bytes that a call counts in addition to its tensors, so that their number is bounded as well."""
 
-_TOLD: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""The models of which it was logged what is not recorded."""
+# The models of which it was logged what is not recorded.
+_LOGGED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def record(
     model: torch.nn.Module | Mapping[str, torch.nn.Module], include: str | Sequence[str] | None = None, limit: int = LIMIT
 ) -> AbstractContextManager[Calls]:
-    """Records the inputs and outputs of a model's modules within a `with` block, and their gradients in backwards within it.
+    """Record the inputs and outputs of a model's modules within a `with` block, and their gradients in backwards within it.
 
         with record(model, include=r"layer4") as calls:
             loss_function(model(inputs), targets).backward()
         calls["layer4.1"][0].outputs
 
-    - `model`: a module, or a mapping of names to modules, whose names become the first part of those of inner modules.
-    - `include`: regular expressions, searched in the names of modules; those are recorded in which one is found. Without it all
-      are. The model itself has the name `""`.
-    - `limit`: bytes that are kept at most. What is beyond is left out, `None` in its place, and counted in `calls.left_out`.
-
     Tensors are copies without a graph, so that an operation in place changes nothing that was recorded; modules that hand on the
-    same tensor share one copy. The forward that a checkpoint repeats in the backward is left out. Training is the same bit by bit,
-    and at the end of the block all hooks are gone, also after an exception. Modules that run compiled show nothing; which those
-    are is logged once. Raises `TypeError` or `ValueError` if an argument is wrong.
+    same tensor share one copy. The forward that a checkpoint repeats in the backward is left out, as are forwards on other
+    threads. Training is the same bit by bit, and at the end of the block all hooks are gone, also after an exception. Modules that
+    run compiled show nothing; which those are is logged once.
+
+    Args:
+        model: A module, or a mapping of names to modules, whose names become the first part of those of inner modules.
+        include: Regular expressions, searched in the names of modules; those are recorded in which one is found. Without it all
+            are. The model itself has the name `""`.
+        limit: Bytes that are kept at most. What is beyond is left out, `None` in its place, and counted in `calls.left_out`.
+
+    Raises:
+        TypeError: An argument is of a wrong type; the message names it, the value and the fix.
+        ValueError: An argument is wrong; likewise.
     """
     if isinstance(limit, bool) or not isinstance(limit, int):
         raise TypeError(f"limit={limit!r}: expected a number of bytes")
     if limit <= 0:
         raise ValueError(f"limit={limit}: expected a number of bytes above 0")
     models = given.models(model)
-    return _Recording(models.values(), _selected(models, include), limit)
+    return _Recorder(models.values(), _selected(models, include), limit)
 
 
-class _Recording(AbstractContextManager[Calls]):
-    """The hooks of one `with` block, which it owns."""
+class _Recorder(AbstractContextManager[Calls], ForwardObserver):
+    """Records one `with` block, whose hooks it owns."""
 
     def __init__(self, roots: Iterable[torch.nn.Module], wanted: Mapping[str, torch.nn.Module], limit: int) -> None:
-        self._roots = list(roots)
-        self._wanted = wanted
+        self._roots, self._wanted = list(roots), wanted
         self._compiled = _compiled(self._roots)
         self._calls = Calls(wanted, limit)
         self._errors = ErrorLog(())
         self._hooks = Hooks(self._errors)
+        self._around = InnerHooks(self._hooks, "forward_hook", self)
         self._tensor_hooks: list[tuple[GuardedHook, HookHandle]] = []
         self._slots: Any = WeakTensorKeyDictionary()
-        self._running = threading.local()
+        self._running: list[tuple[torch.nn.Module, tuple[Any, Any] | None]] = []
 
     def __enter__(self) -> Calls:
-        first = {id(module): (name, module) for name, module in [*self._wanted.items()][::-1] if id(module) not in self._compiled}
-        for name, module in first.values():
-            self._hooks.on_module(module, self._before, functools.partial(self._after, name))
+        first: dict[int, InnerModule] = {}
+        for name, module in self._wanted.items():
+            if id(module) not in self._compiled:
+                first.setdefault(id(module), InnerModule(name, weakref.ref(module)))
+        self._around.follow(tuple(first.values()))
         return self._calls
 
     def __exit__(self, *error: object) -> None:
+        self._around.disarm()
         self._hooks.close()
         for hook, handle in self._tensor_hooks:
             hook.disconnect()
@@ -92,45 +100,30 @@ class _Recording(AbstractContextManager[Calls]):
         self._tensor_hooks.clear()
         self._slots.clear()
         if error[0] is None:
-            self._tell_absent()
+            self._log_absent()
 
-    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if graph_task() != -1 or within_transform():  # a checkpoint's second forward; tensors of a transform are none of their own
-            return
-        recorded = (self._kept(args), self._kept(kwargs)) if self._calls.has_room(CALL) else None
-        self._stack.append((module, recorded))
+    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002 - of `ForwardObserver`
+        """Keep the inputs of a call."""
+        recorded = (mapped(args, self._slot), mapped(kwargs, self._slot)) if self._calls.has_room(CALL) else None
+        self._running.append((module, recorded))
 
-    def _after(self, name: str, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
-        if graph_task() != -1 or within_transform():
-            return
-        # Above it are those whose forward has raised.
-        while self._stack:
-            entered, recorded = self._stack.pop()
+    def left(self, label: str, module: torch.nn.Module, output: object) -> None:
+        """Add the call. Above it in the stack are those whose forward has raised."""
+        while self._running:
+            entered, recorded = self._running.pop()
             if entered is module:
                 if recorded is not None:
-                    self._calls.add(name, Call(name, *recorded, self._kept(output)))
+                    self._calls.add(label, Call(label, *recorded, mapped(output, self._slot)))
                 return
 
-    @property
-    def _stack(self) -> list[tuple[torch.nn.Module, tuple[Any, Any] | None]]:
-        """The forwards that the calling thread is in."""
-        if not hasattr(self._running, "stack"):
-            self._running.stack = []
-        stack: list[tuple[torch.nn.Module, tuple[Any, Any] | None]] = self._running.stack
-        return stack
-
-    def _kept(self, value: object) -> Any:  # noqa: ANN401 - the same with a slot in the place of each tensor
-        return mapped(value, self._slot)
-
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        """A slot with a copy; the same one for a tensor that was not written to since."""
+        """Return a slot with a copy; the same one for a tensor that was not written to since."""
         version = version_of(tensor) if BACKWARDS_ARE_SEEN and not tensor.is_inference() else None
         known = self._slots.get(tensor)
         if known is not None and version is not None and known[0] == version:
             slot: Slot = known[1]
         else:
-            slot = Slot()
-            slot.value = self._calls.copy_of(tensor)
+            slot = Slot(self._calls.copy_of(tensor))
             self._slots[tensor] = version, slot
         if tensor.requires_grad and not slot.hooked:
             slot.hooked = True
@@ -145,76 +138,72 @@ class _Recording(AbstractContextManager[Calls]):
             else:
                 slot.gradient += gradient
 
-    def _tell_absent(self) -> None:
-        """Logs, once for each model, which modules run compiled, or that no forward was seen at all."""
+    def _log_absent(self) -> None:
+        """Log, once for each model, which modules run compiled, or that no forward was seen at all."""
         compiled = [name for name, module in self._wanted.items() if id(module) in self._compiled]
         none = not any(self._calls.values()) and not self._calls.left_out
-        if not (compiled or none) or any(root in _TOLD for root in self._roots):
+        if not (compiled or none) or any(root in _LOGGED for root in self._roots):
             return
-        _TOLD.update(self._roots)
+        _LOGGED.update(self._roots)
         some = ", ".join(compiled[:3]) + (f" and {len(compiled) - 3} more" if len(compiled) > 3 else "")
-        which = (
+        text = (
             f"{some} run compiled, so nothing of them is recorded" if compiled else "no forward was seen; compiled ones do not show"
         )
-        say(logger, logging.WARNING, "record: %s", which)
+        say(logger, logging.WARNING, "record: %s", text)
 
 
 def _selected(models: Mapping[str, torch.nn.Module], include: str | Sequence[str] | None) -> dict[str, torch.nn.Module]:
-    """The modules to record by name; raises where a pattern finds none."""
-    modules = {_joined(model, name): module for model, root in models.items() for name, module in _named(root).items()}
+    """Return the modules to record by name; raise if a pattern matches none."""
+    modules = {
+        ".".join(part for part in (model, name) if part): module
+        for model, root in models.items()
+        for name, module in _named(root).items()
+    }
     if include is None:
         return modules
-    found: dict[str, torch.nn.Module] = {}
-    for pattern in _patterns(include):
-        matching = {name: module for name, module in modules.items() if pattern.search(name)}
+    patterns = [include] if isinstance(include, str) else list(include)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"include={include!r}: expected a regular expression, or a list of them")
+    names: set[str] = set()
+    for pattern in patterns:
+        try:
+            matching = {name for name in modules if re.search(pattern, name)}
+        except re.error as error:
+            raise ValueError(f"include={include!r}: {error}; expected regular expressions") from error
         if not matching:
             some = ", ".join(map(repr, [name for name in modules if name][:5]))
-            raise ValueError(f"include={pattern.pattern!r}: matches none of the {len(modules)} modules, such as {some}")
-        found.update(matching)
-    return {name: module for name, module in modules.items() if name in found}
-
-
-def _patterns(include: str | Sequence[str]) -> list[re.Pattern[str]]:
-    patterns = [include] if isinstance(include, str) else list(include)
-    if not patterns or not all(isinstance(one, str) for one in patterns):
-        raise TypeError(f"include={include!r}: expected a regular expression, or a list of them")
-    try:
-        return [re.compile(one) for one in patterns]
-    except re.error as error:
-        raise ValueError(f"include={include!r}: {error}; expected regular expressions") from error
+            raise ValueError(f"include={pattern!r}: matches none of the {len(modules)} modules, such as {some}")
+        names |= matching
+    return {name: module for name, module in modules.items() if name in names}
 
 
 def _named(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules by their names without what wrappers add; the wrapper stands for what it wraps.
+    """Return the modules by their names without what wrappers add; the wrapper stands for what it wraps.
 
     Where two others would share a name, the second has its full one.
     """
-    found: dict[str, torch.nn.Module] = {}
+    modules: dict[str, torch.nn.Module] = {}
     owner: dict[str, str] = {}
     for raw, module in root.named_modules(remove_duplicate=False):
         name = clean(raw)
         first = owner.setdefault(name, raw)
         if first == raw:
-            found[name] = module
+            modules[name] = module
         elif not _wraps(first, raw):
-            found[raw] = module
-    return found
+            modules[raw] = module
+    return modules
 
 
 def _compiled(roots: Iterable[torch.nn.Module]) -> set[int]:
-    """The `id` of each module below one that `torch.compile` has made: it shows nothing, and a hook on it is compiled in.
+    """Return the `id` of each module below one that `torch.compile` has made.
 
-    Removing the hook would then compile it anew.
+    It shows nothing, and a hook on it is compiled in, so that removing the hook would compile it again.
     """
     every = (pair for root in roots for pair in root.named_modules(remove_duplicate=False))
     return {id(module) for raw, module in every if "_orig_mod" in raw.split(".")}
 
 
 def _wraps(outer: str, inner: str) -> bool:
-    """Whether only wrappers stand between the first name and the second one."""
+    """Return whether only wrappers stand between the first name and the second one."""
     rest = inner[len(outer) :].strip(".").split(".")
     return inner.startswith(f"{outer}." if outer else "") and all(part in WRAPPER_PARTS for part in rest)
-
-
-def _joined(*parts: str) -> str:
-    return ".".join(part for part in parts if part)

@@ -15,21 +15,19 @@ from typing import Any
 
 import torch
 
+# Items of the inputs or outputs of a call that are visited, at most.
 VISITED = 4096
-"""Items of the inputs or outputs of a call that are visited, at most."""
 
 _PLAIN = (int, float, complex, str, torch.dtype, torch.device, types.NoneType)
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    """A copy of a tensor, and of its gradient; `None` where there is none, or was no room."""
+    """A copy of a tensor, and of its gradient; None where there is none, or was no room."""
 
-    __slots__ = ("gradient", "hooked", "value")
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-        self.gradient: torch.Tensor | None = None
-        self.hooked = False
+    value: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+    hooked: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +46,14 @@ class Call:
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The positional arguments, as the caller gave them."""
-        found: tuple[Any, ...] = _values(self._inputs)
-        return found
+        value: tuple[Any, ...] = _values(self._inputs)
+        return value
 
     @property
     def keyword_inputs(self) -> dict[str, Any]:
         """The keyword arguments."""
-        found: dict[str, Any] = _values(self._keywords)
-        return found
+        value: dict[str, Any] = _values(self._keywords)
+        return value
 
     @property
     def outputs(self) -> Any:  # noqa: ANN401 - whatever the module returns
@@ -65,14 +63,14 @@ class Call:
     @property
     def input_gradients(self) -> tuple[Any, ...]:
         """The gradients of the positional arguments."""
-        found: tuple[Any, ...] = _gradients(self._inputs)
-        return found
+        value: tuple[Any, ...] = _gradients(self._inputs)
+        return value
 
     @property
     def keyword_input_gradients(self) -> dict[str, Any]:
         """The gradients of the keyword arguments."""
-        found: dict[str, Any] = _gradients(self._keywords)
-        return found
+        value: dict[str, Any] = _gradients(self._keywords)
+        return value
 
     @property
     def output_gradients(self) -> Any:  # noqa: ANN401 - as `outputs`
@@ -90,7 +88,7 @@ class Calls(Mapping[str, Sequence[Call]]):
         by_module: dict[int, list[Call]] = {id(module): [] for module in modules.values()}
         self._calls = {name: by_module[id(module)] for name, module in modules.items()}
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # gradients arrive on a thread of each device
         self.left_out = 0
         self.bytes = 0
 
@@ -107,15 +105,15 @@ class Calls(Mapping[str, Sequence[Call]]):
         return len(self._calls)
 
     def __repr__(self) -> str:
-        calls = sum(len(found) for found in self._calls.values())
+        calls = sum(map(len, self._calls.values()))
         return f"<{calls} calls of {len(self)} modules, {self.bytes} bytes, {self.left_out} left out>"
 
     def add(self, name: str, call: Call) -> None:
-        """A call has ended."""
+        """Add a call that has ended."""
         self._calls[name].append(call)
 
     def has_room(self, size: int) -> bool:
-        """Takes so many bytes, if they are there; else counts that something is left out."""
+        """Take this many bytes and return True if they are available; otherwise count that something is left out."""
         with self._lock:
             if self.bytes + size > self._limit:
                 self.left_out += 1
@@ -124,15 +122,15 @@ class Calls(Mapping[str, Sequence[Call]]):
             return True
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A copy without a graph, if there is room for it. Sparse tensors are left out."""
+        """Return a copy without a graph, if there is room for it. Sparse tensors are left out."""
         size = tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else self._limit + 1
         return tensor.detach().clone() if self.has_room(size) else None
 
 
 def mapped(value: object, change: Callable[[Any], object], *, tensors_only: bool = False) -> Any:  # noqa: ANN401 - like `value`
-    """The same containers with what `change` makes of tensors and slots. Changes no container.
+    """Return copies of the containers with what `change` makes of tensors and slots.
 
-    Of other objects than numbers and texts the type is kept; with `tensors_only` nothing. `VISITED` items are visited.
+    Of objects other than numbers and texts the type is kept; with `tensors_only` nothing. `VISITED` items are visited.
     """
     left = VISITED
 
@@ -142,9 +140,9 @@ def mapped(value: object, change: Callable[[Any], object], *, tensors_only: bool
         if isinstance(item, torch.Tensor | Slot):
             return change(item) if left >= 0 else None
         if isinstance(item, list | tuple) and left >= 0:
-            return _like(item, [of(one) for one in item[:VISITED]])
+            return _like(item, [of(part) for part in item[:VISITED]])
         if isinstance(item, dict) and left >= 0:
-            return _with(item, {key: of(one) for key, one in itertools.islice(item.items(), VISITED)})
+            return _with(item, {key: of(part) for key, part in itertools.islice(item.items(), VISITED)})
         if dataclasses.is_dataclass(item) and not isinstance(item, type) and left >= 0:
             return _with(item, {field.name: of(getattr(item, field.name, None)) for field in dataclasses.fields(item)})
         if tensors_only or left < 0:
