@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.guarded_hook import HookHandle
 from torch_grad_exporter.capture.module_hooks import ModuleHooks
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModule, InnerModules
 from torch_grad_exporter.statistics.device import capturing_graph

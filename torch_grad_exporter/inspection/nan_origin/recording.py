@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.guarded_hook import GuardedHook
+from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.inspection.modules import InnerModule
 from torch_grad_exporter.inspection.nan_origin.flags import Flags, tensors_in
 from torch_grad_exporter.inspection.nan_origin.tape import (
