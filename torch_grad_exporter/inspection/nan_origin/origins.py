@@ -12,7 +12,7 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.nan_origin.flags import SentFlags
 from torch_grad_exporter.inspection.nan_origin.tape import Tape
-from torch_grad_exporter.inspection.nan_origin.verdict import FlaggedTape, NonfiniteOrigin, origin_of
+from torch_grad_exporter.inspection.nan_origin.verdict import FlaggedTape, Origin, origin_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.pending_samples import CountedSample
@@ -103,12 +103,12 @@ class Origins:
                 if held.layer not in nonfinite:
                     self._since.pop(held.layer, None)
 
-    def _is_consequence(self, origin: NonfiniteOrigin) -> bool:
+    def _is_consequence(self, origin: Origin) -> bool:
         """Return whether it is a parameter that was finite until the step of a reported origin: that step has made it so."""
         finite = self._finite_at.get(origin.parameter)
         return finite is not None and self._reported_at >= finite and origin.step > self._reported_at
 
-    def _report(self, origin: NonfiniteOrigin) -> None:
+    def _report(self, origin: Origin) -> None:
         """Show a place, and log it unless it is shown already."""
         place = (origin.layer, origin.stage, origin.kind)
         new = place not in self.steps
@@ -119,7 +119,7 @@ class Origins:
             level = logging.INFO if origin.routine else logging.WARNING
             say(logger, level, "nan_origin: at step %d %s", origin.step, self._dated(origin).text)
 
-    def _dated(self, origin: NonfiniteOrigin) -> NonfiniteOrigin:
+    def _dated(self, origin: Origin) -> Origin:
         """Add since when a parameter or buffer is not finite, as far as that is known."""
         if not origin.parameter:
             return origin

@@ -29,7 +29,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class NonfiniteOrigin:
+class Origin:
     """The place where NaN or Inf began.
 
     Attributes:
@@ -80,7 +80,7 @@ class FlaggedTape:
         return "nan" if "nan" in kinds else "inf" if "inf" in kinds else ""
 
 
-def origin_of(flagged: FlaggedTape, *, loss_was_nonfinite: bool = False) -> NonfiniteOrigin | None:
+def origin_of(flagged: FlaggedTape, *, loss_was_nonfinite: bool = False) -> Origin | None:
     """Return where NaN or Inf began, None if none is known to have reached the loss or a gradient.
 
     `loss_was_nonfinite`: a loss that was not finite was observed since the tape before; used only without a backward.
@@ -102,7 +102,7 @@ class _Search:
 
     # The search
 
-    def origin(self, *, loss_was_nonfinite: bool) -> NonfiniteOrigin | None:
+    def origin(self, *, loss_was_nonfinite: bool) -> Origin | None:
         tape, flagged = self._tape, self._flagged
         losses = flagged.any_of(slot for slot, _ in tape.losses)
         if losses:
@@ -142,7 +142,7 @@ class _Search:
 
     # The forward
 
-    def _forward(self, ends: Iterable[Value | None], kind: str) -> NonfiniteOrigin | None:
+    def _forward(self, ends: Iterable[Value | None], kind: str) -> Origin | None:
         places, held = self._behind([end for end in ends if end is not None])
         if held:
             return self._of_held(held[0])
@@ -192,7 +192,7 @@ class _Search:
         node = None if place.value is None else self._tape.nodes.get(place.value[0])
         return "" if node is None else operation(node.name)
 
-    def _blame(self, number: int) -> NonfiniteOrigin:
+    def _blame(self, number: int) -> Origin:
         """Return whose work a place is that is not finite, while nothing before it was."""
         tape = self._tape
         place = tape.places[number]
@@ -213,7 +213,7 @@ class _Search:
         """Return whether it is not finite, and not a mask."""
         return bool(self._flagged.kind(place.slot)) and not self._flagged.is_mask(place.slot)
 
-    def _outside_of_graph(self, place: TensorPlace, call: int) -> NonfiniteOrigin:
+    def _outside_of_graph(self, place: TensorPlace, call: int) -> Origin:
         """Return where an input without a graph came from: the first such tensor in the same forward of a model."""
         tape = self._tape
         root = self._root_of(call)
@@ -240,7 +240,7 @@ class _Search:
 
     # The backward
 
-    def _backward(self, new: list[str], leaves: str) -> NonfiniteOrigin | None:
+    def _backward(self, new: list[str], leaves: str) -> Origin | None:
         for event in self._tape.events:
             kind = self._flagged.any_of(slot for _, slot in event.slots)
             if kind and event.arrives:
@@ -251,13 +251,13 @@ class _Search:
             return self._reduced(new)
         return None
 
-    def _gave(self, node: int, kind: str) -> NonfiniteOrigin:
+    def _gave(self, node: int, kind: str) -> Origin:
         call, name = self._call_of(node), operation(self._tape.nodes[node].name)
         if call == -1:
             return self._outside(kind, "an operation after the model gave it in the backward", name)
         return self._of_call(call, "backward", kind, f"gave {_NAMES[kind]} in the backward for finite gradients", name)
 
-    def _arrived(self, node: int, kind: str) -> NonfiniteOrigin:
+    def _arrived(self, node: int, kind: str) -> Origin:
         """Return who gave a gradient that is not finite to a node, where all that was seen to be given before was finite."""
         givers = self._givers(node)
         fired = {event.node for event in self._tape.events if not event.arrives}
@@ -281,7 +281,7 @@ class _Search:
                     (ends if operation(other.name) in MOVES else givers).append(number)
         return givers
 
-    def _reduced(self, new: list[str]) -> NonfiniteOrigin:
+    def _reduced(self, new: list[str]) -> Origin:
         """Return the origin where this process computed finite gradients only, and has others in the end."""
         kind = self._flagged.any_of(self._tape.after[name] for name in new)
         if not self._tape.ranks or self._tape.full:
@@ -289,7 +289,7 @@ class _Search:
         layer = next((held.layer for held in self._tape.held if held.name == new[0]), new[0])
         overflow = " or the sum over ranks overflows" if kind == "inf" else ""
         text = f"{_NAMES[kind]} came with the reduction over ranks: the gradients of this rank were finite, another rank's were not"
-        return NonfiniteOrigin(layer, "reduction", kind, self._tape.step, f"{text}{overflow}")
+        return Origin(layer, "reduction", kind, self._tape.step, f"{text}{overflow}")
 
     def _call_of(self, node: int) -> int:
         """Return the innermost call that has made a node, -1 if none has."""
@@ -298,7 +298,7 @@ class _Search:
 
     # The sentences
 
-    def _of_call(self, number: int, stage: str, kind: str, action: str, name: str) -> NonfiniteOrigin:
+    def _of_call(self, number: int, stage: str, kind: str, action: str, name: str) -> Origin:
         call = self._tape.calls[number]
         parts = [f"{call.layer} ({call.kind}) {action}"]
         if name and name not in call.kind:
@@ -310,25 +310,23 @@ class _Search:
         elif call.hidden:
             parts.append(f"or it was {' or '.join(call.hidden)}, which is compiled")
         routine = stage == "backward" and self._tape.scaled
-        return NonfiniteOrigin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
+        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
 
-    def _of_held(self, held: HeldTensor) -> NonfiniteOrigin:
+    def _of_held(self, held: HeldTensor) -> Origin:
         kind, stage = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
         text = f"{stage} {held.name} was {_NAMES[kind]} before the forward"
-        return NonfiniteOrigin(held.layer, stage, kind, self._tape.step, text, held.name)
+        return Origin(held.layer, stage, kind, self._tape.step, text, held.name)
 
-    def _batch(self, place: TensorPlace) -> NonfiniteOrigin:
+    def _batch(self, place: TensorPlace) -> Origin:
         kind, call = self._flagged.kind(place.slot), self._tape.calls[place.call]
-        return NonfiniteOrigin(
-            "batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}"
-        )
+        return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}")
 
-    def _outside(self, kind: str, text: str, name: str = "") -> NonfiniteOrigin:
+    def _outside(self, kind: str, text: str, name: str = "") -> Origin:
         text = f"{text}{f' ({name})' if name else ''}; outside of any module"
-        return NonfiniteOrigin("loss", "loss", kind, self._tape.step, text + _SCALED * self._tape.scaled, routine=self._tape.scaled)
+        return Origin("loss", "loss", kind, self._tape.step, text + _SCALED * self._tape.scaled, routine=self._tape.scaled)
 
-    def _unknown(self, kind: str, why: str) -> NonfiniteOrigin:
-        return NonfiniteOrigin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
+    def _unknown(self, kind: str, why: str) -> Origin:
+        return Origin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
 
 
 _NAMES = {"nan": "NaN", "inf": "Inf"}
