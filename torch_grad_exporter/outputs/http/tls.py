@@ -7,6 +7,7 @@ key and the fix, and shows no key.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import ssl
 import tempfile
@@ -83,6 +84,12 @@ class Pem:
         """Yield a path at which OpenSSL finds the text."""
         if self.path:
             yield self.path
+            return
+        if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():  # a key goes to no disk
+            with os.fdopen(os.memfd_create("pem"), "w") as file:
+                file.write(self.text)
+                file.flush()
+                yield f"/proc/self/fd/{file.fileno()}"
             return
         with tempfile.TemporaryDirectory() as directory:  # readable by this user only, and removed at once
             path = Path(directory, "pem")
