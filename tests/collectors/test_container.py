@@ -180,29 +180,3 @@ def test_a_process_that_is_moved(tmp_path: Path) -> None:
     (tmp_path / "sys/fs/cgroup/b").rename(tmp_path / "sys/fs/cgroup/c")
     write(tmp_path, {"proc/self/mountinfo": V2.replace(" / /sys/fs/cgroup ", " /b /sys/fs/cgroup/c ")})
     assert series(collector)[LIMIT] == 2 * GIB
-
-
-def throttled(root: Path, collector: ContainerCollector, limits: Mapping[str, str], seconds: Mapping[str, float]) -> float | None:
-    """Return the counter with these quotas and these times of the groups."""
-    write(root / "sys/fs/cgroup", {f"{group}/cpu.max": f"{quota} 100000" for group, quota in limits.items()})
-    write(root / "sys/fs/cgroup", {f"{group}/cpu.stat": f"throttled_usec {int(time * 1e6)}" for group, time in seconds.items()})
-    return series(collector).get(THROTTLED)
-
-
-def test_a_limit_that_moves_to_another_group(tmp_path: Path) -> None:
-    """Throttled time continues when another group becomes the smallest limit: only what is new is added."""
-    tree(tmp_path, "0::/pod/box", [V2], group_2("pod") | group_2("pod/box"))
-    collector = ContainerCollector(root=tmp_path)
-    own, above, none = ({"pod": pod, "pod/box": box} for pod, box in (("400000", "200000"), ("400000", "max"), ("max", "max")))
-    steps = [
-        (own, {"pod": 901, "pod/box": 8}, 8),
-        (above, {"pod": 902, "pod/box": 9}, 8),
-        (above, {"pod": 905, "pod/box": 10}, 11),
-        (none, {"pod": 906, "pod/box": 11}, None),
-        (above, {"pod": 907, "pod/box": 11}, 13),
-        (own, {"pod": 908, "pod/box": 50}, 13),
-        (own, {"pod": 909, "pod/box": 50.5}, 13.5),
-        (own, {"pod": 909, "pod/box": 1}, 13.5),  # a new container in its place
-        (own, {"pod": 909, "pod/box": 2}, 14.5),
-    ]
-    assert [throttled(tmp_path, collector, limits, seconds) for limits, seconds, _ in steps] == [total for *_, total in steps]

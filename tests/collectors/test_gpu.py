@@ -1,21 +1,17 @@
-"""GPUs through NVML: which GPUs are shown, their values in base units, and what is lost when something fails."""
+"""GPUs through NVML: which of them are shown, their values in base units, and what is lost when something fails."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import ModuleType
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 
 import pynvml
 import pytest
-import torch
 
 from tests.support.catalogue import CATALOGUE
 from tests.support.collected import series
 from tests.support.fake_nvml import FakeDriver, FakeGpu, older
 from torch_grad_exporter.collectors.gpu import QUESTIONS, GpuCollector
-from torch_grad_exporter.resources.cuda_visible_devices import Installed, visible
 from torch_grad_exporter.resources.devices import DeviceStatistics
 
 A, B, C = (f"{letter * 8}-8ff3-c2dc-3b0d-fafd804516ae" for letter in "abc")
@@ -34,22 +30,16 @@ def used(**uuids: str | None) -> tuple[DeviceStatistics, ...]:
 
 @dataclass
 class Scene:
-    """A collector with a fake driver, devices in use, environment and clock."""
+    """A collector with a fake driver, devices in use and a clock."""
 
     driver: FakeDriver
     devices: tuple[DeviceStatistics, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
     now: float = 1000.0
-    module: ModuleType | None = pynvml
+    module: ModuleType = pynvml
 
-    def collector(self, **more: int) -> GpuCollector:
-        return GpuCollector(
-            lambda: self.devices, nvml=lambda: self.module, environment=self.environment, clock=lambda: self.now, **more
-        )
-
-    def shown(self, **more: int) -> dict[str, str]:
-        """Return the devices with their UUIDs."""
-        return {key[1]: key[2] for key in series(self.collector(**more)) if key[0] == MEMORY}
+    def collector(self) -> GpuCollector:
+        memory = SimpleNamespace(snapshot=lambda: self.devices)
+        return GpuCollector(memory, nvml=self.module, clock=lambda: self.now)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -94,9 +84,10 @@ def test_the_real_names() -> None:
 
 
 def test_devices_in_use_are_found_by_uuid(three: Scene) -> None:
-    """Each name has the values of its own GPU, whatever the order of CUDA and of the driver."""
+    """Each name has the values of its own GPU, whatever the order of CUDA and of the driver; others are not shown."""
+    assert series(three.collector()) == {}
     three.driver.gpus[0].celsius, three.driver.gpus[2].celsius = 40, 80
-    three.devices, three.environment = used(_0=C, _1=A), {"CUDA_VISIBLE_DEVICES": "1"}
+    three.devices = used(_0=C, _1=A)
     temperatures = {key[1:]: value for key, value in series(three.collector()).items() if key[0] == "torch_gpu_temperature_celsius"}
     assert temperatures == {("cuda:0", f"GPU-{C}"): 80, ("cuda:1", f"GPU-{A}"): 40}
 
@@ -105,77 +96,9 @@ def test_mig(monkeypatch: pytest.MonkeyPatch) -> None:
     """A MIG device has memory and a UUID with its own prefix; values that it refuses are absent."""
     names = ["UtilizationRates", "PowerUsage", "Temperature", "TemperatureV", "ClockInfo", "TotalEnergyConsumption"]
     errors = {f"nvmlDeviceGet{name}": NOT_SUPPORTED for name in [*names, "ViolationStatus", "TotalEccErrors"]}
-    part = FakeGpu(f"MIG-{B}", listed=False, used=5, errors=errors)
-    other = FakeGpu(f"MIG-{C}", listed=False)
-    driver = FakeDriver([FakeGpu(f"GPU-{A}", partitioned=True), part, other]).install(monkeypatch)
-    expected = {(MEMORY, "cuda:0", f"MIG-{B}"): 5}
-    assert series(Scene(driver, used(_0=B)).collector()) == expected
-    assert series(Scene(driver, environment={"CUDA_VISIBLE_DEVICES": f"MIG-{B},MIG-{C}"}).collector()) == expected
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, [A, B, C]),
-        ({"CUDA_VISIBLE_DEVICES": ""}, []),
-        ({"CUDA_VISIBLE_DEVICES": "2,0"}, [C, A]),
-        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, [B]),
-        ({"CUDA_VISIBLE_DEVICES": f"GPU-{B},GPU-{A}"}, [B, A]),
-        ({"CUDA_VISIBLE_DEVICES": f"MIG-{A}"}, []),
-    ],
-)
-def test_before_cuda_is_initialised(three: Scene, environment: Mapping[str, str], expected: list[str]) -> None:
-    """Before CUDA is used the GPUs are shown that it will show, in its order."""
-    three.environment |= environment
-    assert three.shown() == {f"cuda:{index}": f"GPU-{uuid}" for index, uuid in enumerate(expected)}
-
-
-def test_visible_devices_are_read_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random lists of devices mean what PyTorch makes of them."""
-    uuids = [f"GPU-{uuid}" for uuid in (A, B, C, A[:4] + "ffff" + A[8:])]
-    entries = ["0", "1", "2", "3", "4", "-1", "", " 1", "2x", "x2", "+3", *uuids, "GPU-b", "GPU-c", "GPU-a", "GPU-aaaaf", "GPU-x"]
-    rng = random.Random(7)
-    seen = set()
-    for _ in range(1000):
-        listed = ",".join(rng.choices(entries[:11] if rng.random() < 0.5 else entries, k=rng.randint(1, 4)))
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-        parsed = torch.cuda._parse_visible_devices()  # private: the reference has no public name
-        if parsed and isinstance(parsed[0], str):
-            parsed = torch.cuda._transform_uuid_to_ordinals(parsed, uuids)  # private: the same
-        expected = []
-        for ordinal in parsed:
-            if ordinal >= len(uuids):
-                break
-            expected.append(uuids[ordinal])
-        shown = visible({"CUDA_VISIBLE_DEVICES": listed}, [Installed(uuid, "same") for uuid in uuids])
-        assert shown == tuple(expected), listed
-        seen.add(shown)
-    assert len(seen) > 20
-
-
-def test_indices_of_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA counts the fastest GPU first, so an index of different GPUs says nothing until CUDA is used or keeps the bus order."""
-    driver = FakeDriver([FakeGpu(f"GPU-{A}", "NVIDIA T400"), FakeGpu(f"GPU-{B}")]).install(monkeypatch)
-    scene = Scene(driver)
-    assert scene.shown() == {}
-    scene.environment["CUDA_VISIBLE_DEVICES"] = "1"
-    assert scene.shown() == {}
-    scene.environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    assert scene.shown() == {"cuda:0": f"GPU-{B}"}
-    scene.environment = {"CUDA_VISIBLE_DEVICES": f"GPU-{B},GPU-{A}"}
-    assert scene.shown() == {"cuda:0": f"GPU-{B}", "cuda:1": f"GPU-{A}"}
-    scene.environment, scene.devices = {}, used(_0=B)
-    assert scene.shown() == {"cuda:0": f"GPU-{B}"}
-
-
-def test_several_processes_on_the_host(three: Scene) -> None:
-    """Before CUDA is used each rank shows the visible device of its own number, or the only one."""
-    assert three.shown(local_rank=1, local_world_size=3) == {"cuda:1": f"GPU-{B}"}
-    assert three.shown(local_rank=3, local_world_size=4) == {}
-    three.environment["CUDA_VISIBLE_DEVICES"] = "2"
-    assert three.shown(local_rank=1, local_world_size=3) == {"cuda:0": f"GPU-{C}"}
-    three.devices = used(_0=C, _1=A)
-    assert len(three.shown(local_rank=1, local_world_size=3)) == 2
+    part, other = FakeGpu(f"MIG-{B}", used=5, errors=errors), FakeGpu(f"MIG-{C}")
+    driver = FakeDriver([FakeGpu(f"GPU-{A}"), part, other]).install(monkeypatch)
+    assert series(Scene(driver, used(_0=B)).collector()) == {(MEMORY, "cuda:0", f"MIG-{B}"): 5}
 
 
 FUNCTIONS = {

@@ -24,7 +24,6 @@ from tests.support.tools import eventually
 from torch_grad_exporter.collectors import process
 from torch_grad_exporter.collectors.process import ProcessCollector, PsutilFamilies, standard_registry
 from torch_grad_exporter.metrics.families import Family, Spec
-from torch_grad_exporter.resources.children import ChildrenCpu, CpuSeconds
 from torch_grad_exporter.resources.readings import SHARE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="compared with Linux' /proc")
@@ -109,9 +108,7 @@ class Scene:
         self.collector = ProcessCollector(standard=prometheus_client.CollectorRegistry(), psutil_families=self.families())
 
     def families(self) -> PsutilFamilies:
-        """Return the families on a host without lists of children."""
-        sources = {"times": self.times, "clock": lambda: self.now, "spent": lambda: self.spent}
-        return PsutilFamilies(self.process, proc="/nowhere", **sources)
+        return PsutilFamilies(self.process, times=self.times, clock=lambda: self.now, spent=lambda: self.spent)
 
     def times(self) -> os.times_result:
         return os.times_result((50.0, 60.0, 0.75 * self.waited_for, 0.25 * self.waited_for, 0.0))
@@ -252,36 +249,31 @@ def test_children_that_cannot_be_read_are_left_out() -> None:
     scene = Scene(Fake(2), Fake(3, memory_full_info=DENIED), Fake(4, cpu_times=GONE), Fake(5, memory_full_info=GONE))
     assert [read(scene.collector, spec) for spec in CHILDREN] == [3, 1000, 9]
     scene = Scene(Fake(2), Fake(3, status=OSError(errno.EMFILE, "Too many open files")), Fake(4, cpu_times=ValueError("odd")))
-    assert [read(scene.collector, spec) for spec in CHILDREN] == [3, 3000, 3]
+    assert [read(scene.collector, spec) for spec in CHILDREN] == [3, 3000, 6]
     assert [read(Scene(Fake(2, memory_full_info=DENIED)).collector, spec) for spec in CHILDREN] == [1, None, 3]
     assert [read(Scene().collector, spec) for spec in CHILDREN] == [0, 0, 0]
 
 
-# The bookkeeping of children's CPU time
-
-
-def cpu(own: float, waited_for: float = 0.0) -> CpuSeconds:
-    """Return the CPU time of one child."""
-    return CpuSeconds(own, waited_for)
-
-
-SCRIPTS: dict[str, list[tuple[float, dict[str, CpuSeconds | None], float]]] = {
-    "waited for, with what it used after it was last seen": [(1, {"a": cpu(5)}, 6), (6.5, {}, 6.5), (6.5, {}, 6.5)],
-    "never waited for, then others": [(0, {"a": cpu(5)}, 5), (0, {}, 5), (0, {"b": cpu(2)}, 7), (2, {}, 7), (3, {}, 8)],
-    "waited for by another child": [(0, {"a": cpu(1), "b": cpu(5)}, 6), (0, {"a": cpu(1, 5)}, 6), (6, {}, 6)],
-    "orphaned by one that is waited for": [(0, {"a": cpu(1), "b": cpu(5)}, 6), (1, {}, 6), (1, {}, 6), (2, {}, 7)],
-    "unreadable for a while": [(0, {"a": cpu(5)}, 5), (0, {"a": None}, 5), (0, {"a": None}, 5), (0, {"a": cpu(6)}, 6), (6, {}, 6)],
-    "stepping back": [(0, {"a": cpu(5)}, 5), (0, {"a": cpu(4)}, 5), (0, {"a": cpu(6)}, 6)],
+SCRIPTS: dict[str, list[tuple[float, dict[int, object], float]]] = {
+    "waited for, with what it used after it was last seen": [(1, {2: (5, 0)}, 6), (6.5, {}, 6.5), (6.5, {}, 6.5)],
+    "waited for by another child": [(0, {2: (1, 0), 3: (5, 0)}, 6), (0, {2: (1, 5)}, 6), (6, {}, 6)],
+    "not waited for yet": [(1, {2: (5, 0)}, 6), (1, {}, 6), (7, {3: (1, 0)}, 8)],
+    "unreadable for a while": [(0, {2: (5, 0)}, 5), (0, {2: DENIED}, 5), (0, {2: (6, 0)}, 6), (6, {}, 6)],
+    "stepping back": [(0, {2: (5, 0)}, 5), (0, {2: (4, 0)}, 5), (0, {2: (6, 0)}, 6)],
     "gone when the exporter starts": [(9, {}, 9)],
-    "rounded down": [(0, {"a": cpu(5)}, 5), (4.99, {}, 5), (4.99, {}, 5)],
 }
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_cpu_time_of_a_child_counts_once(script: list[tuple[float, dict[str, CpuSeconds | None], float]]) -> None:
-    """The CPU time that was seen of a child stays and counts once, however the child ends."""
-    total = ChildrenCpu()
-    assert [total(waited_for, children) for waited_for, children, _ in script] == [expected for *_, expected in script]
+def test_cpu_time_of_a_child_counts_once(script: list[tuple[float, dict[int, object], float]]) -> None:
+    """The CPU time of children that are waited for counts once and the total never falls."""
+    scene = Scene()
+    totals = []
+    for scene.waited_for, children, _ in script:
+        times = {pid: CpuTimes(took[0], 0, took[1], 0) if isinstance(took, tuple) else took for pid, took in children.items()}
+        scene.process.values["children"] = [Fake(pid, cpu_times=time) for pid, time in times.items()]
+        totals.append(read(scene.collector, process.PROCESS_CHILDREN_CPU_SECONDS))
+    assert totals == [expected for *_, expected in script]
 
 
 # Real children

@@ -15,12 +15,9 @@ import pytest
 
 @dataclass
 class FakeGpu:
-    """A GPU, or a MIG device if not `listed`, with raw values in NVML's units."""
+    """A GPU or a MIG device, with raw values in NVML's units."""
 
     uuid: str
-    name: str = "NVIDIA H200"
-    listed: bool = True
-    partitioned: bool = False
     utilization: int = 57
     used: int = 3 * 2**30
     reserved: int = 600 * 2**20
@@ -77,20 +74,12 @@ class FakeDriver:
         if name in ("nvmlInitWithFlags", "nvmlShutdown"):
             self.opened += 1 if name == "nvmlInitWithFlags" else -1
             return pynvml.NVML_SUCCESS
-        if name in ("nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"):
-            return getattr(self, f"_{name}")(*arguments)
+        if name == "nvmlDeviceGetHandleByUUID":
+            return self._by_uuid(*arguments)
         gpu = self.gpus[ctypes.cast(arguments[0], ctypes.c_void_p).value - 1000]
         return gpu.lost or gpu.errors.get(name, 0) or ANSWERS[name](gpu, *arguments[1:]) or pynvml.NVML_SUCCESS
 
-    def _nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        target(count).value = sum(gpu.listed for gpu in self.gpus)
-        return pynvml.NVML_SUCCESS
-
-    def _nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
-        listed = [number for number, gpu in enumerate(self.gpus) if gpu.listed]
-        return self._point(handle, listed[index.value])
-
-    def _nvmlDeviceGetHandleByUUID(self, uuid: Any, handle: Any) -> int:
+    def _by_uuid(self, uuid: Any, handle: Any) -> int:
         wanted = [number for number, gpu in enumerate(self.gpus) if gpu.uuid == uuid.value.decode()]
         return self._point(handle, wanted[0]) if wanted else pynvml.NVML_ERROR_NOT_FOUND
 
@@ -119,8 +108,6 @@ def temperature(gpu: FakeGpu, sensor: Any, value: Any) -> int:
 
 ANSWERS: dict[str, Callable[..., int | None]] = {
     "nvmlDeviceGetUUID": lambda gpu, text, _: setattr(text, "value", gpu.uuid.encode()),
-    "nvmlDeviceGetName": lambda gpu, text, _: setattr(text, "value", gpu.name.encode()),
-    "nvmlDeviceGetMigMode": lambda gpu, current, _: fill(current, value=pynvml.NVML_DEVICE_MIG_ENABLE if gpu.partitioned else 0),
     "nvmlDeviceGetUtilizationRates": lambda gpu, rates: fill(rates, gpu=gpu.utilization, memory=99),
     "nvmlDeviceGetMemoryInfo": lambda gpu, memory: fill(memory, used=gpu.used + gpu.reserved),
     "nvmlDeviceGetMemoryInfo_v2": memory_v2,
@@ -143,9 +130,8 @@ def target(reference: Any) -> Any:
 
 
 def older(*missing: str) -> ModuleType:
-    """The package without some names, as one of its older versions; UUIDs and names as bytes."""
+    """The package without some names, as one of its older versions; UUIDs as bytes."""
     module = ModuleType("pynvml")
     vars(module).update({name: value for name, value in vars(pynvml).items() if name not in missing})
     module.nvmlDeviceGetUUID = lambda handle: pynvml.nvmlDeviceGetUUID(handle).encode()
-    module.nvmlDeviceGetName = lambda handle: pynvml.nvmlDeviceGetName(handle).encode()
     return module

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pynvml
@@ -55,7 +56,7 @@ class Hardware:
     def collectors(self) -> dict[str, Collector]:
         """Return the collectors that read from it."""
         return {
-            "gpu": GpuCollector(lambda: (self.memory,), nvml=lambda: pynvml, environment={}),
+            "gpu": GpuCollector(SimpleNamespace(snapshot=lambda: (self.memory,)), nvml=pynvml),
             "cuda_memory": CudaMemoryCollector(lambda: (self.memory,)),
             "container": ContainerCollector(root=self._root),
         }

@@ -1,8 +1,7 @@
-"""Collector `container`: what limits the process through control groups, and how much of it is used."""
+"""Collector `container`: the limits of the process' control groups, and how much of them is used."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,32 +34,6 @@ CONTAINER_CPU_THROTTLED = METRICS.counter(
 )
 
 
-class Throttled:
-    """How long the limited group was held back, as one counter that never falls, whichever group has the limit.
-
-    The first group's time counts as a whole, that of any later one from when it is first read as the limited one. Any
-    thread may call it.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Path, float] | None = None
-        self._total = 0.0
-        self._lock = threading.Lock()
-
-    def __call__(self, group: cgroups.ControlGroup, directory: Path) -> float | None:
-        """Seconds so far, with those of this directory of the group as of now; `None` where they cannot be read."""
-        with self._lock:  # What is read first must be added first.
-            seconds = cgroups.cpu_throttled(group, directory)
-            if seconds is None:
-                return None
-            if self._last is None:
-                self._total = seconds
-            elif self._last[0] == directory:
-                self._total += max(0.0, seconds - self._last[1])
-            self._last = directory, seconds
-            return self._total
-
-
 class ContainerCollector:
     """Families of the process' control groups; without any, or without limits, they are absent.
 
@@ -69,30 +42,18 @@ class ContainerCollector:
 
     def __init__(self, *, root: Path = Path("/")) -> None:
         self._groups = cgroups.ControlGroups(root)
-        self._throttled = Throttled()
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now, also after the process was moved to other groups."""
-        yield from self._memory()
-        yield from self._cpu()
-
-    def _memory(self) -> Iterator[Family]:
-        group = self._groups("memory")
-        if group is None:
-            return
-        limit = cgroups.memory_limit(group)
-        # Of the group that is limited, so that the ratio of the two shows how close the limit is.
-        working_set = cgroups.memory_working_set(group, group.directories[0] if limit is None else limit.directory)
-        yield scalar(CONTAINER_MEMORY_LIMIT, None if limit is None else limit.value)
-        yield scalar(CONTAINER_MEMORY_WORKING_SET, working_set)
-
-    def _cpu(self) -> Iterator[Family]:
-        group = self._groups("cpu")
-        limit = None if group is None else cgroups.cpu_limit(group)
-        if group is None or limit is None:
-            return
-        yield scalar(CONTAINER_CPU_LIMIT, limit.value)
-        yield scalar(CONTAINER_CPU_THROTTLED, self._throttled(group, limit.directory))
+        """Yield the families of now, also after the process was moved to other groups."""
+        if (group := self._groups("memory")) is not None:
+            limit = cgroups.memory_limit(group)
+            # Of the group that is limited, so that the ratio of the two shows how close the limit is.
+            working_set = cgroups.memory_working_set(group, group.directories[0] if limit is None else limit.directory)
+            yield scalar(CONTAINER_MEMORY_LIMIT, None if limit is None else limit.value)
+            yield scalar(CONTAINER_MEMORY_WORKING_SET, working_set)
+        if (group := self._groups("cpu")) is not None and (limit := cgroups.cpu_limit(group)) is not None:
+            yield scalar(CONTAINER_CPU_LIMIT, limit.value)
+            yield scalar(CONTAINER_CPU_THROTTLED, cgroups.cpu_throttled(group, limit.directory))
 
 
 COLLECTOR = Declaration("container", (METRICS,), lambda _: ContainerCollector(), place=80, judged=False)

@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
-from torch_grad_exporter.resources.children import ChildrenMemory, ChildrenReading, Descendants, unique_memory
+from torch_grad_exporter.resources.children import ChildrenMemory, ChildrenReading, unique_memory
 from torch_grad_exporter.resources.readings import ABSENT, Paced, attempt
 
 STANDARD = Section("Process")
@@ -89,12 +89,12 @@ PROCESS_CHILDREN_CPU_SECONDS = METRICS.counter(
     older=True,
 )
 
+# The share of all time that listing children may take: most often they are those of the scrape.
 CHILDREN_SHARE = 5e-3
-"""The share of all time that listing children may take: most often they are as of the scrape."""
 
 
 def standard_registry(proc: str = "/proc") -> prometheus_client.CollectorRegistry:
-    """A registry of its own with what `prometheus_client` collects about a process."""
+    """Return a registry of its own with what `prometheus_client` collects about a process."""
     registry = prometheus_client.CollectorRegistry()
     prometheus_client.ProcessCollector(proc=proc, registry=registry)
     prometheus_client.PlatformCollector(registry=registry)
@@ -103,28 +103,27 @@ def standard_registry(proc: str = "/proc") -> prometheus_client.CollectorRegistr
 
 
 class PsutilFamilies:
-    """What psutil reads of a process and its children; what cannot be read here has no series.
+    """Families of what psutil reads of a process and its children; a value that cannot be read here has no series.
 
     `clock` paces expensive readings, by the CPU time that `spent` says they took: walking all pages of a process' memory, and
-    listing children.
+    listing children, for which psutil visits every process of the host.
     """
 
     def __init__(
         self,
         process: psutil.Process,
         *,
-        proc: str = "/proc",
         times: Callable[[], os.times_result] = os.times,
         clock: Callable[[], float] = time.monotonic,
         spent: Callable[[], float] = time.thread_time,
     ) -> None:
         self._process = process
         self._unique_memory = Paced(lambda: unique_memory(process), clock, spent)
-        self._children = Paced(ChildrenReading(Descendants(process, proc), times), clock, spent)
+        self._children = Paced(ChildrenReading(process, times), clock, spent)
         self._children_memory = ChildrenMemory(clock, spent)
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now, or as of the last reading where they are expensive."""
+        """Yield the families of now, or of the last reading where they are expensive."""
         process = self._process
         io = attempt(lambda: process.io_counters(), ABSENT)  # noqa: PLW0108 - macOS has no such function to name
         yield scalar(PROCESS_THREADS, attempt(process.num_threads, ABSENT))
@@ -138,7 +137,7 @@ class PsutilFamilies:
 
 
 def _known(count: int) -> int | None:
-    """The BSDs count operations only and say -1 for bytes."""
+    # The BSDs count operations only and say -1 for bytes.
     return count if count >= 0 else None
 
 
@@ -159,13 +158,13 @@ class ProcessCollector:
         self._psutil_families = psutil_families
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now; none of a metric that there is not, as `process_*` without /proc."""
-        found: defaultdict[str, list[Sample]] = defaultdict(list)
+        """Yield the families of now; none of a metric that is not there, such as `process_*` without /proc."""
+        standard: defaultdict[str, list[Sample]] = defaultdict(list)
         for metric in self._standard.collect():
             for sample in metric.samples:
-                found[sample.name].append(sample)
+                standard[sample.name].append(sample)
         for spec in STANDARD.specs:
-            if samples := found.get(spec.name):
+            if samples := standard.get(spec.name):
                 values = {tuple(sample.labels.get(name, "") for name in spec.labels): sample.value for sample in samples}
                 yield self._rows.family(spec, values)
         if self._psutil_families is not None:

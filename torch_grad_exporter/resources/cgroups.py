@@ -1,7 +1,7 @@
 """Control groups of this process, versions 1 and 2: where they are, what limits them, what they use.
 
-Only files are read. What is not there, cannot be read or makes no sense is `None`: a group may vanish at any moment,
-and in a container a part of the tree is hidden.
+Only files are read. A value that is missing, cannot be read or makes no sense is None: a group may vanish at any moment, and in a
+container a part of the tree is hidden.
 """
 # ruff: noqa: PTH112 - `Path.is_dir` raises where a directory above is closed to this user.
 
@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+# From here on a memory limit of version 1 is none: the kernel writes the largest number that a page's size divides.
 UNLIMITED = 2**62
-"""From here on a memory limit of version 1 is none: the kernel writes the largest number that a page's size divides."""
 
-
+# A line of /proc/self/cgroup: number, controllers, path.
 _MEMBERSHIP = re.compile(r"^[^:\n]*:([^:\n]*):(.*)$", re.MULTILINE)
-"""A line of /proc/self/cgroup: number, controllers, path."""
 
+# A line of /proc/self/mountinfo: three numbers, root, mount point, options, `-`, kind, source, options of the kind.
 _MOUNTED = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*? - cgroup(2?) .*?(\S*)$", re.MULTILINE)
-"""A line of /proc/self/mountinfo: three numbers, root, mount point, options, `-`, kind, source, options of the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class GroupLimit:
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    root: PurePosixPath
-    """The directory of the hierarchy that is mounted; it may lie deeper than the hierarchy's own root."""
+    root: PurePosixPath  # the mounted directory, which may lie deeper than the hierarchy's own root
     point: PurePosixPath
     version: int
     options: frozenset[str]
@@ -58,22 +56,22 @@ class ControlGroups:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._found: tuple[str, dict[str, ControlGroup | None]] | None = None
+        self._cached: tuple[str, dict[str, ControlGroup | None]] | None = None
 
     def __call__(self, controller: str) -> ControlGroup | None:
-        """The group that the controller (`memory` or `cpu`) counts the process in; `None` where there is none."""
+        """Return the group that the controller (`memory` or `cpu`) counts the process in, None if there is none."""
         membership = _text(self._root / "proc/self/cgroup") or ""
-        found = self._found
-        if found is None or found[0] != membership:
+        cached = self._cached
+        if cached is None or cached[0] != membership:
             # One assignment: another scrape may be doing the same.
-            found = self._found = (membership, {})
-        groups = found[1]
+            cached = self._cached = (membership, {})
+        groups = cached[1]
         if controller not in groups or ((known := groups[controller]) and not os.path.isdir(known.directories[0])):
             groups[controller] = self._find(controller, membership)
         return groups[controller]
 
     def _find(self, controller: str, membership: str) -> ControlGroup | None:
-        """Version 1 if it has the controller, and is mounted; else version 2."""
+        # Version 1 if it has the controller, and is mounted; else version 2.
         paths = _paths(membership)
         mounts = list(_mounts(_text(self._root / "proc/self/mountinfo") or ""))
         first = [mount for mount in mounts if mount.version == 1 and controller in mount.options]
@@ -83,9 +81,9 @@ class ControlGroups:
         return self._group(paths[""], second) if "" in paths and second else None
 
     def _group(self, path: str, mounts: list[_Mount]) -> ControlGroup:
-        """The directory of a path, through the mount that shows the most above it.
+        """Return the group of a path, through the mount that shows the most above it.
 
-        Where none shows the path, since it belongs to another namespace, what is mounted is taken for the process' group.
+        If none shows the path, since it belongs to another namespace, the mounted directory is taken for the process' group.
         """
         shown = [
             (mount, parts)
@@ -100,7 +98,7 @@ class ControlGroups:
 
 
 def memory_limit(group: ControlGroup) -> GroupLimit | None:
-    """The smallest memory limit in bytes."""
+    """Return the smallest memory limit in bytes."""
     if group.version == 2:
         return _smallest(_limits(group, lambda directory: _number(directory / "memory.max")))
     limits = _limits(group, lambda directory: _limited(_number(directory / "memory.limit_in_bytes")))
@@ -113,7 +111,7 @@ def memory_limit(group: ControlGroup) -> GroupLimit | None:
 
 
 def memory_working_set(group: ControlGroup, directory: Path) -> float | None:
-    """Bytes in use by a group's directory without the part of the page cache that has not been used lately."""
+    """Return the bytes in use by a group's directory without the part of the page cache that was not used recently."""
     usage, cache = ("memory.current", "inactive_file") if group.version == 2 else ("memory.usage_in_bytes", "total_inactive_file")
     used, inactive = _number(directory / usage), _statistic(directory / "memory.stat", cache)
     # The two files are not of one moment.
@@ -121,12 +119,12 @@ def memory_working_set(group: ControlGroup, directory: Path) -> float | None:
 
 
 def cpu_limit(group: ControlGroup) -> GroupLimit | None:
-    """The smallest processor limit in cores."""
+    """Return the smallest processor limit in cores."""
     return _smallest(_limits(group, _quota_2 if group.version == 2 else _quota_1))
 
 
 def cpu_throttled(group: ControlGroup, directory: Path) -> float | None:
-    """Seconds for which the threads of a group's directory were held back, added up over processors."""
+    """Return the seconds for which the threads of a group's directory were throttled, added up over processors."""
     name, per_second = ("throttled_usec", 1e6) if group.version == 2 else ("throttled_time", 1e9)
     value = _statistic(directory / "cpu.stat", name)
     return None if value is None else value / per_second
@@ -142,12 +140,12 @@ def _quota_1(directory: Path) -> float | None:
 
 
 def _cores(quota: int | None, period: int | None) -> float | None:
-    """Version 1 writes -1 where there is no quota; in version 2 it is no number."""
+    # Without a quota version 1 writes -1, and version 2 a word.
     return quota / period if quota is not None and quota > 0 and period is not None and period > 0 else None
 
 
 def _limits(group: ControlGroup, read: Callable[[Path], float | None]) -> list[GroupLimit]:
-    """The limits of the process' group and those above it, highest first."""
+    """Return the limits of the process' group and those above it, highest first."""
     return [GroupLimit(value, directory) for directory in reversed(group.directories) if (value := read(directory)) is not None]
 
 
@@ -160,26 +158,26 @@ def _limited(value: int | None) -> int | None:
 
 
 def _paths(membership: str) -> dict[str, str]:
-    """The paths of /proc/self/cgroup by controller; that of version 2 under the empty name."""
+    """Return the paths of /proc/self/cgroup by controller; that of version 2 under the empty name."""
     return {name: path for names, path in _MEMBERSHIP.findall(membership) for name in names.split(",")}
 
 
 def _mounts(table: str) -> Iterator[_Mount]:
-    """The mounted hierarchies in /proc/self/mountinfo."""
+    """Yield the mounted hierarchies in /proc/self/mountinfo."""
     for root, point, second, options in _MOUNTED.findall(table):
         places = PurePosixPath(_unescape(root)), PurePosixPath(_unescape(point))
         yield _Mount(*places, 2 if second else 1, frozenset(options.split(",")))
 
 
 def _unescape(field: str) -> str:
-    """A path as it is: the kernel writes spaces and the like as three octal digits."""
+    # The kernel writes spaces and the like as three octal digits.
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _below(root: PurePosixPath, path: str) -> tuple[str, ...] | None:
-    """The way from a mount's root down to a path, `None` if it does not lie there.
+    """Return the way from a mount's root down to a path, None if it does not lie there.
 
-    What lies above the part that this process may see is written with `..`, in both of them.
+    A directory above the part that this process may see is written with `..`, in both of them.
     """
     if not PurePosixPath(path).is_relative_to(root):
         return None
@@ -188,9 +186,9 @@ def _below(root: PurePosixPath, path: str) -> tuple[str, ...] | None:
 
 
 def _statistic(path: Path, name: str) -> int | None:
-    """One value of a file of names and numbers."""
-    found = re.search(rf"^{name} (.*)$", _text(path) or "", re.MULTILINE)
-    return None if found is None else _integer(found[1])
+    """Return one value of a file of names and numbers."""
+    line = re.search(rf"^{name} (.*)$", _text(path) or "", re.MULTILINE)
+    return None if line is None else _integer(line[1])
 
 
 def _number(path: Path) -> int | None:

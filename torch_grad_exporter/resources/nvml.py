@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch_grad_exporter.resources.cuda_visible_devices import SILENT, Installed
-
+# At the start: there is no GPU of NVIDIA's, or none for this process.
 _NOT_HERE = ("LibraryNotFound", "DriverNotLoaded", "NoPermission", "FunctionNotFound", "NotFound")
-"""At the start: there is no GPU of NVIDIA's, or none for this process."""
 
+# From any call: further calls are useless before NVML has been opened again.
 _CLOSED = ("Uninitialized", "LibraryNotFound", "DriverNotLoaded")
-"""From any call: further calls are useless before NVML has been opened anew."""
 
+# From a call on a device: further calls on it are useless.
 _LOST = ("GpuIsLost",)
-"""From a call on a device: further calls on it are useless."""
 
+# MIG devices answer so to questions that only whole GPUs understand; and so does a device that has gone, to any question.
 _STALE = ("InvalidArgument",)
-"""MIG devices answer so to questions that only whole GPUs understand; and so does whatever has gone to any question."""
 
+# From a call on a device: the device, its driver or the user's rights do not support it.
 _REFUSED = ("NotSupported", "NoPermission", "FunctionNotFound", "ArgumentVersionMismatch", "Deprecated")
-"""From a call on a device: the device, its driver or the user's rights do not support it."""
 
+# When a device is looked up by its UUID.
 _NO_SUCH = ("NotFound", "InvalidArgument", "NotSupported", "NoPermission")
-"""When a device is looked up by its UUID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Gpu:
 
 
 def find_nvml() -> ModuleType | None:
-    """The package's module, `None` if it is not installed."""
+    """Return the package's module, None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -53,7 +50,7 @@ def find_nvml() -> ModuleType | None:
 class Library:
     """NVML, open until `close`. Opened several times, it closes with the last one, so others may use it too.
 
-    `error`: what every call may raise; `closed`: that of it after which the library must be opened anew.
+    `error`: what every call may raise; `closed`: that of it after which the library must be opened again.
     """
 
     def __init__(self, module: ModuleType) -> None:
@@ -65,23 +62,20 @@ class Library:
         module.nvmlInit()
 
     @classmethod
-    def open(cls, load: Callable[[], ModuleType | None]) -> Library | None:
-        """The library, `None` where there is no package, no library or no driver."""
-        module = load()
-        if module is None:
-            return None
+    def open(cls, module: ModuleType) -> Library | None:
+        """Return the library, None if there is no library or no driver."""
         try:
             return cls(module)
         except _errors(module, _NOT_HERE):
             return None
 
     def close(self) -> None:
-        """Gives the library back; a failure to do so has no effect."""
+        """Give the library back; a failure to do so has no effect."""
         with contextlib.suppress(self.error):
             self._module.nvmlShutdown()
 
     def ask(self, gpu: Gpu, *calls: tuple[str, ...]) -> Any | None:  # noqa: ANN401 - numbers and structures of NVML
-        """What the first call returns that the device, its driver and the package know; `None` where there is no answer.
+        """Return the result of the first call that the device, its driver and the package know, None if there is no answer.
 
         A call is a function and the names of its further arguments. A healthy device may still fail to give one value: only one
         that is lost raises, and a library that has gone.
@@ -89,8 +83,8 @@ class Library:
         try:
             for function, *constants in calls:
                 with contextlib.suppress(*self._stale):
-                    if (found := self._answer(function, gpu, *constants)) is not None:
-                        return found
+                    if (answer := self._answer(function, gpu, *constants)) is not None:
+                        return answer
         except (*self.closed, *self._lost):
             raise
         except self.error:
@@ -98,47 +92,23 @@ class Library:
         return None
 
     def probe(self, gpu: Gpu) -> None:
-        """Raises if the device does not answer at all: every kind of device reports its memory."""
+        """Raise if the device does not answer at all: every kind of device reports its memory."""
         self._answer("nvmlDeviceGetMemoryInfo", gpu)
 
     def device(self, uuid: str) -> Gpu | None:
-        """The device with a UUID, which may lack its prefix; `None` if there is none for this process."""
+        """Return the device with a UUID, which may lack its prefix, None if there is none for this process."""
         names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
         for name in names:
             with contextlib.suppress(*_errors(self._module, _NO_SUCH)):
                 return self._gpu(self._module.nvmlDeviceGetHandleByUUID(name))
         return None
 
-    def installed(self) -> list[Installed]:
-        """The GPUs of the machine that this process may use, in the driver's order; raises if none of them answers."""
-        found: list[Installed] = []
-        failure: Exception | None = None
-        for index in range(self._module.nvmlDeviceGetCount()):
-            try:
-                # Those that it may not use are none to CUDA either.
-                with contextlib.suppress(*_errors(self._module, ("NoPermission",))):
-                    found.append(self._installed(index))
-            except self.closed:
-                raise
-            except self.error as error:
-                found.append(SILENT)
-                failure = error.with_traceback(None)  # Which would hold this frame, and so itself.
-        if failure is not None and set(found) == {SILENT}:
-            raise failure
-        return found
-
-    def _installed(self, index: int) -> Installed:
-        gpu = self._gpu(self._module.nvmlDeviceGetHandleByIndex(index))
-        partitioned = self._answer("nvmlDeviceGetMigMode", gpu)
-        model = _text(self._module.nvmlDeviceGetName(gpu.handle))
-        return Installed(gpu.uuid, model, bool(partitioned and partitioned[0]))
-
     def _answer(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
-        """As `ask`, but raises for all errors other than a refusal."""
+        """Do the same as `ask`, but raise all errors other than a refusal."""
         call = getattr(self._module, function, None)
         arguments = [getattr(self._module, name, None) for name in constants]
         if call is None or None in arguments:
-            return None  # An older package.
+            return None  # an older package
         try:
             return call(gpu.handle, *arguments)
         except self._refused:
@@ -149,11 +119,11 @@ class Library:
 
 
 def _errors(module: ModuleType, names: tuple[str, ...]) -> tuple[type[Exception], ...]:
-    """The exception classes of these names, as far as the package's version has them."""
-    found = (getattr(module, f"NVMLError_{name}", None) for name in names)
-    return tuple(error for error in found if error is not None)
+    """Return the exception classes of these names, as far as the package's version has them."""
+    errors = (getattr(module, f"NVMLError_{name}", None) for name in names)
+    return tuple(error for error in errors if error is not None)
 
 
 def _text(value: str | bytes) -> str:
-    """Older packages give bytes."""
+    # Older packages give bytes.
     return value.decode() if isinstance(value, bytes) else value
