@@ -18,7 +18,7 @@ import torch
 from benchmarks import record
 from benchmarks.interleave import Blocks, Step, compare, interleave, trimmed_mean
 from torch_grad_exporter.actions import AGC, AutoClip, Clipper, MaxNorm, ZClip
-from torch_grad_exporter.actions.clip.at_steps import SOURCES, ClipAtSteps, Wanted
+from torch_grad_exporter.actions.clip.at_steps import SOURCES, ClipAtSteps, ClipOptions
 from torch_grad_exporter.errors import ErrorLog
 
 ROUNDS = 60
@@ -67,7 +67,7 @@ def arms_of(model: torch.nn.Module) -> dict[str, Step]:
 def clipping(model: torch.nn.Module, step: Step) -> Iterator[None]:
     """`clip=` is on; its first step, which finds the parameters, is over."""
     errors = ErrorLog(SOURCES)
-    clip = ClipAtSteps(Wanted(policy=MaxNorm(1.0)), {"": model}, errors)
+    clip = ClipAtSteps(ClipOptions(policy=MaxNorm(1.0)), {"": model}, errors)
     clip.start()
     try:
         step()

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.actions.clip.at_steps import Wanted
-from torch_grad_exporter.actions.clip.clipping import check_fits
+from torch_grad_exporter.actions.clip.at_steps import ClipOptions
 from torch_grad_exporter.actions.clip.policy import OnFailure, policy_name
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
@@ -56,7 +55,7 @@ class Checked:
     store: JobStore
     web_config: WebConfigFile | None
     push: push_settings.PushSettings | None
-    clip: Wanted | None
+    clip: ClipOptions | None
     modules: InnerModules | None
     timed: InnerModules | None
 
@@ -121,16 +120,16 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     )
 
 
-def _clip(settings: Settings, arguments: Arguments, index: LayerIndex) -> Wanted | None:
+def _clip(settings: Settings, arguments: Arguments, index: LayerIndex) -> ClipOptions | None:
     """Return how to clip, None for not at all. Raises on a policy that does not fit, or a duplicate."""
-    wanted = Wanted(policy=arguments.clip, dry_run=arguments.dry_run, raises=settings.on_failure is OnFailure.RAISE)
-    names = [policy_name(policy) for policy in wanted.dry_run]
+    options = ClipOptions(policy=arguments.clip, dry_run=arguments.dry_run, raises=settings.on_failure is OnFailure.RAISE)
+    names = [policy_name(policy) for policy in options.dry_run]
     if duplicate := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"dry_run=[...]: duplicate policy {duplicate}; each is shown under its name, so list it once")
-    if not wanted.policies:
-        return None
-    check_fits(wanted.policies, index.all_layers())
-    return wanted
+    layers = index.all_layers()
+    for policy in options.policies:
+        policy.check_layers(layers)
+    return options if options.policies else None
 
 
 def _modules(models: Mapping[str, torch.nn.Module], settings: Settings, given: Mapping[str, object]) -> InnerModules | None:

@@ -1,6 +1,6 @@
-"""Policies with a memory: their threshold follows the norms, or the loss, of the training so far.
+"""Policies with a memory: the threshold follows the norms, or the loss, of the training so far.
 
-A norm that is not finite, or exactly 0, enters no memory. All memories are float64 where the device has it: a variance that is
+A norm that is not finite, or exactly 0, enters no memory. All memories are float64 if the device has it: a variance that is
 small against its mean is lost in float32.
 """
 
@@ -15,23 +15,21 @@ import torch
 from torch_grad_exporter.actions.clip.policy import (
     EPSILON,
     Decision,
-    Groups,
-    Measured,
+    GradientNorms,
     Memory,
-    Plain,
+    NormGroups,
+    Policy,
     Scope,
-    entering,
     finite,
-    number,
-    scope_among,
+    remembered,
     shrink,
-    whole,
 )
+from torch_grad_exporter.arguments import check_number, check_whole
 
 
 @dataclass(frozen=True)
-class AutoClip(Plain):
-    """Norms are at most the `percentile` of all norms so far, that of this step included, as by `MaxNorm`.
+class AutoClip(Policy):
+    """Norms are at most the `percentile` of all norms so far, including that of this step, as by `MaxNorm`.
 
     Source: P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, "AutoClip: Adaptive Gradient Clipping for Source Separation
     Networks" (arXiv:2007.14469), algorithm 1. Percentiles are interpolated linearly, as numpy does. The paper keeps every norm;
@@ -43,28 +41,28 @@ class AutoClip(Plain):
     scope: Scope = "model"
 
     def __post_init__(self) -> None:
-        number(self, "percentile", to=100.0, least=True, example=10.0)
-        whole(self, "history_size", example=1000)
-        scope_among(self, "model", "layer")
+        check_number(self.shown("percentile"), self.percentile, most=100.0, example=10.0)
+        check_whole(self.shown("history_size"), self.history_size, example=1000)
+        self.check_scope("model", "layer")
 
-    def start(self, groups: Groups, /) -> Memory:
-        """An empty history: places without a norm hold infinity, which sorts behind all norms."""
+    def start(self, groups: NormGroups, /) -> Memory:
+        """Return an empty history. Places without a norm hold infinity, which sorts behind all norms."""
         return {"history": groups.full(math.inf, self.history_size), "count": groups.full(0, dtype=torch.int64)}
 
-    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
-        """Enters the norms into the history, and takes the percentile of it."""
+    def decide(self, measured: GradientNorms, memory: Memory, /) -> Decision:
+        """Enter the norms into the history, and take its percentile."""
         history, count = memory["history"], memory["count"]
         norms = measured.norms.to(history.dtype)
-        entered = entering(norms)
+        entered = remembered(norms)
         place = (count % self.history_size)[None]
         history.scatter_(0, place, torch.where(entered, norms[None], history.gather(0, place)))
         count += entered
         threshold = self._percentile(history.sort(dim=0).values, count.clamp(max=self.history_size))
-        # A threshold may be 0, and 0 over a norm that is not finite is no number.
+        # A threshold may be 0, and 0 over a norm that is not finite is NaN.
         return Decision(threshold, torch.where(finite(norms), shrink(norms, threshold), 1.0))
 
     def _percentile(self, ordered: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Of the first `count` of the ordered norms; infinity where there is none."""
+        """Return the percentile of the first `count` ordered norms, infinity if there are none."""
         last = (count - 1).clamp(min=0)
         place = last.to(ordered.dtype) * (self.percentile / 100)
         low = place.floor().long()
@@ -74,7 +72,7 @@ class AutoClip(Plain):
 
 
 @dataclass(frozen=True)
-class ZClip(Plain):
+class ZClip(Policy):
     """A norm that lies more than `z_thresh` standard deviations above its moving mean is a spike, and is clipped.
 
     Source: A. Kumar, L. Owen, N. R. Chowdhury, F. Güra, "ZClip: Adaptive Spike Mitigation for LLM Pre-Training"
@@ -91,21 +89,21 @@ class ZClip(Plain):
     scope: Scope = "model"
 
     def __post_init__(self) -> None:
-        number(self, "alpha", to=1.0, example=0.97)
+        check_number(self.shown("alpha"), self.alpha, above=0.0, most=1.0, example=0.97)
         if self.alpha == 1:
             raise ValueError("ZClip(alpha=1): expected a number below 1, such as 0.97: the mean would never change")
-        number(self, "z_thresh", example=2.5)
-        whole(self, "warmup_steps", example=25, least=2)  # one norm has no deviation
+        check_number(self.shown("z_thresh"), self.z_thresh, above=0.0, example=2.5)
+        check_whole(self.shown("warmup_steps"), self.warmup_steps, least=2, example=25)  # one norm has no deviation
         if self.max_norm is not None:
-            number(self, "max_norm", example=1.0)
-        scope_among(self, "model", "layer")
+            check_number(self.shown("max_norm"), self.max_norm, above=0.0, example=1.0)
+        self.check_scope("model", "layer")
 
-    def start(self, groups: Groups, /) -> Memory:
-        """No norm yet."""
+    def start(self, groups: NormGroups, /) -> Memory:
+        """Return a memory of no norms."""
         return {"mean": groups.full(0.0), "variance": groups.full(0.0), "count": groups.full(0, dtype=torch.int64)}
 
-    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
-        """Compares the norms with mean and deviation before this step, then enters them."""
+    def decide(self, measured: GradientNorms, memory: Memory, /) -> Decision:
+        """Compare the norms with mean and deviation before this step, then enter them."""
         mean, deviation = memory["mean"], memory["variance"].sqrt()
         norms, warm = measured.norms.to(mean.dtype), memory["count"] < self.warmup_steps
         scaled = (norms - mean) / (deviation + EPSILON)
@@ -116,11 +114,11 @@ class ZClip(Plain):
         if self.max_norm is not None:
             allowed, threshold = effective.clamp(max=self.max_norm), threshold.clamp(max=self.max_norm)
         clipped = (norms > allowed) & finite(norms)
-        self._enter(effective, entering(norms), warm, memory)
+        self._enter(effective, remembered(norms), warm, memory)
         return Decision(threshold, torch.where(clipped, allowed / (norms + EPSILON), 1.0))
 
     def _enter(self, norms: torch.Tensor, entered: torch.Tensor, warm: torch.Tensor, memory: Memory) -> None:
-        """During the warm-up plain mean and variance, then moving ones."""
+        """Update mean and variance: plain ones during the warm-up, then moving ones."""
         mean, variance, count = memory["mean"], memory["variance"], memory["count"]
         weight = torch.where(warm, 1 / (count.to(mean.dtype) + 1), 1 - self.alpha)
         delta = norms - mean
@@ -134,12 +132,12 @@ class ZClip(Plain):
 
 
 @dataclass(frozen=True)
-class Plateau(Plain):
-    """As `MaxNorm`, with a limit that is multiplied by `factor` after `patience` epochs in a row without a smaller loss.
+class Plateau(Policy):
+    """Like `MaxNorm`, with a limit that is multiplied by `factor` after `patience` epochs in a row without a smaller loss.
 
-    Source: the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied to the limit. `observe(loss)` of the clipper gives
-    it the loss of an epoch; `observe(loss, epoch=)` any number of losses per epoch, whose mean counts once the next epoch begins.
-    With several ranks all have to observe the same loss, such as its mean over them: limits that differ make replicas differ.
+    Source: the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied to the limit. `observe(loss)` of the clipper
+    gives it the loss of an epoch; `observe(loss, epoch=)` any number of losses per epoch, whose mean counts once the next epoch
+    begins. All ranks have to observe the same loss, such as its mean over them: limits that differ make replicas differ.
     """
 
     max_norm: float = 1.0
@@ -147,32 +145,32 @@ class Plateau(Plain):
     patience: int = 10
     min_norm: float = 0.0
     scope: Scope = "model"
-    observes: ClassVar[bool] = True
+    needs_loss: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        number(self, "max_norm", example=1.0)
-        number(self, "factor", to=1.0, example=0.5)
-        whole(self, "patience", example=10)
-        number(self, "min_norm", to=self.max_norm, least=True, example=0.01)
-        scope_among(self, "model", "layer", "unit")
+        check_number(self.shown("max_norm"), self.max_norm, above=0.0, example=1.0)
+        check_number(self.shown("factor"), self.factor, above=0.0, most=1.0, example=0.5)
+        check_whole(self.shown("patience"), self.patience, example=10)
+        check_number(self.shown("min_norm"), self.min_norm, most=self.max_norm, example=0.01)
+        self.check_scope("model", "layer", "unit")
 
-    def start(self, groups: Groups, /) -> Memory:
-        """One limit for all groups; no epoch yet."""
+    def start(self, groups: NormGroups, /) -> Memory:
+        """Return one limit for all groups, before the first epoch."""
         first = {"max_norm": float(self.max_norm), "best": math.inf, "bad_epochs": 0.0, "loss": 0.0, "losses": 0.0}
         return {name: torch.full((), value, device=groups.device, dtype=groups.dtype) for name, value in first.items()}
 
-    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
-        """The present limit for all groups."""
+    def decide(self, measured: GradientNorms, memory: Memory, /) -> Decision:
+        """Apply the present limit to all groups."""
         limit = memory["max_norm"]
         return Decision(limit, shrink(measured.norms.to(limit.dtype), limit))
 
     def observe(self, loss: torch.Tensor, memory: Memory, /) -> None:
-        """Adds a loss to those of its epoch."""
+        """Add a loss to its epoch."""
         memory["loss"] += loss
         memory["losses"] += 1
 
     def end_epoch(self, memory: Memory, /) -> None:
-        """Judges the epoch by its mean loss. A loss that is NaN is not smaller. Where no loss was observed nothing changes."""
+        """Judge the epoch by its mean loss. A loss that is NaN is not smaller. Without a loss nothing changes."""
         seen, loss = memory["losses"] > 0, memory["loss"] / memory["losses"].clamp(min=1)
         better = seen & (loss < memory["best"])
         memory["best"] = torch.where(better, loss, memory["best"])

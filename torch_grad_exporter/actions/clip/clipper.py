@@ -1,29 +1,38 @@
-"""Clipper: carries out a policy on the gradients of a model, where the user calls it."""
+"""Clipper: carries out a policy on the gradients of a model when the user calls it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torch_grad_exporter.actions.clip.clipping import Clipping, check_fits, check_observed
-from torch_grad_exporter.actions.clip.policy import Decision, Policy, checked_policies, checked_policy
-from torch_grad_exporter.actions.clip.running import Candidate
-from torch_grad_exporter.actions.clip.skipping import FusedSteps, SkipAbove, remove_gradients
-from torch_grad_exporter.actions.clip.table import Parameters
+from torch_grad_exporter.actions.clip.clipping import Clipping, PolicyRun
+from torch_grad_exporter.actions.clip.fixed import SkipAbove
+from torch_grad_exporter.actions.clip.parameters import EXPECTED, ParameterTracker, listed
+from torch_grad_exporter.actions.clip.policy import Policy, checked_policies, checked_policy
+from torch_grad_exporter.actions.clip.skipping import FusedSteps, remove_gradients
 
 
 class Clipper:
     """Clips gradients by a policy, in place of `clip_grad_norm_`: `norm = clipper()` between the backward and the step.
 
-    `model_or_parameters`: a model, whose parameters may change later; its parameters; or pairs of names and parameters. Of bare
-    parameters each is a layer of its own. `dry_run`: policies that only say what they would have done, see `candidates`. `foreach`
-    as in `clip_grad_norm_`. `optimizers`: fused ones, for `SkipAbove` alone.
-
     With a gradient scaler call `scaler.unscale_(optimizer)` first, as before `clip_grad_norm_`. No call waits for a device. A
-    norm that is not finite changes nothing and enters no history. Where ranks have different parts of parameters (FSDP2,
-    tensor parallelism), a call is a collective: each rank calls it in each step.
+    norm that is not finite changes nothing and enters no history. If parameters are sharded (FSDP2, tensor parallelism), a call
+    is a collective: each rank calls it in each step.
+
+    Args:
+        model_or_parameters: A model, whose parameters may change later; its parameters; or pairs of names and parameters.
+            Each bare parameter is its own layer.
+        policy: The policy, such as `MaxNorm(1.0)`.
+        dry_run: Policies that only say what they would have done, see `candidates`.
+        foreach: As in `clip_grad_norm_`.
+        optimizers: Fused optimizers, only for `SkipAbove`.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument is wrong, or a parameter cannot be clipped.
     """
 
     def __init__(
@@ -37,78 +46,97 @@ class Clipper:
     ) -> None:
         checked_policy(policy, "Clipper(policy={!r})")
         checked_policies(dry_run, "Clipper(dry_run={!r})")
-        _check(policy, foreach, optimizers)
-        parameters = Parameters(model_or_parameters)
-        check_fits((policy, *dry_run), parameters.groups().layers)
-        self._clipping = Clipping(parameters, policy, dry_run, foreach=foreach, told=bool(optimizers))
-        self._fused = FusedSteps(tuple(optimizers)) if optimizers else None
+        if foreach is not None and not isinstance(foreach, bool):
+            raise ValueError(f"Clipper(foreach={foreach!r}): expected True, False or None")
+        if isinstance(optimizers, torch.optim.Optimizer):
+            raise TypeError(f"Clipper(optimizers={type(optimizers).__name__}(...)): expected a list of optimizers")
+        if optimizers and not isinstance(policy, SkipAbove):
+            raise ValueError(f"Clipper(optimizers=...): {type(policy).__name__} needs none; leave them out")
+        is_model = isinstance(model_or_parameters, torch.nn.Module)
+        self._models = {"": model_or_parameters} if isinstance(model_or_parameters, torch.nn.Module) else {}  # kept alive
+        tracker = ParameterTracker(self._models, fixed=[] if is_model else [*listed(model_or_parameters)])
+        parameters = tracker.current()
+        if parameters is None:
+            raise ValueError(f"Clipper(model_or_parameters=...): it has no parameters; {EXPECTED}")
+        for each in (policy, *dry_run):
+            each.check_layers(parameters.layers)
+        self._clipping = Clipping(tracker, policy, dry_run, foreach=foreach, by_flags=bool(optimizers))
+        self._fused = FusedSteps(optimizers) if optimizers else None
 
     @property
     def policy(self) -> Policy:
-        """The policy that it was given."""
-        return self._clipping.running.policy
+        """The policy that clips."""
+        return self._clipping.active.policy
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[PolicyRun, ...]:
         """The policies of `dry_run`, each with its `threshold`, `coefficients` and `clipped_steps`, on the device."""
         return self._clipping.candidates
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the layers, in the order of `threshold` and `coefficients` in the scope `layer`."""
-        return self._clipping.groups.layers
+        return self._clipping.parameters.layers
 
     @property
     def threshold(self) -> torch.Tensor | None:
-        """The largest norm, or value, that the last call left alone, on the device; `None` before the first call."""
-        return None if self._clipping.running.decision is None else self._clipping.running.decision.threshold
+        """The largest norm, or value, that the last call left alone, on the device; None before the first call."""
+        return self._clipping.active.threshold
 
     @property
     def coefficients(self) -> torch.Tensor | None:
-        """By what the last call multiplied gradients, on the device; `None` where it did not, as under `MaxValue`."""
-        return None if self._clipping.running.decision is None else self._clipping.running.decision.coefficients
+        """The factors of the gradients in the last call, on the device; None if it multiplied nothing, such as `MaxValue`."""
+        return self._clipping.active.coefficients
 
     def __call__(self) -> torch.Tensor:
-        """Clips the gradients that there are now. Returns their global norm before clipping, on their device."""
+        """Clip the gradients that there are now.
+
+        Returns:
+            Their global norm before clipping, on their device.
+        """
         norm, decision = self._clipping()
-        self._skip(decision)
+        skip = None if decision is None else decision.skip
+        if self._fused is not None:
+            self._fused.skip_next(skip)
+        elif skip is not None:
+            synchronize = isinstance(self.policy, SkipAbove) and self.policy.synchronize
+            remove_gradients(self._clipping.parameters, skip, synchronize=synchronize)
         return norm
 
     def observe(self, loss: float | torch.Tensor, *, epoch: float | None = None) -> None:
-        """Gives `Plateau` a loss; other policies need none. A loss on a device stays there.
+        """Give `Plateau` a loss; other policies need none. A loss on a device stays there.
 
-        Without `epoch` it is the loss of a whole epoch. With it, losses of an epoch are averaged, and judged once an observation
-        names another epoch. The whole part of `epoch` counts.
+        Args:
+            loss: A number or a tensor with one element.
+            epoch: The epoch of the loss, whose whole part counts. Losses of an epoch are averaged, and judged when an
+                observation names another epoch. Without it the loss is that of a whole epoch.
+
+        Raises:
+            TypeError: The loss is of a wrong type.
+            ValueError: The loss has several elements or is complex, or the epoch is not a finite number.
         """
-        check_observed(loss, epoch)
+        if isinstance(loss, bool) or not isinstance(loss, int | float | torch.Tensor):
+            raise TypeError(f"observe(loss={loss!r}): expected a number or a tensor with one element")
+        if isinstance(loss, torch.Tensor) and (loss.numel() != 1 or loss.is_complex()):
+            raise ValueError(f"observe(loss=...): expected one real number, got a tensor of shape {tuple(loss.shape)}")
+        if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float) or not math.isfinite(epoch)):
+            raise ValueError(f"observe(epoch={epoch!r}): expected a finite number, such as 3")
         self._clipping.observe(loss, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the policy and the candidates remember, as copies of their tensors."""
+        """Return what the policy and the candidates remember, as copies of their tensors."""
         return self._clipping.state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict()` of a clipper with the same policies and scopes returned."""
+        """Go on with what `state_dict()` of a clipper with the same policies and scopes returned.
+
+        Raises:
+            TypeError: It is not such a dictionary.
+            ValueError: It does not fit; then nothing has changed.
+        """
         self._clipping.load(state_dict)
 
     def close(self) -> None:
-        """Takes its hooks off fused optimizers; else there is nothing to end."""
+        """Remove its hooks from fused optimizers; without these there is nothing to end."""
         if self._fused is not None:
             self._fused.close()
-
-    def _skip(self, decision: Decision | None) -> None:
-        if self._fused is not None and decision is None:
-            self._fused.forget()
-        elif self._fused is not None and decision is not None and decision.skip is not None:
-            self._fused.tell(decision.skip)
-        elif decision is not None and decision.skip is not None and isinstance(self.policy, SkipAbove):
-            remove_gradients(self._clipping.groups, decision.skip, synchronize=self.policy.synchronize)
-
-
-def _check(policy: Policy, foreach: object, optimizers: object) -> None:
-    if foreach is not None and not isinstance(foreach, bool):
-        raise ValueError(f"Clipper(foreach={foreach!r}): expected True, False or None")
-    if isinstance(optimizers, torch.optim.Optimizer):
-        raise TypeError(f"Clipper(optimizers={type(optimizers).__name__}(...)): expected a list of optimizers")
-    if optimizers and not isinstance(policy, SkipAbove):
-        raise ValueError(f"Clipper(optimizers=...): {type(policy).__name__} needs none; leave them out")

@@ -1,160 +1,299 @@
-"""Clipping: a policy and its candidates over the gradients of some parameters; what `Clipper` and `clip=` have in common."""
+"""Clipping: a policy and the candidates of `dry_run=` over some parameters; what `Clipper` and `clip=` have in common."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVarTuple
 
 import torch
 
-from torch_grad_exporter.actions.clip.changing import change
-from torch_grad_exporter.actions.clip.measuring import gradients_of, wide
-from torch_grad_exporter.actions.clip.policy import Decision, Groups, Policy
-from torch_grad_exporter.actions.clip.running import Candidate, Measurements, RunningPolicy
-from torch_grad_exporter.actions.clip.table import ParameterGroups
+from torch_grad_exporter.actions.clip.fixed import MaxValue
+from torch_grad_exporter.actions.clip.gradients import Gradients, NormMeter, gradients_of
+from torch_grad_exporter.actions.clip.parameters import ParameterSet, ParameterTracker
+from torch_grad_exporter.actions.clip.policy import Decision, GradientNorms, Memory, NormGroups, Policy
 from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.statistics.device import to_device, wide
 from torch_grad_exporter.torch_compat.tensors import local
 
+_Arguments = TypeVarTuple("_Arguments")
 
-class ParameterSource(Protocol):
-    """Where parameters come from that may change."""
+Measurements = dict[tuple[object, ...], GradientNorms]
+"""What was measured in this step, by scope, weights and precision: policies that need the same share it."""
 
-    def groups(self) -> ParameterGroups:
-        """The groups now; the same object as long as nothing has changed."""
+
+class PolicyRun:
+    """A policy with its memory. It follows the model: layers that stay keep what is remembered of them.
+
+    Attributes:
+        policy: The policy.
+        decision: Its decision in the last step, None before the first one.
+        clipped_steps: For a candidate, the steps in which it would have changed a gradient or skipped the step; on the device.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self.policy = policy
+        self.decision: Decision | None = None
+        self.clipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._parameters: ParameterSet | None = None  # until `follow`, which sets what is over these
+        self._groups: NormGroups
+        self._meter: NormMeter
+        self._memory: Memory = {}
+        self._layer_of_unit: torch.Tensor | None = None
+
+    @property
+    def threshold(self) -> torch.Tensor | None:
+        """The largest norm, or value, that was left alone in the last step, on the device."""
+        if self.decision is None:
+            return None
+        threshold = self.decision.threshold
+        return threshold if isinstance(threshold, torch.Tensor) else self._groups.full(threshold)
+
+    @property
+    def coefficients(self) -> torch.Tensor | None:
+        """The factors of the gradients in the last step, on the device."""
+        return None if self.decision is None else self.decision.coefficients
+
+    @property
+    def saved(self) -> Memory:
+        """The part of the memory that does not follow from the settings."""
+        return {name: tensor for name, tensor in self._memory.items() if name not in self.policy.settings}
+
+    def decide(self, gradients: Gradients, measurements: Measurements) -> tuple[GradientNorms, Decision]:
+        """Measure, unless that is done, and decide."""
+        key = (self.policy.scope, self.policy.needs_weights, self.policy.exact)
+        measured = measurements.get(key)
+        if measured is None:
+            measured = measurements[key] = self._meter(gradients)
+        self.decision = decision = self.policy.decide(measured, self._memory)
+        return measured, decision
+
+    def count(self, gradients: Gradients, measurements: Measurements, parameters: ParameterSet, device: torch.device) -> None:
+        """Decide as a candidate, and count the step if the decision would have changed it."""
+        self.follow_as_candidate(parameters, device)
+        _, decision = self.decide(gradients, measurements)
+        self.clipped_steps += _changes(gradients, decision)
+
+    def follow_as_candidate(self, parameters: ParameterSet, device: torch.device) -> None:
+        """Like `follow`. Raises `ValueError` if ranks would count differently."""
+        if parameters.sharded and (isinstance(self.policy, MaxValue) or self.policy.scope == "unit"):
+            raise ValueError(f"dry_run=[{self.policy}]: parameters are split over ranks, of which each would count its own part")
+        self.follow(parameters, device)
+        if self.clipped_steps.device != device:
+            meta = self.clipped_steps.is_meta  # the model had no data yet
+            self.clipped_steps = torch.zeros_like(self.clipped_steps, device=device) if meta else self.clipped_steps.to(device)
+
+    def follow(self, parameters: ParameterSet, device: torch.device) -> None:
+        """Go on with other parameters, or on another device. What raises changes nothing."""
+        before, old_memory = self._parameters, self._memory
+        if before is not None and parameters is before and device == self._groups.device:
+            return
+        scope = self.policy.scope
+        count = len(parameters.layers) if scope == "layer" else sum(entry.units for entry in parameters.entries)
+        groups = NormGroups(() if scope == "model" else (count,), parameters.layers, device, wide(device))
+        meter, memory = NormMeter(parameters, self.policy, device), self.policy.start(groups)
+        self._parameters, self._groups, self._meter, self._memory, self.decision = parameters, groups, meter, memory, None
+        self._layer_of_unit = None
+        if before is None:
+            return
+        kept = [(new, before.layers.index(layer)) for new, layer in enumerate(parameters.layers) if layer in before.layers]
+        for name, tensor in self.saved.items():
+            old = old_memory[name]
+            if old.is_meta:  # the model had no data yet
+                continue
+            if scope != "layer" or old.ndim == 0:
+                tensor.copy_(old)
+            else:
+                for new, place in kept:
+                    tensor[..., new] = old[..., place]
+
+    def shown_threshold(self) -> torch.Tensor | None:
+        """Return the threshold for all, or that of each layer: of its units the smallest."""
+        threshold, parameters = self.threshold, self._parameters
+        if threshold is None or parameters is None or self.policy.scope != "unit" or threshold.ndim == 0:
+            return threshold
+        if self._layer_of_unit is None:
+            pairs = zip(parameters.entries, parameters.layer_of, strict=True)
+            self._layer_of_unit = to_device([layer for entry, layer in pairs for _ in range(entry.units)], threshold.device)
+        least = torch.full((len(parameters.layers),), torch.inf, device=threshold.device, dtype=threshold.dtype)
+        return least.scatter_reduce_(0, self._layer_of_unit, threshold, "amin")
+
+    def observe(self, loss: torch.Tensor, begins: bool, whole: bool) -> None:
+        """Pass a loss on. `begins`: it is the first of an epoch; `whole`: it is that of a whole epoch."""
+        if self._parameters is None:
+            return
+        if begins:
+            self.policy.end_epoch(self._memory)
+        self.policy.observe(loss, self._memory)
+        if whole:
+            self.policy.end_epoch(self._memory)
+
+    # Saving and loading
+
+    def state(self, *, copied: bool = True) -> dict[str, Any]:
+        """Return what is to be saved, as copies unless nothing else will use it."""
+        memory = {name: tensor.clone() if copied else tensor for name, tensor in self.saved.items()}
+        layers = () if self._parameters is None else self._parameters.layers
+        return {"policy": type(self.policy).__name__, "layers": [*layers], "memory": memory}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if a state is that of another policy, another size of its history, or another model."""
+        name, memory, saved = state.get("policy"), state.get("memory"), self.saved
+        if name != type(self.policy).__name__ or not isinstance(memory, Mapping):
+            raise ValueError(f"load_state_dict(): the state is one of {name!r}, this clipper has {type(self.policy).__name__}")
+        if any(tensor.is_meta for tensor in saved.values()):
+            raise ValueError("load_state_dict(): the model has no data yet; load the state when its parameters are on their device")
+        layers = () if self._parameters is None else self._parameters.layers
+        if self.policy.scope == "layer" and saved and tuple(state.get("layers", ())) != layers:
+            raise ValueError("load_state_dict(): the state has other layers than this clipper; load it for the same model")
+        for key, tensor in saved.items():
+            given = memory.get(key)
+            if not isinstance(given, torch.Tensor) or given.shape != tensor.shape:
+                shape = tuple(given.shape) if isinstance(given, torch.Tensor) else "nothing"
+                raise ValueError(
+                    f"load_state_dict(): {key!r} has the shape {shape}, expected {tuple(tensor.shape)};"
+                    " make the policy with the settings of the one that was saved"
+                )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that `check` has passed."""
+        memory = state["memory"]
+        self._memory.update({key: memory[key].to(tensor.device, tensor.dtype, copy=True) for key, tensor in self.saved.items()})
+
+
+def _changes(gradients: Gradients, decision: Decision) -> torch.Tensor:
+    """Return whether a decision changes anything."""
+    if decision.coefficients is not None:
+        return (decision.coefficients != 1).any()
+    if decision.skip is not None:
+        return decision.skip
+    if decision.limit is None or not gradients.parts:
+        return torch.zeros((), dtype=torch.bool)
+    limit = gradients.scaled(decision.limit)
+    largest = [torch.linalg.vector_norm(part, torch.inf).to(limit) for part in gradients.parts if part.numel()]
+    return (torch.stack(largest) > limit).any() if largest else torch.zeros_like(limit, dtype=torch.bool)
 
 
 class Clipping:
     """Clips all gradients of its parameters at each call. Never reads a value.
 
-    `told`: fused optimizers are told to leave steps out, which they cannot be where ranks have different parts of parameters.
-    `guards`: one of each policy of `dry_run`, which keeps its failures from the clipping; without them they are raised.
+    Args:
+        tracker: The parameters.
+        policy: The policy that clips.
+        dry_run: The candidates, which change nothing.
+        foreach: See `Gradients`.
+        by_flags: Whether fused optimizers skip steps, which they cannot if parameters are sharded.
+        guards: One for each candidate, which keeps its failures from the clipping; without them they are raised.
+
+    Raises:
+        ValueError: The parameters cannot be clipped by these policies.
     """
 
     def __init__(
         self,
-        parameters: ParameterSource,
+        tracker: ParameterTracker,
         policy: Policy,
         dry_run: Sequence[Policy] = (),
         *,
         foreach: bool | None = None,
-        told: bool = False,
+        by_flags: bool = False,
         guards: Sequence[Guard] = (),
     ) -> None:
-        self._foreach = foreach
-        self._told = told
-        self._parameters = parameters
-        self._groups = groups = parameters.groups()
-        self._device = device = local(groups.entries[0].parameter).device
-        self.running = RunningPolicy(policy, groups, device)
-        pairs = zip(dry_run, guards or (None,) * len(dry_run), strict=True)
-        self.candidates = tuple(Candidate(one, groups, device, guard) for one, guard in pairs)
-        self._all: tuple[RunningPolicy | Candidate, ...] = (self.running, *self.candidates)
+        parameters = tracker.current()
+        if parameters is None:
+            raise ValueError("there are no parameters to clip")
+        self._tracker, self._foreach, self._by_flags = tracker, foreach, by_flags
+        self.device = local(parameters.entries[0].parameter).device
+        self.active = PolicyRun(policy, self.device)
+        self.candidates = tuple(PolicyRun(candidate, self.device) for candidate in dry_run)
+        self._guards = dict(zip(self.candidates, guards, strict=False))
         self._epoch: int | None = None
-        if self.running.split:
-            self._check_split()
-
-    @property
-    def groups(self) -> ParameterGroups:
-        """The parameters of the last call."""
-        return self._groups
+        self._follow(parameters, self.device)
+        for candidate in self.candidates:
+            self._attempt(candidate, candidate.follow_as_candidate, parameters, self.device)
 
     @property
     def remembers(self) -> bool:
         """Whether a memory changes from step to step."""
-        return self.running.remembers or bool(self.candidates)
-
-    @property
-    def device(self) -> torch.device:
-        """Where norms are brought together."""
-        return self._device
+        return bool(self.active.saved or self.candidates)
 
     def __call__(self, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, Decision | None]:
-        """Clips; returns the global norm before, on its device, and what was decided, `None` where there is no gradient.
+        """Clip the gradients that there are now.
 
-        `scale`: of the loss, by which gradients are still multiplied; norms and thresholds are those without it.
+        Args:
+            scale: The loss scale by which gradients are still multiplied. Norms and thresholds are those without it.
+
+        Returns:
+            The global norm before clipping, on its device, and the decision, None if there is no gradient.
         """
         with torch.no_grad():
-            groups = self._parameters.groups()
-            gradients = gradients_of(groups, self._foreach, scale)
-            device = gradients.device if gradients.parts else self._device
-            if groups is not self._groups or device != self._device:
-                self._follow(groups, device)
-            if not gradients.parts and not self.running.split:
+            parameters = self._tracker.current()
+            if parameters is None:
+                return torch.zeros((), device=self.device), None
+            gradients = gradients_of(parameters, self._foreach, scale)
+            device = gradients.device if gradients.parts else self.device
+            self._follow(parameters, device)
+            if not gradients.parts and not parameters.sharded:
                 return torch.zeros((), device=device, dtype=torch.float32), None
             measurements: Measurements = {}
-            measured, decision = self.running.decide(gradients, measurements)
+            measured, decision = self.active.decide(gradients, measurements)
             for candidate in self.candidates:  # before anything is changed
-                candidate.look(gradients, measurements, groups, device)
-            change(gradients, decision, groups, self.running.policy.scope)
+                self._attempt(candidate, candidate.count, gradients, measurements, parameters, device)
+            gradients.clip(decision, parameters, self.active.policy.scope)
             return measured.total, decision
 
     def observe(self, loss: float | torch.Tensor, epoch: float | None) -> None:
-        """As of `Clipper`, of arguments that are right."""
-        with torch.inference_mode(mode=False), torch.no_grad():  # what is remembered is written to later, outside of it
-            value = self._on_device(loss)
+        """Give all policies a loss; see `Clipper.observe`."""
+        with torch.inference_mode(mode=False), torch.no_grad():  # memories are written to later, outside of it
+            if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
+                value = loss.detach().reshape(()).to(self.device, wide(self.device))
+            else:  # a number needs no copy from the host, which would wait
+                value = torch.full((), float(loss), device=self.device, dtype=wide(self.device))
             number = None if epoch is None else math.floor(epoch)
-            for one in self._all:
-                if self._epoch is not None and number != self._epoch:
-                    one.end_epoch()
-                one.observe(value)
-                if number is None:
-                    one.end_epoch()
+            begins = self._epoch is not None and number != self._epoch
+            for run in (self.active, *self.candidates):
+                self._attempt(run, run.observe, value, begins, number is None)
             self._epoch = number
 
     def state(self, *, copied: bool = True) -> dict[str, Any]:
-        """What the policy and the candidates remember; as copies, unless nothing else will use it."""
-        candidates = [one.state(copied=copied) for one in self.candidates]
-        return {**self.running.state(copied=copied), "epoch": self._epoch, "candidates": candidates}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state` returned. Raises where it does not fit, and then nothing has changed."""
-        self.check(state)
-        for one, of_one in zip(self._all, (state, *state.get("candidates", ())), strict=True):
-            one.load(of_one)
-        self._epoch = state.get("epoch")
+        """Return what the policy and the candidates remember; as copies unless nothing else will use it."""
+        counts = [run.clipped_steps.clone() if copied else run.clipped_steps for run in self.candidates]
+        candidates = [
+            {**run.state(copied=copied), "clipped_steps": count} for run, count in zip(self.candidates, counts, strict=True)
+        ]
+        return {**self.active.state(copied=copied), "epoch": self._epoch, "candidates": candidates}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises where what `state` returned does not fit."""
+        """Raise `TypeError` or `ValueError` if a state does not fit."""
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict({type(state).__name__}): expected what state_dict() returned")
         candidates = state.get("candidates", ())
         if len(candidates) != len(self.candidates):
             raise ValueError(f"load_state_dict(): the state has {len(candidates)} candidates, this clipper {len(self.candidates)}")
-        for one, of_one in zip(self._all, (state, *candidates), strict=True):
-            one.check(of_one)
+        self.active.check(state)
+        for run, its in zip(self.candidates, candidates, strict=True):
+            run.check(its)
+            if "clipped_steps" not in its:
+                raise ValueError("load_state_dict(): the state of a candidate has no clipped_steps")
 
-    def _on_device(self, loss: float | torch.Tensor) -> torch.Tensor:
-        """A loss on the device of the gradients. A number gets there without a copy from the host, which would wait."""
-        if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
-            return loss.detach().reshape(()).to(self._device, wide(self._device))
-        return torch.full((), float(loss), device=self._device, dtype=wide(self._device))
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` returned. Raises if it does not fit, and then nothing has changed."""
+        self.check(state)
+        self.active.load(state)
+        for run, its in zip(self.candidates, state.get("candidates", ()), strict=True):
+            run.load(its)
+            run.clipped_steps.copy_(its["clipped_steps"])
+        self._epoch = state.get("epoch")
 
-    def _follow(self, groups: ParameterGroups, device: torch.device) -> None:
-        """Goes on with the parameters that there are now, and where they are now. Raises where that cannot be right."""
-        if any(entry.splits for entry in groups.entries):
-            self._check_split()
-        self.running.follow(groups, device)
-        self._groups, self._device = groups, device
+    def _attempt(self, run: PolicyRun, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
+        guard = self._guards.get(run)
+        if guard is None:
+            action(*arguments)
+        else:
+            guard(action, *arguments)
 
-    def _check_split(self) -> None:
-        """What cannot be right where ranks have different parts of parameters."""
-        if self._told:
+    def _follow(self, parameters: ParameterSet, device: torch.device) -> None:
+        if self._by_flags and parameters.sharded:
             raise ValueError("Clipper(optimizers=...): parameters are split over ranks; use SkipAbove(synchronize=True) instead")
-
-
-def check_fits(policies: Iterable[Policy], layers: Sequence[str]) -> None:
-    """Raises where a policy does not fit a model with these layers."""
-    device = torch.device("cpu")
-    for policy in policies:
-        policy.fits(Groups((), layers, device, wide(device)))
-
-
-def check_observed(loss: object, epoch: object) -> None:
-    """Raises on what is no loss or no epoch."""
-    if isinstance(loss, bool) or not isinstance(loss, int | float | torch.Tensor):
-        raise TypeError(f"observe(loss={loss!r}): expected a number or a tensor with one element")
-    if isinstance(loss, torch.Tensor) and (loss.numel() != 1 or loss.is_complex()):
-        raise ValueError(f"observe(loss=...): expected one real number, got a tensor of shape {tuple(loss.shape)}")
-    if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float) or not math.isfinite(epoch)):
-        raise ValueError(f"observe(epoch={epoch!r}): expected a finite number, such as 3")
+        self.active.follow(parameters, device)
+        self.parameters, self.device = parameters, device

@@ -1,4 +1,4 @@
-"""Policies without a memory: what they do follows from the gradients of the step, and of AGC from the weights."""
+"""Policies without a memory: the decision follows from the gradients of the step, and that of AGC from the weights too."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 from torch_grad_exporter.actions.clip.policy import (
     Decision,
-    Groups,
-    Measured,
+    GradientNorms,
     Memory,
-    Plain,
+    NormGroups,
+    Policy,
     Scope,
     finite,
-    number,
-    scope_among,
     shrink,
 )
+from torch_grad_exporter.arguments import check_number
+from torch_grad_exporter.statistics.device import to_device, wide
 
 
 @dataclass(frozen=True)
-class MaxNorm(Plain):
+class MaxNorm(Policy):
     """Norms are at most `max_norm`: gradients are multiplied by `min(1, max_norm / (norm + 1e-6))`.
 
     Source: R. Pascanu, T. Mikolov, Y. Bengio, "On the difficulty of training recurrent neural networks" (arXiv:1211.5063),
@@ -36,43 +36,21 @@ class MaxNorm(Plain):
     scope: Scope = "model"
 
     def __post_init__(self) -> None:
-        number(self, "max_norm", example=1.0)
-        scope_among(self, "model", "layer", "unit")
+        check_number(self.shown("max_norm"), self.max_norm, above=0.0, example=1.0)
+        self.check_scope("model", "layer", "unit")
 
     @property
     def exact(self) -> bool:
-        """As `clip_grad_norm_` over the whole model."""
+        """Over the whole model it gives the bits of `clip_grad_norm_`."""
         return self.scope == "model"
 
-    def start(self, groups: Groups, /) -> Memory:
-        """The threshold alone, to be shown."""
-        return {"threshold": groups.full(float(self.max_norm))}
-
-    derived: ClassVar[frozenset[str]] = frozenset({"threshold"})
-
-    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
-        """The same limit for all groups."""
-        return Decision(memory["threshold"], shrink(measured.norms, float(self.max_norm)))
+    def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
+        """Apply the same limit to all groups."""
+        return Decision(self.max_norm, shrink(measured.norms, float(self.max_norm)))
 
 
 @dataclass(frozen=True)
-class LeaveAlone(Plain):
-    """Changes nothing: what is in the place of a policy where others are only tried."""
-
-    scope: ClassVar[Scope] = "model"
-    derived: ClassVar[frozenset[str]] = frozenset({"threshold"})
-
-    def start(self, groups: Groups, /) -> Memory:
-        """No norm is too large."""
-        return {"threshold": groups.full(torch.inf)}
-
-    def decide(self, _measured: Measured, memory: Memory, /) -> Decision:
-        """Nothing is to be done."""
-        return Decision(memory["threshold"])
-
-
-@dataclass(frozen=True)
-class MaxValue(Plain):
+class MaxValue(Policy):
     """Elements of gradients are limited to `[-value, value]`, as by `torch.nn.utils.clip_grad_value_`.
 
     Source: T. Mikolov, "Statistical Language Models Based on Neural Networks" (thesis, Brno 2012), section 3.2.2. A gradient
@@ -80,24 +58,19 @@ class MaxValue(Plain):
     """
 
     value: float
-    scope: ClassVar[Scope] = "model"
-    derived: ClassVar[frozenset[str]] = frozenset({"threshold"})
 
     def __post_init__(self) -> None:
-        number(self, "value", example=0.5)
+        check_number(self.shown("value"), self.value, above=0.0, example=0.5)
 
-    def start(self, groups: Groups, /) -> Memory:
-        """The limit alone, to be shown."""
-        return {"threshold": groups.full(float(self.value))}
-
-    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
-        """The limit, and none where the norm is not finite."""
-        limit = torch.where(finite(measured.total), memory["threshold"], torch.inf)
-        return Decision(memory["threshold"], limit=limit)
+    def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
+        """Limit elements, unless the norm is not finite."""
+        device = measured.total.device
+        limit = torch.full((), self.value, device=device, dtype=wide(device))
+        return Decision(self.value, limit=torch.where(finite(measured.total), limit, torch.inf))
 
 
 @dataclass(frozen=True)
-class AGC(Plain):
+class AGC(Policy):
     """Adaptive gradient clipping: each unit's gradient norm is at most `clip_factor` times the norm of the unit's weights.
 
     Source: A. Brock, S. De, S. L. Smith, K. Simonyan, "High-Performance Large-Scale Image Recognition Without Normalization"
@@ -109,19 +82,15 @@ class AGC(Plain):
     clip_factor: float = 0.01
     eps: float = 1e-3
     scope: Scope = "unit"
-    weighs: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        number(self, "clip_factor", example=0.01)
-        number(self, "eps", example=1e-3)
-        scope_among(self, "layer", "unit")
+        check_number(self.shown("clip_factor"), self.clip_factor, above=0.0, example=0.01)
+        check_number(self.shown("eps"), self.eps, above=0.0, example=1e-3)
+        self.check_scope("layer", "unit")
 
-    def start(self, _groups: Groups, /) -> Memory:
-        """None: the weights say it all."""
-        return {}
-
-    def decide(self, measured: Measured, _memory: Memory, /) -> Decision:
-        """The limit of each unit from the norm of its weights."""
+    def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
+        """Limit each unit by the norm of its weights."""
         norms, weights = measured.norms, measured.weights
         if weights is None:
             raise RuntimeError("AGC was measured without the norms of the weights")
@@ -131,48 +100,63 @@ class AGC(Plain):
 
 
 @dataclass(frozen=True)
-class LayerScale(Plain):
-    """Gradients of layers are multiplied by a factor, of each layer that of the first expression that is found in its name.
+class LayerScale(Policy):
+    """Gradients of a layer are multiplied by the factor of the first expression that matches its name.
 
-    A factor of 0 stops a layer's gradient, one above 1 strengthens a vanishing one. Layers that no expression finds are left
-    alone. No source: it is a multiplication. An expression that finds no layer raises, and so does a factor below 0.
+    A factor of 0 stops a layer's gradient, one above 1 strengthens a vanishing one. Other layers are left alone. No source: it is
+    a multiplication. An expression that matches no layer raises, and so does a factor below 0.
     """
 
     factors: Mapping[str, float]
     scope: ClassVar[Scope] = "layer"
-    derived: ClassVar[frozenset[str]] = frozenset({"factors"})
+    settings: ClassVar[frozenset[str]] = frozenset({"factors"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.factors, Mapping) or not self.factors:
-            raise ValueError(f"LayerScale(factors={self.factors!r}): expected a mapping such as {{'head': 0.1}}")
+            raise ValueError(f"{self.shown('factors')}: expected a mapping such as {{'head': 0.1}}")
         for expression, factor in self.factors.items():
-            self._check(expression, factor)
+            try:
+                re.compile(expression)
+            except (TypeError, re.error) as error:
+                raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): expected a regular expression ({error})") from None
+            check_number(f"LayerScale(factors={{{expression!r}: {factor!r}}})", factor, example=0.1)
         object.__setattr__(self, "factors", dict(self.factors))
 
-    def _check(self, expression: str, factor: float) -> None:
-        try:
-            re.compile(expression)
-        except (TypeError, re.error) as error:
-            raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): expected a regular expression ({error})") from None
-        if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 <= factor < float("inf"):
-            raise ValueError(f"LayerScale(factors={{{expression!r}: {factor!r}}}): expected a finite factor of at least 0")
-
-    def fits(self, groups: Groups, /) -> None:
-        """Each expression finds a layer. Those that it finds may go later."""
+    def check_layers(self, layers: Sequence[str], /) -> None:
+        """Each expression matches a layer now; the layer may go later."""
         for expression in self.factors:
-            if not any(re.search(expression, layer) for layer in groups.layers):
-                raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): no layer matches; layers: {_some(groups.layers)}")
+            if not any(re.search(expression, layer) for layer in layers):
+                shown = ", ".join(layers[:10]) + (f" and {len(layers) - 10} more" if len(layers) > 10 else "")
+                raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): no layer matches; layers: {shown}")
 
-    def start(self, groups: Groups, /) -> Memory:
-        """The factor of each layer."""
-        found = [next((f for e, f in self.factors.items() if re.search(e, layer)), 1.0) for layer in groups.layers]
-        return {"factors": torch.tensor(found, dtype=groups.dtype, device="cpu").to(groups.device)}
+    def start(self, groups: NormGroups, /) -> Memory:
+        """Return the factor of each layer."""
+        factors = [next((f for e, f in self.factors.items() if re.search(e, layer)), 1.0) for layer in groups.layers]
+        return {"factors": to_device(torch.tensor(factors, dtype=groups.dtype, device="cpu"), groups.device)}
 
-    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
-        """The factors; no norm is too large."""
-        factors = memory["factors"]
-        return Decision(torch.full_like(factors, torch.inf), torch.where(finite(measured.norms), factors, 1.0))
+    def decide(self, measured: GradientNorms, memory: Memory, /) -> Decision:
+        """Multiply by the factors; no norm is too large."""
+        return Decision(torch.inf, torch.where(finite(measured.norms), memory["factors"], 1.0))
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+@dataclass(frozen=True)
+class SkipAbove(Policy):
+    """A step whose gradients have a norm above `limit` is skipped; gradients below it are not changed.
+
+    No source: it is a comparison. Fused optimizers that the clipper knows (`optimizers=`) skip the step on the device. For others
+    all gradients are removed, for which the norm has to be read: at once on the CPU, elsewhere by waiting for the device in each
+    step, which `synchronize=True` allows. A norm that is not finite skips nothing: that decision is a gradient scaler's, or the
+    loop's.
+    """
+
+    limit: float
+    synchronize: bool = False
+
+    def __post_init__(self) -> None:
+        check_number(self.shown("limit"), self.limit, above=0.0, example=10.0)
+        if not isinstance(self.synchronize, bool):
+            raise TypeError(f"{self.shown('synchronize')}: expected True or False")
+
+    def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
+        """Skip the step if the norm is above the limit."""
+        return Decision(self.limit, skip=(measured.total > self.limit) & finite(measured.total))

@@ -1,7 +1,7 @@
-"""What a policy is: settings that never change, and a pure rule that turns norms and a memory into a decision.
+"""The contract of a policy: settings that never change, and a pure rule that turns norms and a memory into a decision.
 
-A policy holds no tensor, so one may be given to several clippers. Its memory is a dictionary of tensors on the device of the
-gradients, which the clipper owns. A rule reads no value of a tensor: it decides by arithmetic on the device.
+A policy holds no tensor, so several clippers may use the same one. Its memory is a dictionary of tensors on the device of the
+gradients, which belongs to the clipper. A rule reads no value of a tensor: it decides by arithmetic on the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -18,6 +18,8 @@ Scope = Literal["model", "layer", "unit"]
 """What is measured and clipped as one: all gradients, those of a layer, or those of an output unit of a layer."""
 
 Memory = dict[str, torch.Tensor]
+
+EPSILON = 1e-6  # added to a norm before a division by it, as in `clip_grad_norm_`
 
 
 class OnFailure(enum.Enum):
@@ -27,13 +29,16 @@ class OnFailure(enum.Enum):
     RAISE = "raise"
 
 
-EPSILON = 1e-6
-"""What `clip_grad_norm_` adds to a norm before it divides by it."""
-
-
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """What a policy's memory is made for: the shape of the norms, the layers by position, where and how precisely to compute."""
+class NormGroups:
+    """What the norms of a policy belong to.
+
+    Attributes:
+        shape: The shape of the norms: () for the model, else (layers,) or (units,).
+        layers: The names of all layers.
+        device: Where norms and memory are.
+        dtype: The type of sums and memory.
+    """
 
     shape: tuple[int, ...]
     layers: Sequence[str]
@@ -41,13 +46,19 @@ class Groups:
     dtype: torch.dtype
 
     def full(self, value: float, *before: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor with one value for each norm; `before`: dimensions in front of those of the norms."""
+        """Return a tensor with one value for each norm; `before`: dimensions in front of those of the norms."""
         return torch.full((*before, *self.shape), value, device=self.device, dtype=dtype or self.dtype)
 
 
 @dataclass(slots=True)
-class Measured:
-    """The norms of a step before clipping: of each group, and of all gradients. `weights`: of the parameters, if asked for."""
+class GradientNorms:
+    """The norms of a step before clipping.
+
+    Attributes:
+        norms: The norm of each group; NaN for a group without a gradient.
+        total: The norm of all gradients.
+        weights: The norm of each group's parameters, if the policy needs it.
+    """
 
     norms: torch.Tensor
     total: torch.Tensor
@@ -56,162 +67,125 @@ class Measured:
 
 @dataclass(slots=True)
 class Decision:
-    """What a policy decides for each group.
+    """The decision for each group.
 
-    `threshold`: the largest norm, or value, that is left alone. `coefficients`: by what gradients are multiplied. `limit`: the
-    largest magnitude of an element. `skip`: whether the step is to be left out.
+    Attributes:
+        threshold: The largest norm, or value, that is left alone; a number if it is the same for all groups.
+        coefficients: The factor for the gradients, None to multiply nothing.
+        limit: The largest magnitude of an element, None for no limit.
+        skip: Whether to skip the step, None for never.
     """
 
-    threshold: torch.Tensor
+    threshold: torch.Tensor | float
     coefficients: torch.Tensor | None = None
     limit: torch.Tensor | None = None
     skip: torch.Tensor | None = None
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """How gradients are clipped.
+class Policy:
+    """How gradients are clipped. A subclass is a frozen dataclass with a `scope` and the method `decide`.
 
-    `weighs`: whether it needs the norms of the parameters; `observes`: whether it needs the loss. `exact`: whether norms are
-    rounded as `clip_grad_norm_` rounds them, to the gradients' own type. `derived`: what of the memory follows from the settings,
-    and is not saved.
+    Attributes:
+        needs_weights: Whether it needs the norms of the parameters.
+        needs_loss: Whether it needs the loss.
+        settings: The entries of the memory that follow from the settings; they are not saved.
     """
 
-    weighs: ClassVar[bool]
-    observes: ClassVar[bool]
-    derived: ClassVar[frozenset[str]]
+    needs_weights: ClassVar[bool] = False
+    needs_loss: ClassVar[bool] = False
+    settings: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def scope(self) -> Scope:
         """What it measures as one."""
+        return "model"
 
     @property
     def exact(self) -> bool:
-        """See the class."""
-
-    def fits(self, groups: Groups, /) -> None:
-        """Raises where the policy does not fit the model; asked once, when a clipper is made."""
-
-    def start(self, groups: Groups, /) -> Memory:
-        """The memory before the first step."""
-
-    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
-        """What is to be done in a step; writes into the memory."""
-
-    def observe(self, loss: torch.Tensor, memory: Memory, /) -> None:
-        """Takes in a loss of the present epoch."""
-
-    def end_epoch(self, memory: Memory, /) -> None:
-        """The present epoch is over."""
-
-
-class Plain:
-    """What most policies have in common: they need no loss and no weights, save all they remember, and round in no special way."""
-
-    __slots__ = ()
-    weighs: ClassVar[bool] = False
-    observes: ClassVar[bool] = False
-    derived: ClassVar[frozenset[str]] = frozenset()
-
-    @property
-    def exact(self) -> bool:
-        """Norms are measured in float32 at least."""
+        """Whether norms are rounded to the type of the gradients like those of `clip_grad_norm_`, else to float32 at least."""
         return False
 
-    def fits(self, _groups: Groups, /) -> None:
-        """Fits each model."""
+    def check_layers(self, layers: Sequence[str], /) -> None:
+        """Raise `ValueError` if the policy does not fit a model with these layers."""
 
-    def observe(self, _loss: torch.Tensor, _memory: Memory, /) -> None:
-        """Needs none."""
+    def start(self, _groups: NormGroups, /) -> Memory:
+        """Return the memory before the first step."""
+        return {}
 
-    def end_epoch(self, _memory: Memory, /) -> None:
-        """Means nothing to it."""
+    def decide(self, measured: GradientNorms, memory: Memory, /) -> Decision:
+        """Return what to do in a step, and update the memory."""
+        raise NotImplementedError
+
+    def observe(self, loss: torch.Tensor, memory: Memory, /) -> None:
+        """Add a loss to the present epoch."""
+
+    def end_epoch(self, memory: Memory, /) -> None:
+        """End the present epoch."""
+
+    def shown(self, setting: str) -> str:
+        """Return a setting as errors show it, such as `MaxNorm(max_norm=0)`."""
+        return f"{type(self).__name__}({setting}={getattr(self, setting)!r})"
+
+    def check_scope(self, *allowed: Scope) -> None:
+        """Raise `ValueError` unless the scope is one of these."""
+        if self.scope not in allowed:
+            names = " or ".join(f'"{scope}"' for scope in get_args(Scope) if scope in allowed)
+            raise ValueError(f"{self.shown('scope')}: expected {names}")
+
+
+class NoClipping(Policy):
+    """Changes nothing. It takes the place of a policy if others are only tried."""
+
+    def decide(self, _measured: GradientNorms, _memory: Memory, /) -> Decision:
+        """Leave all norms alone."""
+        return Decision(math.inf)
 
 
 def finite(norms: torch.Tensor) -> torch.Tensor:
-    """Which norms are finite. A norm is never negative, so one comparison says it."""
+    """Return which norms are finite. A norm is never negative, so one comparison is enough."""
     return norms < math.inf
 
 
-def entering(norms: torch.Tensor) -> torch.Tensor:
-    """Which norms enter a history: those that are finite, and of a gradient that is not all zero.
+def remembered(norms: torch.Tensor) -> torch.Tensor:
+    """Return which norms enter a history: those that are finite and not 0.
 
-    A norm of exactly 0 says that nothing was learned there, as of an expert without tokens. It would make thresholds 0, by which a
-    layer is never trained again.
+    A norm of exactly 0 says that nothing was learned there, such as an expert without tokens. It would make a threshold 0, and
+    the layer would never be trained again.
     """
     return finite(norms) & (norms > 0)
 
 
 def shrink(norms: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
-    """By what gradients are multiplied so that norms are at most the threshold, as `clip_grad_norm_` does it.
+    """Return the factors that make norms at most the threshold, like `clip_grad_norm_`; 1 for a norm that is not finite.
 
-    1 where a norm is not finite, for which that function makes gradients zero or NaN: such a norm becomes 0 here, and a threshold
-    over 0 is infinite. That costs one operation on the device.
+    That function makes gradients zero or NaN then. Here such a norm becomes 0, and a threshold over 0 is infinite, which costs
+    one operation on the device.
     """
     divisor = (norms + EPSILON).nan_to_num_(nan=0.0, posinf=0.0)
     return (threshold / divisor).clamp_(max=1.0)
 
 
 def policy_name(policy: object) -> str:
-    """A policy as its user has written it, without what is the default: `ZClip(alpha=0.9)`; 100 characters at most."""
+    """Return a policy as its user wrote it, without defaults: `ZClip(alpha=0.9)`; at most 100 characters."""
     if not is_dataclass(policy) or isinstance(policy, type):
         return type(policy).__name__
-    shown = [(one, getattr(policy, one.name)) for one in fields(policy)]
-    given = [(one, value) for one, value in shown if one.default is MISSING or value != one.default]
-    parts = [repr(value) if one.default is MISSING else f"{one.name}={value!r}" for one, value in given]
+    settings = [(field, getattr(policy, field.name)) for field in fields(policy)]
+    given = [(field, value) for field, value in settings if field.default is MISSING or value != field.default]
+    parts = [repr(value) if field.default is MISSING else f"{field.name}={value!r}" for field, value in given]
     return f"{type(policy).__name__}({', '.join(parts)})"[:100]
 
 
-# Checks of settings
-
-
 def checked_policy(given: object, argument: str = "clip={!r}") -> Policy:
-    """A policy. Raises `TypeError` for anything else; `argument`: how an error shows it."""
-    if not isinstance(given, Policy) or isinstance(given, type):
+    """Return a policy. Raises `TypeError` for anything else; `argument`: how the error shows it."""
+    if not isinstance(given, Policy):
         raise TypeError(f"{argument.format(given)}: expected a policy, such as MaxNorm(1.0)")
     return given
 
 
 def checked_policies(given: object, argument: str = "dry_run={!r}") -> tuple[Policy, ...]:
-    """Policies that are only tried; `None` stands for none. Raises `TypeError` for anything else."""
+    """Return policies that are only tried; None stands for none. Raises `TypeError` for anything else."""
     if given is None:
         return ()
     if not isinstance(given, list | tuple):
         raise TypeError(f"{argument.format(given)}: expected a list of policies, such as [ZClip()]")
-    for one in given:
-        if not isinstance(one, Policy) or isinstance(one, type):
-            raise TypeError(f"{argument.format([one])}: expected policies, such as ZClip()")
-    return tuple(given)
-
-
-def number(policy: object, argument: str, *, above: float = 0.0, to: float = math.inf, example: float, least: bool = False) -> None:
-    """Raises unless a setting is a finite number within the bounds; `least`: the lower bound itself is allowed."""
-    value = getattr(policy, argument)
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not right or value > to or value < above or (value == above and not least):
-        bounds = f"{'of at least' if least else 'above'} {above:g}" + ("" if to == math.inf else f" and at most {to:g}")
-        raise _wrong(policy, argument, f"a finite number {bounds}, such as {example:g}")
-
-
-def whole(policy: object, argument: str, *, example: int, least: int = 1) -> None:
-    """Raises unless a setting is a whole number of at least `least`."""
-    value = getattr(policy, argument)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _wrong(policy, argument, f"a whole number of at least {least}, such as {example}")
-
-
-def scope_among(policy: object, *allowed: Scope) -> None:
-    """Raises unless the policy's scope is one of those that it knows."""
-    if getattr(policy, "scope", None) not in allowed:
-        names = " or ".join(f'"{one}"' for one in get_args(Scope) if one in allowed)
-        raise _wrong(policy, "scope", names)
-
-
-def flag(policy: object, argument: str) -> None:
-    """Raises unless a setting is True or False."""
-    if not isinstance(getattr(policy, argument), bool):
-        raise _wrong(policy, argument, "True or False")
-
-
-def _wrong(policy: object, argument: str, expected: str) -> ValueError:
-    return ValueError(f"{type(policy).__name__}({argument}={getattr(policy, argument)!r}): expected {expected}")
+    return tuple(checked_policy(policy, argument.format([policy])) for policy in given)

@@ -1,0 +1,163 @@
+"""ClippedOptimizers: the optimizers that train something of the models, each with its own clipping.
+
+A loop that makes a new optimizer each epoch goes on with the memory of the one before, under the same name.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.actions.clip.clipping import Clipping
+from torch_grad_exporter.actions.clip.parameters import ParameterTracker
+from torch_grad_exporter.actions.clip.policy import NoClipping, policy_name
+from torch_grad_exporter.actions.clip.skipping import SkipFlag
+from torch_grad_exporter.capture.torch_hooks import HookHandle
+from torch_grad_exporter.collectors.clip_reports import ClipReport, ClipReports
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.model.optimizers import owned_by
+from torch_grad_exporter.store.host_transfer import HostTransfer
+
+REPORT_SECONDS = 0.25  # between two reports of one optimizer, at least
+
+
+class ClippedOptimizer:
+    """An optimizer's clipping, from its first step on.
+
+    Attributes:
+        tracker: Its parameters.
+        flag: Makes it skip a step, if it is fused.
+        name: Its name, empty before its first step.
+        clipping: Its clipping, None before its first step.
+        handle: The hook right before its step.
+        report_due: The time of the next report.
+    """
+
+    __slots__ = ("clipping", "flag", "handle", "name", "report_due", "tracker")
+
+    def __init__(self, tracker: ParameterTracker) -> None:
+        self.tracker, self.flag = tracker, SkipFlag()
+        self.name = ""
+        self.clipping: Clipping | None = None
+        self.handle: HookHandle | None = None
+        self.report_due = 0.0
+
+
+class ClippedOptimizers:
+    """Holds models and optimizers weakly. Optimizers may come and go on any thread, and step on those that train.
+
+    Args:
+        models: The models by name.
+        named: The optimizers that the user has named.
+        guard: Takes failures of reports.
+        clock: Returns seconds.
+
+    Attributes:
+        saved: By name, what an optimizer that has not stepped yet goes on with.
+        reports: What the policies have come to.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        named: Mapping[str, torch.optim.Optimizer],
+        guard: Guard,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._models = weakref.WeakValueDictionary(models)
+        self._named = {name: weakref.ref(optimizer) for name, optimizer in named.items()}
+        self._guard, self._clock = guard, clock
+        self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], ClippedOptimizer]] = {}
+        self._transfer = HostTransfer()
+        self.saved: dict[str, Mapping[str, Any]] = {}
+        self.reports = ClipReports()
+
+    def of(self, optimizer: torch.optim.Optimizer) -> ClippedOptimizer | None:
+        """Return an optimizer's record, None if it owns nothing of the models."""
+        reference, record = self._known.get(id(optimizer), (None, None))
+        if reference is None or record is None or reference() is not optimizer:
+            record = ClippedOptimizer(ParameterTracker(dict(self._models), optimizer))
+            self._known[id(optimizer)] = weakref.ref(optimizer, functools.partial(self._collected, id(optimizer))), record
+        return record if record.clipping is not None or record.tracker.current() is not None else None
+
+    def alive(self) -> list[tuple[torch.optim.Optimizer, ClippedOptimizer]]:
+        """Return those that are alive."""
+        known = [*self._known.values()]  # at once: other threads may make and drop optimizers
+        return [(optimizer, record) for reference, record in known if (optimizer := reference()) is not None]
+
+    def clippings(self) -> dict[str, Clipping]:
+        """Return the clippings by name of the optimizer."""
+        return {record.name: record.clipping for _, record in [*self._known.values()] if record.clipping is not None}
+
+    def steps_for_another(self, optimizer: torch.optim.Optimizer, around: torch.optim.Optimizer | None) -> bool:
+        """Return whether it steps within the step of `around` on what that one owns, so that its gradients are clipped already."""
+        return around is not None and (around is optimizer or owned_by(optimizer) <= owned_by(around))
+
+    def begin(self, optimizer: torch.optim.Optimizer, record: ClippedOptimizer, clipping: Clipping) -> Mapping[str, Any] | None:
+        """Give an optimizer its name and clipping at its first step. Returns what was saved for it."""
+        record.name, record.clipping = self._name(optimizer), clipping
+        return self.saved.pop(record.name, None)
+
+    def end(self) -> None:
+        """Save the memories and report for the last time."""
+        for _, record in self.alive():
+            self._guard(self._keep, record)
+        self._known.clear()
+
+    def report(self, record: ClippedOptimizer) -> None:
+        """Send what an optimizer's policies have come to towards the host, unless that was done a moment ago."""
+        now = self._clock()
+        if now >= record.report_due and record.clipping is not None:
+            record.report_due = now + REPORT_SECONDS
+            self._guard(self._send, record.name, record.clipping)
+
+    def _send(self, name: str, clipping: Clipping) -> None:
+        labels: list[tuple[str, str]] = []
+        values: list[torch.Tensor] = []
+        layers = clipping.parameters.layers
+        active = [] if isinstance(clipping.active.policy, NoClipping) else [clipping.active]
+        for run in (*active, *clipping.candidates):
+            threshold = run.shown_threshold()
+            if threshold is not None:
+                values.append(threshold.double() if threshold.device.type != "mps" else threshold)
+                own = layers if threshold.ndim and threshold.numel() == len(layers) else ("",)
+                labels += [(policy_name(run.policy), layer) for layer in own]
+        dtype = values[0].dtype if values else torch.float64
+        values += [run.clipped_steps.to(dtype) for run in clipping.candidates]
+        if values and (ticket := self._transfer.send(torch.cat([value.reshape(-1) for value in values]))) is not None:
+            candidates = tuple(policy_name(run.policy) for run in clipping.candidates)
+            self.reports.put(ClipReport(name, tuple(labels), candidates, ticket))
+
+    def _collected(self, number: int, _reference: object) -> None:
+        _, record = self._known.pop(number, (None, None))
+        if record is not None:
+            self._guard(self._keep, record)
+
+    def _keep(self, record: ClippedOptimizer) -> None:
+        """Save the memory of an optimizer that is gone, for the one that takes its place."""
+        name, clipping = record.name, record.clipping
+        record.name, record.clipping = "", None
+        if clipping is not None:
+            self.saved[name] = clipping.state(copied=False)
+            if clipping.device.type == "cpu":  # this may be another thread, which makes no call of a device
+                self._send(name, clipping)
+
+    def _name(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the user's name, else that of one that it replaces, else its class, numbered from the second of a class on."""
+        for name, reference in self._named.items():
+            if reference() is optimizer:
+                return name
+        for other, record in self.alive():
+            # A scheduler holds its optimizer in a cycle: if a loop makes both again, the earlier ones live on for a while.
+            if record.name and type(other) is type(optimizer) and owned_by(other) == owned_by(optimizer):
+                name = record.name
+                self._keep(record)
+                return name
+        kind, taken = type(optimizer).__name__, {record.name for _, record in [*self._known.values()]}
+        names = (kind if number == 1 else f"{kind}-{number}" for number in range(1, len(taken) + 2))
+        return next(name for name in names if name not in taken)
