@@ -202,11 +202,7 @@ class Stages:
         # Clipping, right before each step and after the gradients were read.
         self.clip = None
         if checked.clip is not None:
-            guard = errors.boundary("capture", "gradients after clipping")
-            self.clip = ClipAtSteps(
-                checked.clip, models, errors, named=arguments.optimizers,
-                clipped=lambda optimizer, skip: guard(capture.clipped, optimizer, skip),
-            )  # fmt: skip
+            self.clip = ClipAtSteps(checked.clip, models, errors, named=arguments.optimizers, capture=capture)
 
         # The worker, in the background: takes records from the mailbox and adds them up.
         self._host = host = Worker(

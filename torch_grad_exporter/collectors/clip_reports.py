@@ -1,4 +1,4 @@
-"""What `clip=` has come to, for the collector `gradients`: thresholds and counts, on their way from the device."""
+"""Reports of `clip=` for the collector `gradients`: thresholds and counts, on their way from the device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.store.host_transfer import Ticket
 
-UNDER_WAY = 4
-"""Reports of one optimizer that may be on their way at once."""
+UNDER_WAY = 4  # reports of one optimizer, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClipReport:
     """The policies of one optimizer after a step.
 
-    `thresholds`: policy and layer of each, the layer empty where the policy has one for all. `candidates`: policies that are only
-    tried. `ticket`: the thresholds, then by candidate the steps that it would have clipped; shape (thresholds + candidates,).
+    Attributes:
+        optimizer: The optimizer's name.
+        thresholds: Policy and layer of each threshold; the layer is empty if the policy has one for all.
+        candidates: The policies of `dry_run=`.
+        ticket: The thresholds, then by candidate the steps that it would have clipped; shape (thresholds + candidates,).
     """
 
     optimizer: str
@@ -35,17 +37,17 @@ class ClipReports:
         self._reports: dict[str, deque[ClipReport]] = {}
 
     def put(self, report: ClipReport) -> None:
-        """Takes one, in the place of those before as soon as it has arrived."""
+        """Add a report, which replaces the earlier ones as soon as it has arrived."""
         with self._lock:
             self._reports.setdefault(report.optimizer, deque(maxlen=UNDER_WAY)).append(report)
 
     def latest(self) -> list[tuple[ClipReport, FloatArray]]:
-        """The last of each optimizer that has arrived, with its values."""
+        """Return the last report of each optimizer that has arrived, with its values."""
         with self._lock:
-            return [found for reports in self._reports.values() if (found := _latest(reports)) is not None]
+            return [latest for reports in self._reports.values() if (latest := _latest(reports)) is not None]
 
     def after_fork_in_child(self) -> None:
-        """The child has none of the threads that may hold the lock."""
+        """Replace the lock: the threads that may hold it are not in the child."""
         self._lock = threading.RLock()
 
 

@@ -24,7 +24,7 @@ GRAD_GLOBAL_NORM_AFTER_CLIP = CLIPPING.gauge(
 )
 GRAD_CLIP_COEFFICIENT = CLIPPING.gauge(
     "torch_grad_clip_coefficient",
-    "Global norm after clipping over the global norm before it at the last sampled step; 1 where nothing was clipped, absent where the factor may be that of a division.",
+    "Global norm after clipping over the global norm before it at the last sampled step; 1 if nothing was clipped, absent if the factor may be that of a division.",
     "optimizer",
 )
 GRAD_CLIPPED_STEPS = CLIPPING.counter(
@@ -32,7 +32,7 @@ GRAD_CLIPPED_STEPS = CLIPPING.counter(
 )
 GRAD_CLIP_THRESHOLD = CLIPPING.gauge(
     "torch_grad_clip_threshold",
-    "Largest norm, or element, that a policy of clip= or dry_run= leaves alone, as of a moment ago; with a layer where each has its own, of its units or of what is folded the smallest; absent while none is too large.",
+    "Largest norm, or element, that a policy of clip= or dry_run= leaves alone, less than a second old; by layer if each has its own, the smallest of its units or of what is folded into its row; absent while no norm is too large.",
     "layer",
     "policy",
     "optimizer",
@@ -40,7 +40,7 @@ GRAD_CLIP_THRESHOLD = CLIPPING.gauge(
 )
 GRAD_LAYER_CLIP_COEFFICIENT = CLIPPING.gauge(
     "torch_grad_layer_clip_coefficient",
-    "L2 norm of the layer's gradient after clipping over the norm before it at the last sampled step; of this rank's part where the gradient is sharded.",
+    "L2 norm of the layer's gradient after clipping over the norm before it at the last sampled step; of this rank's part if the gradient is sharded.",
     "layer",
     opt_in="clip",
 )
@@ -52,37 +52,37 @@ GRAD_LAYER_CLIPPED_STEPS = CLIPPING.counter(
 )
 GRAD_CLIP_CANDIDATES = CLIPPING.counter(
     "torch_grad_clip_candidates_total",
-    "Steps in which a policy of dry_run= would have clipped, or would have left the step out, over all steps.",
+    "Steps that a policy of dry_run= would have clipped or skipped, over all steps.",
     "policy",
     opt_in="dry_run",
 )
 
 
 def clip_families(totals: Records, rows: LabelRows, whole: BoolArray) -> Iterator[Family]:
-    """What the optimizers saw of their gradients. `whole`: the optimizers of whose gradients this rank has all."""
+    """Yield what the optimizers saw of their gradients. `whole`: the optimizers whose whole gradients this rank has."""
     yield Family(GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, totals["after_known"] & whole)
     yield Family(GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, totals["clip_known"] & whole)
-    # A rank that has a part of the gradients knows no limit by its own norms.
+    # A rank with a part of the gradients cannot know a limit from its own norms.
     yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows, whole | (totals["clipped"] > 0))
 
 
 class ClipFamilies:
-    """Families of what `clip=` and `dry_run=` have come to."""
+    """The families of `clip=` and `dry_run=`."""
 
     def __init__(self, reports: ClipReports) -> None:
         self._reports = reports
         self._thresholds, self._candidates = LabelledRows(), LabelledRows()
 
     def of_layers(self, last: Records, layers: LabelRows, counted: Records, counted_layers: LabelRows) -> Iterator[Family]:
-        """Of the layers' last values, and of what only grows."""
+        """Yield the last values of the layers, and their counters."""
         coefficients = last["coefficient"]
         yield Family(GRAD_LAYER_CLIP_COEFFICIENT, coefficients, layers, ~np.isnan(coefficients))
         yield Family(GRAD_LAYER_CLIPPED_STEPS, counted["clipped"], counted_layers)
 
     def of_policies(self, snapshot: GradientSnapshot) -> Iterator[Family]:
-        """What the policies have come to, of layers as far as they are shown."""
+        """Yield thresholds and counts of the policies, for the layers that are shown."""
         table = snapshot.table
-        row_of = {one.layer: table.layers[row] for one, row in zip(table.tracked, table.layer_of.tolist(), strict=True)}
+        row_of = {tracked.layer: table.layers[row] for tracked, row in zip(table.tracked, table.layer_of.tolist(), strict=True)}
         row_of[""] = ""
         reports = self._reports.latest()
         thresholds: dict[tuple[str, ...], float] = {}

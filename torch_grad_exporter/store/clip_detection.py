@@ -1,4 +1,4 @@
-"""How gradients changed between backward and step: a limit is known by the norm that comes out, which repeats."""
+"""Detects clipping between backward and step: a limit is known by the norm after it, which repeats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClipVerdict:
 
 
 class Edit:
-    """Norms of an optimizer's gradients, shape (parameters,), before and after; 0 after where none was left."""
+    """Norms of an optimizer's gradients before and after, shape (parameters,); 0 after if no gradient was left."""
 
     def __init__(self, before: FloatArray, after: FloatArray) -> None:
         self.whole, self.seen = length(before), length(after)
@@ -46,7 +46,7 @@ class Edit:
 
 
 class ClipDetection:
-    """Judges sample after sample, and remembers the norms after a common factor of the last ones."""
+    """Judges sample after sample, and remembers norms after a common factor."""
 
     def __init__(self) -> None:  # by optimizers and sample: the norm after, the factor, and whether they are coarse
         self._limits: dict[frozenset[int], dict[int, tuple[float, float, bool]]] = {}
@@ -54,9 +54,14 @@ class ClipDetection:
     def judge(
         self, sample: int, edits: Mapping[int, Edit], *, norm: float | None, divided: bool, part: bool
     ) -> dict[int, ClipVerdict]:
-        """Judge what each optimizer saw of a sample of this number, which may come again.
+        """Judge what each optimizer saw of a sample.
 
-        `norm`: the global norm that the loop gave; `part`: of more than this rank has; `divided`: no division is left.
+        Args:
+            sample: The number of the sample, which may come again.
+            edits: The norms before and after, by optimizer.
+            norm: The global norm that the loop reported, None if it did not.
+            divided: Whether gradients were divided in a known way, so that no division is left.
+            part: Whether this rank has only a part of the gradients.
         """
         clippings = {o: self._judge(sample, o, edit, norm, divided=divided, part=part) for o, edit in edits.items()}
         unknown = [o for o, clip in clippings.items() if clip == ClipVerdict(None, edits[o].seen) and edits[o].shorter]
@@ -103,9 +108,16 @@ class ClipDetection:
 def with_ours(
     norms: FloatArray, seen: FloatArray, own: Mapping[int, BoolArray], by_us: set[int], clippings: dict[int, ClipVerdict]
 ) -> FloatArray:
-    """Add the clipping of `clip=` to the judgements; return the norms before and after, shape (2, parameters).
+    """Add the clipping of `clip=` to the verdicts; return the norms before and after, shape (2, parameters).
 
-    It comes after all that the loop did, so that both norms are known. `seen`: the norms after the loop, and after `clip=`.
+    `clip=` comes after everything that the loop does, so both norms are known.
+
+    Args:
+        norms: The norms after the backward.
+        seen: The norms after the loop, and after `clip=`.
+        own: By optimizer, which parameters it owns.
+        by_us: The optimizers whose gradients `clip=` has clipped.
+        clippings: The verdicts, which are updated.
     """
     (after, clipped), edited = seen, np.full((2, len(norms)), np.nan)
     for optimizer, mine in own.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.fixed import SkipAbove
 from torch_grad_exporter.actions.clip.policy import NoClipping, Policy, policy_name
 from torch_grad_exporter.actions.clip.skipping import is_fused, remove_gradients
+from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.torch_hooks import HookHandle
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.errors import ErrorLog, raised_by_handler
@@ -101,9 +101,7 @@ class ClipAtSteps:
         models: The models by name.
         errors: Counts failures.
         named: The optimizers that the user has named.
-        clipped: Is called with each optimizer whose gradients were clipped, and the flag that makes it skip its step, if any.
-            It raises nothing.
-        clock: Returns seconds.
+        capture: Learns of each optimizer whose gradients were clipped.
     """
 
     def __init__(
@@ -113,14 +111,14 @@ class ClipAtSteps:
         errors: ErrorLog,
         *,
         named: Mapping[str, torch.optim.Optimizer] | None = None,
-        clipped: Callable[[torch.optim.Optimizer, torch.Tensor | None], object] = lambda _optimizer, _skip: None,
-        clock: Callable[[], float] = time.perf_counter,
+        capture: Capture | None = None,
     ) -> None:
-        self._options, self._clipped = options, clipped
+        self._options, self._capture = options, capture
         self._guard = errors.boundary(SOURCE, "gradients are no longer clipped")
         self._candidate_guards = [errors.boundary(TRIED, f"{policy_name(p)} is no longer tried") for p in options.dry_run]
+        self._telling = errors.boundary("capture", "gradients after clipping")
         self._loading = errors.boundary("observe", "what was saved does not fit", limit=None)
-        self._optimizers = ClippedOptimizers(models, named or {}, errors.boundary(SHOWN, "thresholds are no longer shown"), clock)
+        self._optimizers = ClippedOptimizers(models, named or {}, errors.boundary(SHOWN, "thresholds are no longer shown"))
         self._begins, self._clips, self._ends = map(_StepHook, (self._step_begins, self._before_step, self._step_ended))
         self._handles: list[HookHandle] = []
         self._losses: deque[tuple[float | torch.Tensor, float | None]] = deque(maxlen=OBSERVED)
@@ -275,7 +273,9 @@ class ClipAtSteps:
                 remove_gradients(clipping.parameters, skip, synchronize=policy.synchronize)
         self._guard.succeeded()
         self._optimizers.report(record)
-        self._clipped(optimizer, getattr(optimizer, "found_inf", None) if record.flag.is_set else None)
+        if self._capture is not None:
+            skipped = getattr(optimizer, "found_inf", None) if record.flag.is_set else None
+            self._telling(self._capture.clipped, optimizer, skipped)
 
     def _first_clipping(self, record: ClippedOptimizer, optimizer: torch.optim.Optimizer) -> Clipping:
         """Return the clipping of an optimizer at its first step, which goes on with what was loaded for it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ class ClippedOptimizers:
         models: The models by name.
         named: The optimizers that the user has named.
         guard: Takes failures of reports.
-        clock: Returns seconds.
 
     Attributes:
         saved: By name, what an optimizer that has not stepped yet goes on with.
@@ -67,11 +66,10 @@ class ClippedOptimizers:
         models: Mapping[str, torch.nn.Module],
         named: Mapping[str, torch.optim.Optimizer],
         guard: Guard,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._models = weakref.WeakValueDictionary(models)
         self._named = {name: weakref.ref(optimizer) for name, optimizer in named.items()}
-        self._guard, self._clock = guard, clock
+        self._guard = guard
         self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], ClippedOptimizer]] = {}
         self._transfer = HostTransfer()
         self.saved: dict[str, Mapping[str, Any]] = {}
@@ -111,7 +109,7 @@ class ClippedOptimizers:
 
     def report(self, record: ClippedOptimizer) -> None:
         """Send what an optimizer's policies have come to towards the host, unless that was done a moment ago."""
-        now = self._clock()
+        now = time.perf_counter()
         if now >= record.report_due and record.clipping is not None:
             record.report_due = now + REPORT_SECONDS
             self._guard(self._send, record.name, record.clipping)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.actions.clip.clipping import Clipping, PolicyRun
+from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.fixed import SkipAbove
 from torch_grad_exporter.actions.clip.parameters import EXPECTED, ParameterTracker, listed
 from torch_grad_exporter.actions.clip.policy import Policy, checked_policies, checked_policy
+from torch_grad_exporter.actions.clip.policy_run import PolicyRun
 from torch_grad_exporter.actions.clip.skipping import FusedSteps, remove_gradients
 
 

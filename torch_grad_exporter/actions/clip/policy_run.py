@@ -1,0 +1,172 @@
+"""PolicyRun: a policy with its memory, over the parameters that there are now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.actions.clip.fixed import MaxValue
+from torch_grad_exporter.actions.clip.gradients import Gradients, NormMeter
+from torch_grad_exporter.actions.clip.parameters import ParameterSet
+from torch_grad_exporter.actions.clip.policy import Decision, GradientNorms, Memory, NormGroups, Policy
+from torch_grad_exporter.statistics.device import to_device, wide
+
+Measurements = dict[tuple[object, ...], GradientNorms]
+"""What was measured in this step, by scope, weights and precision: policies that need the same share it."""
+
+
+class PolicyRun:
+    """A policy with its memory. It follows the model: layers that stay keep what is remembered of them.
+
+    Attributes:
+        policy: The policy.
+        decision: Its decision in the last step, None before the first one.
+        clipped_steps: For a candidate, the steps in which it would have changed a gradient or skipped the step; on the device.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self.policy = policy
+        self.decision: Decision | None = None
+        self.clipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._parameters: ParameterSet | None = None  # until `follow`, which sets what is over these
+        self._groups: NormGroups
+        self._meter: NormMeter
+        self._memory: Memory = {}
+        self._layer_of_unit: torch.Tensor | None = None
+
+    @property
+    def threshold(self) -> torch.Tensor | None:
+        """The largest norm, or value, that was left alone in the last step, on the device."""
+        if self.decision is None:
+            return None
+        threshold = self.decision.threshold
+        return threshold if isinstance(threshold, torch.Tensor) else self._groups.full(threshold)
+
+    @property
+    def coefficients(self) -> torch.Tensor | None:
+        """The factors of the gradients in the last step, on the device."""
+        return None if self.decision is None else self.decision.coefficients
+
+    @property
+    def saved(self) -> Memory:
+        """The part of the memory that does not follow from the settings."""
+        return {name: tensor for name, tensor in self._memory.items() if name not in self.policy.settings}
+
+    def decide(self, gradients: Gradients, measurements: Measurements) -> tuple[GradientNorms, Decision]:
+        """Measure, unless that is done, and decide."""
+        key = (self.policy.scope, self.policy.needs_weights, self.policy.exact)
+        measured = measurements.get(key)
+        if measured is None:
+            measured = measurements[key] = self._meter(gradients)
+        self.decision = decision = self.policy.decide(measured, self._memory)
+        return measured, decision
+
+    def count(self, gradients: Gradients, measurements: Measurements, parameters: ParameterSet, device: torch.device) -> None:
+        """Decide as a candidate, and count the step if the decision would have changed it."""
+        self.follow_as_candidate(parameters, device)
+        _, decision = self.decide(gradients, measurements)
+        self.clipped_steps += _changes(gradients, decision)
+
+    def follow_as_candidate(self, parameters: ParameterSet, device: torch.device) -> None:
+        """Like `follow`. Raises `ValueError` if ranks would count differently."""
+        if parameters.sharded and (isinstance(self.policy, MaxValue) or self.policy.scope == "unit"):
+            raise ValueError(f"dry_run=[{self.policy}]: parameters are split over ranks, of which each would count its own part")
+        self.follow(parameters, device)
+        if self.clipped_steps.device != device:
+            meta = self.clipped_steps.is_meta  # the model had no data yet
+            self.clipped_steps = torch.zeros_like(self.clipped_steps, device=device) if meta else self.clipped_steps.to(device)
+
+    def follow(self, parameters: ParameterSet, device: torch.device) -> None:
+        """Go on with other parameters, or on another device. What raises changes nothing."""
+        before, old_memory = self._parameters, self._memory
+        if before is not None and parameters is before and device == self._groups.device:
+            return
+        scope = self.policy.scope
+        count = len(parameters.layers) if scope == "layer" else sum(entry.units for entry in parameters.entries)
+        groups = NormGroups(() if scope == "model" else (count,), parameters.layers, device, wide(device))
+        meter, memory = NormMeter(parameters, self.policy, device), self.policy.start(groups)
+        self._parameters, self._groups, self._meter, self._memory, self.decision = parameters, groups, meter, memory, None
+        self._layer_of_unit = None
+        if before is None:
+            return
+        kept = [(new, before.layers.index(layer)) for new, layer in enumerate(parameters.layers) if layer in before.layers]
+        for name, tensor in self.saved.items():
+            old = old_memory[name]
+            if old.is_meta:  # the model had no data yet
+                continue
+            if scope != "layer" or old.ndim == 0:
+                tensor.copy_(old)
+            else:
+                for new, place in kept:
+                    tensor[..., new] = old[..., place]
+
+    def shown_threshold(self) -> torch.Tensor | None:
+        """Return the threshold for all, or that of each layer: of its units the smallest."""
+        threshold, parameters = self.threshold, self._parameters
+        if threshold is None or parameters is None or self.policy.scope != "unit" or threshold.ndim == 0:
+            return threshold
+        if self._layer_of_unit is None:
+            pairs = zip(parameters.entries, parameters.layer_of, strict=True)
+            self._layer_of_unit = to_device([layer for entry, layer in pairs for _ in range(entry.units)], threshold.device)
+        least = torch.full((len(parameters.layers),), torch.inf, device=threshold.device, dtype=threshold.dtype)
+        return least.scatter_reduce_(0, self._layer_of_unit, threshold, "amin")
+
+    def observe(self, loss: torch.Tensor, begins: bool, whole: bool) -> None:
+        """Pass a loss on. `begins`: it is the first of an epoch; `whole`: it is that of a whole epoch."""
+        if self._parameters is None:
+            return
+        if begins:
+            self.policy.end_epoch(self._memory)
+        self.policy.observe(loss, self._memory)
+        if whole:
+            self.policy.end_epoch(self._memory)
+
+    # Saving and loading
+
+    def state(self, *, copied: bool = True) -> dict[str, Any]:
+        """Return what is to be saved, as copies unless nothing else will use it."""
+        memory = {name: tensor.clone() if copied else tensor for name, tensor in self.saved.items()}
+        layers = () if self._parameters is None else self._parameters.layers
+        steps = self.clipped_steps.clone() if copied else self.clipped_steps
+        return {"policy": type(self.policy).__name__, "layers": [*layers], "memory": memory, "clipped_steps": steps}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if a state is that of another policy, another size of its history, or another model."""
+        name, memory, saved = state.get("policy"), state.get("memory"), self.saved
+        if name != type(self.policy).__name__ or not isinstance(memory, Mapping):
+            raise ValueError(f"load_state_dict(): the state is one of {name!r}, this clipper has {type(self.policy).__name__}")
+        if any(tensor.is_meta for tensor in saved.values()):
+            raise ValueError("load_state_dict(): the model has no data yet; load the state when its parameters are on their device")
+        layers = () if self._parameters is None else self._parameters.layers
+        if self.policy.scope == "layer" and saved and tuple(state.get("layers", ())) != layers:
+            raise ValueError("load_state_dict(): the state has other layers than this clipper; load it for the same model")
+        for key, tensor in saved.items():
+            given = memory.get(key)
+            if not isinstance(given, torch.Tensor) or given.shape != tensor.shape:
+                shape = tuple(given.shape) if isinstance(given, torch.Tensor) else "nothing"
+                raise ValueError(
+                    f"load_state_dict(): {key!r} has the shape {shape}, expected {tuple(tensor.shape)};"
+                    " make the policy with the settings of the one that was saved"
+                )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that `check` has passed."""
+        memory = state["memory"]
+        self._memory.update({key: memory[key].to(tensor.device, tensor.dtype, copy=True) for key, tensor in self.saved.items()})
+        if "clipped_steps" in state:
+            self.clipped_steps.copy_(state["clipped_steps"])
+
+
+def _changes(gradients: Gradients, decision: Decision) -> torch.Tensor:
+    """Return whether a decision changes anything."""
+    if decision.coefficients is not None:
+        return (decision.coefficients != 1).any()
+    if decision.skip is not None:
+        return decision.skip
+    if decision.limit is None or not gradients.parts:
+        return torch.zeros((), dtype=torch.bool)
+    limit = gradients.scaled(decision.limit)
+    largest = [torch.linalg.vector_norm(part, torch.inf).to(limit) for part in gradients.parts if part.numel()]
+    return (torch.stack(largest) > limit).any() if largest else torch.zeros_like(limit, dtype=torch.bool)
