@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 
 from torch_grad_exporter.actions.act.act import Act, Sources
-from torch_grad_exporter.actions.act.between_steps import Training
+from torch_grad_exporter.actions.act.runner import JobOfRanks, StepActionRunner
 from torch_grad_exporter.actions.act.sample_feed import SampleFeed
-from torch_grad_exporter.actions.act.steps import BetweenTheSteps, JobOfRanks
+from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.act.trigger import SOURCE, Failures
 from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
@@ -293,7 +293,7 @@ class Stages:
                 step=self.steps,
                 samples=feed,
             ),
-            BetweenTheSteps(
+            StepActionRunner(
                 Training(known, stop.set, layers, norms),
                 concerns=optimizers.concerns,
                 errors=errors,

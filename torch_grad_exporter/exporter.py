@@ -17,8 +17,8 @@ from torch.compiler import is_compiling
 from torch.utils.data import DataLoader
 
 from torch_grad_exporter.actions.act.act import Handle
-from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action
+from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.build import STORE_SECONDS, Stages
@@ -100,7 +100,7 @@ class Exporter:
     def on(
         self,
         what: str | Condition | Freeze,
-        action: Action | BetweenSteps | None = None,
+        action: Action | StepAction | None = None,
         *,
         name: str | None = None,
         for_: float = 0,

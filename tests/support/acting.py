@@ -11,8 +11,8 @@ import torch
 from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.actions.act.act import Act, Sources
-from torch_grad_exporter.actions.act.between_steps import Training
-from torch_grad_exporter.actions.act.steps import BetweenTheSteps
+from torch_grad_exporter.actions.act.runner import StepActionRunner
+from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.act.trigger import Failures
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.outcomes import ActionTotals
@@ -69,7 +69,7 @@ class World:
         self.totals = ActionTotals()
         self.group: Identity | None = None
         concerns: Callable[[Any], bool] = lambda optimizer: optimizer in self.optimizers  # noqa: E731 - has a type
-        self.steps = BetweenTheSteps(
+        self.steps = StepActionRunner(
             Training(lambda: self.optimizers, self._stop), concerns, self.errors, Failures(self.errors), None,
             steps=lambda: self.step, group=lambda: self.group,
         )  # fmt: skip

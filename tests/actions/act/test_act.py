@@ -17,8 +17,8 @@ import pytest
 from tests.support.acting import CPU, LOSS, METRICS, NORM, Rows, World, values
 from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.actions import Event, Measurements, Stop
-from torch_grad_exporter.actions.act.between_steps import BetweenSteps, Training
 from torch_grad_exporter.actions.act.measurements import MOST_WINDOWS
+from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.rules import RULES, Problem
 
@@ -261,7 +261,7 @@ def test_names_of_actions_are_bounded(world: World) -> None:
     assert len({name for name, _ in world.totals.counts}) == 101
 
 
-class Named(BetweenSteps):
+class Named(StepAction):
     """Keeps the layers that the problems named."""
 
     def __init__(self) -> None:

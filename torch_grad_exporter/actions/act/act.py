@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.agreement import RefusedError
-from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action, Event, Timing
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.queue import ActionQueue
+from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import (
     SOURCE,
     Condition,
@@ -42,8 +42,8 @@ from torch_grad_exporter.rules import RULES
 from torch_grad_exporter.rules.episodes import Episodes
 
 if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.runner import ActionSlot, StepActionRunner
     from torch_grad_exporter.actions.act.sample_feed import SampleFeed
-    from torch_grad_exporter.actions.act.steps import ActionSlot, BetweenTheSteps
     from torch_grad_exporter.metrics.families import Spec
     from torch_grad_exporter.outputs.live.live import Judged
 
@@ -100,7 +100,7 @@ class Act:
     def __init__(
         self,
         sources: Sources,
-        steps: BetweenTheSteps,
+        steps: StepActionRunner,
         totals: ActionTotals,
         errors: ErrorLog,
         *,
@@ -128,13 +128,13 @@ class Act:
         timing = Timing(seconds("for_", for_), seconds("cooldown", cooldown))
         rule, condition, chosen = asked(what, action, timing)
         self._check_open()
-        if isinstance(chosen, BetweenSteps):
+        if isinstance(chosen, StepAction):
             self._steps.check(chosen, rule, own=action is None)
         named = rule.name if rule is not None else None
         trigger = self._made(name or named or name_of(what), named, condition, chosen, timing)
         with self._lock:
             self._check_open()  # it may have been closed meanwhile
-            if isinstance(chosen, BetweenSteps):
+            if isinstance(chosen, StepAction):
                 self._slots[trigger] = self._steps.add(trigger, chosen, functools.partial(self._done, trigger))
             try:
                 loop = self._started()
@@ -157,7 +157,7 @@ class Act:
             raise RuntimeError("on(): the exporter is closed")
 
     def _made(
-        self, name: str, rule: str | None, condition: Condition | None, action: Action | BetweenSteps, timing: Timing
+        self, name: str, rule: str | None, condition: Condition | None, action: Action | StepAction, timing: Timing
     ) -> Trigger:
         of_action = name_of(action)
         return Trigger(
@@ -317,7 +317,7 @@ class Act:
     # The thread of actions, and that of the training
 
     def _run(self, trigger: Trigger, event: Event) -> None:
-        if trigger.off or isinstance(trigger.action, BetweenSteps):
+        if trigger.off or isinstance(trigger.action, StepAction):
             return
         succeeded = trigger.actions(contained, trigger.action, event)
         self._note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)
@@ -325,7 +325,7 @@ class Act:
     def _note(self, trigger: Trigger, outcome: ActionOutcome) -> None:
         """Counts what became of an action, and marks it for the live page."""
         self.totals.count(trigger.counted, outcome)
-        action = repr(trigger.action) if isinstance(trigger.action, BetweenSteps) else trigger.counted
+        action = repr(trigger.action) if isinstance(trigger.action, StepAction) else trigger.counted
         mark = Happened(self._sources.now(), self._sources.step(), trigger.name, action, outcome.value)
         self.totals.happened.add(mark, trigger.counted)
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action, Timing
 from torch_grad_exporter.actions.act.measurements import Measurements, near
+from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.actions.users_code import contained, without_addresses
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, raised_by_handler
@@ -38,7 +38,7 @@ class Trigger:
     name: str
     rule: str | None
     condition: Condition | None
-    action: Action | BetweenSteps
+    action: Action | StepAction
     timing: Timing
     measurements: Measurements
     counted: str
@@ -56,7 +56,7 @@ class Trigger:
     @property
     def by_itself(self) -> bool:
         """Whether the action is its own cause."""
-        return isinstance(self.action, BetweenSteps) and self.condition == self.action.holds
+        return isinstance(self.action, StepAction) and self.condition == self.action.holds
 
     @property
     def off(self) -> bool:
@@ -132,7 +132,7 @@ def cause(what: object, rules: tuple[Rule, ...]) -> tuple[Rule | None, Condition
         if what not in known:
             raise ValueError(f"what={what!r}: there is no such rule{near(what, known)}; docs/runbook.md has them all")
         return known[what], None
-    if isinstance(what, BetweenSteps):
+    if isinstance(what, StepAction):
         raise TypeError(f"what={what!r}: an action is no cause of another one")
     if not callable(what):
         raise TypeError(f"what={what!r}: expected the name of a rule, or a callable that takes the measurements")
@@ -140,9 +140,9 @@ def cause(what: object, rules: tuple[Rule, ...]) -> tuple[Rule | None, Condition
     return None, what
 
 
-def asked(what: object, action: object, timing: Timing) -> tuple[Rule | None, Condition | None, Action | BetweenSteps]:
+def asked(what: object, action: object, timing: Timing) -> tuple[Rule | None, Condition | None, Action | StepAction]:
     """The rule or the condition, and the action, of a call of `on`. Raises `TypeError` or `ValueError` where they are none."""
-    if action is None and isinstance(what, BetweenSteps) and what.has_cause:
+    if action is None and isinstance(what, StepAction) and what.has_cause:
         for name, value, default in (("for_", timing.for_, FOR), ("cooldown", timing.cooldown, COOLDOWN)):
             if value != default:
                 raise ValueError(f"{name}={value:g}: {what!r} knows by itself when it is due; leave {name} out")
@@ -173,11 +173,11 @@ def seconds(name: str, value: object) -> float:
     return float(value)
 
 
-def checked(action: object) -> Action | BetweenSteps:
+def checked(action: object) -> Action | StepAction:
     """An action. Raises `TypeError` where it is none."""
-    if isinstance(action, type) and issubclass(action, BetweenSteps):
+    if isinstance(action, type) and issubclass(action, StepAction):
         raise TypeError(f"action={action.__name__}: expected an action, not its class; write {action.__name__}(...)")
-    if not isinstance(action, BetweenSteps) and not callable(action):
+    if not isinstance(action, StepAction) and not callable(action):
         raise TypeError(f"action={action!r}: expected a callable that takes an Event, or a built-in action such as Stop()")
     _check_called("action", action)
     return action

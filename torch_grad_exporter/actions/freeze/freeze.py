@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch_grad_exporter.actions.act.between_steps import BetweenSteps, Training
 from torch_grad_exporter.actions.act.measurements import Measurements, near
+from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError, Plan
 from torch_grad_exporter.actions.freeze.norms import LayerNorms, Windows
 from torch_grad_exporter.errors import say
@@ -27,7 +27,7 @@ VERSION = 1
 """Of the state."""
 
 
-class Freeze(BetweenSteps):
+class Freeze(StepAction):
     """Stops training layers: their parameters get `requires_grad=False` and no gradient, so that no optimizer moves them.
 
     `exporter.on(Freeze(threshold, after, revive))` freezes a layer whose mean gradient norm over the last `after` optimizer steps,
@@ -104,7 +104,7 @@ class Freeze(BetweenSteps):
     # What `exporter.on` calls
 
     def check(self, training: Training, rule: Rule | None, *, own: bool) -> None:
-        """As of `BetweenSteps`."""
+        """As of `StepAction`."""
         layers = training.layers
         if layers is None:
             raise RuntimeError(f"action={self!r}: there is no model")
@@ -137,7 +137,7 @@ class Freeze(BetweenSteps):
             raise ValueError(f"layers=None: {what} names no layer; write Freeze(layers=...) with a regular expression of names")
 
     def begin(self, training: Training, *, own: bool = False) -> None:
-        """As of `BetweenSteps`."""
+        """As of `StepAction`."""
         layers = training.layers
         if layers is None:  # as `check` has said
             return
@@ -148,7 +148,7 @@ class Freeze(BetweenSteps):
         self._norms, self._waiting, self._layers = norms, {}, layers
 
     def end(self) -> None:
-        """As of `BetweenSteps`: gives back what is frozen."""
+        """As of `StepAction`: gives back what is frozen."""
         layers, self._layers, self._norms = self._layers, None, None
         if layers is not None:
             self._waiting = self.frozen  # for a `state_dict` after the end, and for another exporter
@@ -210,7 +210,7 @@ class Freeze(BetweenSteps):
         return plan
 
     def prepared(self, _training: Training, _choice: str) -> Callable[[], None]:
-        """As of `BetweenSteps`. Raises `RuntimeError` where freezing would harm the training."""
+        """As of `StepAction`. Raises `RuntimeError` where freezing would harm the training."""
         layers = self._layers
         if layers is None:
             return lambda: None
@@ -237,7 +237,7 @@ class Freeze(BetweenSteps):
             say(logger, logging.WARNING, "froze %s after %d steps", ", ".join(frozen), self._steps)
 
     def step_over(self, steps: int) -> None:
-        """As of `BetweenSteps`: tries again what has been frozen for long enough."""
+        """As of `StepAction`: tries again what has been frozen for long enough."""
         if self._before is None:
             self._before = steps - 1
         self._steps = steps = steps - self._before

@@ -31,7 +31,7 @@ class Training:
     norms: Callable[[], LayerNorms] | None = None
 
 
-class BetweenSteps:
+class StepAction:
     """An action that runs at the end of an optimizer's step. In a job of several ranks all run it at the same step."""
 
     has_cause = False
@@ -74,18 +74,18 @@ class BetweenSteps:
         return f"{type(self).__name__}()"  # the same on all ranks, which compare it
 
 
-class Stop(BetweenSteps):
+class Stop(StepAction):
     """Makes `exporter.should_stop` true; the training loop has to end when it is.
 
     In a job of several ranks it turns true after the same step on all of them.
     """
 
     def prepared(self, training: Training, _choice: str) -> Callable[[], None]:
-        """As of `BetweenSteps`."""
+        """As of `StepAction`."""
         return training.stop
 
 
-class ScaleLearningRate(BetweenSteps):
+class ScaleLearningRate(StepAction):
     """Multiplies the learning rates of all parameter groups of the optimizers by `factor`, down to `min_lr` at most.
 
     Schedulers of `torch.optim.lr_scheduler` go on from there: what they compute learning rates from is multiplied as well. A
@@ -97,7 +97,7 @@ class ScaleLearningRate(BetweenSteps):
         self.min_lr = _number("min_lr", min_lr, above=False)
 
     def prepared(self, training: Training, _choice: str) -> Callable[[], None]:
-        """As of `BetweenSteps`. Finds the schedulers, for which it goes through all objects of the process."""
+        """As of `StepAction`. Finds the schedulers, for which it goes through all objects of the process."""
         optimizers = training.optimizers()
         schedulers = schedulers_of(optimizers)
         return lambda: scale(training.optimizers(), schedulers, self.factor, self.min_lr)

@@ -1,4 +1,4 @@
-"""BetweenTheSteps: runs actions on the training thread, at the end of an optimizer's step, and only while there are any."""
+"""StepActionRunner: runs actions on the training thread, at the end of an optimizer's step, and only while there are any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_grad_exporter.actions.act.agreement import STORE_SECONDS, Agreement, Member, StepCount
-from torch_grad_exporter.actions.act.between_steps import BetweenSteps, Training
+from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.act.trigger import SOURCE, Failures, Trigger
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle
 from torch_grad_exporter.distributed.identity import Identity, process_group
@@ -50,7 +50,7 @@ class ActionSlot:
     """One action between steps. `ready`: what the next step's end is to call; `prepared`: the same, once all ranks agree."""
 
     trigger: Trigger
-    action: BetweenSteps
+    action: StepAction
     done: Callable[[bool], None]
     agreement: Agreement | None
     each: Guard
@@ -77,7 +77,7 @@ class ActionSlot:
 
 
 @dataclass(eq=False)
-class BetweenTheSteps:
+class StepActionRunner:
     """Holds the actions and the hook that runs them. `concerns`: whether an optimizer trains the models.
 
     `spent` is told what each step costs, in seconds. `steps`: those of optimizers since the start of the exporter. `group`: the
@@ -112,7 +112,7 @@ class BetweenTheSteps:
     """Steps since the first action, by optimizer, and those that no hook has seen."""
     _reported: int = 0
 
-    def check(self, action: BetweenSteps, rule: Rule | None = None, *, own: bool = False) -> None:
+    def check(self, action: StepAction, rule: Rule | None = None, *, own: bool = False) -> None:
         """Raises what the action finds wrong, and `RuntimeError` where the ranks of the job cannot agree."""
         action.check(self.training, rule, own=own)
         if self.job is None:
@@ -127,7 +127,7 @@ class BetweenTheSteps:
                 f"job's store, and there is none: {error}{fix}"
             ) from error
 
-    def _check_alone(self, action: BetweenSteps) -> None:
+    def _check_alone(self, action: StepAction) -> None:
         """Raises `RuntimeError` where a rank would act alone, since the exporter knows of no other."""
         group = self.group() if self.job is None else None
         if group is not None and group.world_size > 1:
@@ -136,7 +136,7 @@ class BetweenTheSteps:
                 "one; start it after init_process_group"
             )
 
-    def add(self, trigger: Trigger, action: BetweenSteps, done: Callable[[bool], None]) -> ActionSlot:
+    def add(self, trigger: Trigger, action: StepAction, done: Callable[[bool], None]) -> ActionSlot:
         """Adds an action; the first one sets the hook. `done` is told of each time, and whether it raised nothing."""
         with self._lock:
             action.begin(self.training, own=trigger.by_itself)
@@ -148,7 +148,7 @@ class BetweenTheSteps:
                 self._handle = register_optimizer_step_post_hook(self._hook)
             return slot
 
-    def _agreement(self, trigger: Trigger, action: BetweenSteps) -> Agreement | None:
+    def _agreement(self, trigger: Trigger, action: StepAction) -> Agreement | None:
         if self.job is None:
             return None
         if self._generation is None:
