@@ -13,14 +13,14 @@ from typing import Protocol
 
 import torch
 
-from torch_grad_exporter.actions.act.act import Act, Sources
-from torch_grad_exporter.actions.act.runner import JobOfRanks, StepActionRunner
+from torch_grad_exporter.actions.act.act import Act
+from torch_grad_exporter.actions.act.decisions import JobOfRanks
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
+from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.step_actions import Training
-from torch_grad_exporter.actions.act.trigger import SOURCE, Failures
 from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
-from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.actions.notify.job import Job
 from torch_grad_exporter.actions.notify.notify import Notify, Origin
 from torch_grad_exporter.actions.notify.notify import totals as notify_totals
@@ -270,12 +270,7 @@ class Stages:
         )  # fmt: skip
 
         # Actions, which the rules or the user's conditions ask for.
-        def known() -> list[torch.optim.Optimizer]:
-            return [optimizer for _, optimizer in optimizers.numbered()]
-
-        self.stop_requested = stop = threading.Event()
-        layers = FrozenLayers(checked.index, known, frozen)
-        norms = functools.partial(LayerNorms, host)
+        self.stop_requested = threading.Event()
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size)
         feed = None
         if "gradients" in settings.enabled_collectors:
@@ -285,26 +280,11 @@ class Stages:
                 clip=None if checked.clip is None else ClipReports(),
             )  # fmt: skip
             feed = SampleFeed(host, of_samples, errors.boundary(SOURCE, "reading samples", limit=None))
-        self.act = Act(
-            Sources(
-                judge=lambda last: view.live.judged(last=last),
-                fed=bool(arguments.alerts),
-                metrics=lambda: REGISTRY.catalogue,
-                step=self.steps,
-                samples=feed,
-            ),
-            StepActionRunner(
-                Training(known, stop.set, layers, norms),
-                concerns=optimizers.concerns,
-                errors=errors,
-                failures=Failures(errors),
-                job=job if several else None,
-                spent=clock.spent,
-                steps=self.steps,
-            ),
-            acted,
-            errors,
-        )
+        reports = ActionReports(errors, acted, self.steps)
+        layers = FrozenLayers(checked.index, optimizers, frozen)
+        training = Training(optimizers, self.stop_requested, layers, host)
+        runner = StepActionRunner(training, reports, job if several else None, spent=clock.spent)
+        self.act = Act(view.live, runner, reports, fed=bool(arguments.alerts), samples=feed)
         self._notify = None
         if notified is not None:
             self._notify = Notify(

@@ -17,9 +17,8 @@ from torch.compiler import is_compiling
 from torch.utils.data import DataLoader
 
 from torch_grad_exporter.actions.act.act import Handle
-from torch_grad_exporter.actions.act.event import Action
 from torch_grad_exporter.actions.act.step_actions import StepAction
-from torch_grad_exporter.actions.act.trigger import Condition
+from torch_grad_exporter.actions.act.trigger import Action, Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.build import STORE_SECONDS, Stages
 from torch_grad_exporter.capture.observations import Number

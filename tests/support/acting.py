@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.actions.act.act import Act, Sources
+from torch_grad_exporter.actions.act.act import Act
+from torch_grad_exporter.actions.act.decisions import JobOfRanks
+from torch_grad_exporter.actions.act.reports import ActionReports
 from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.step_actions import Training
-from torch_grad_exporter.actions.act.trigger import Failures
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.outcomes import ActionTotals
-from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import LabelledRows
@@ -54,37 +53,56 @@ class Still(BackgroundLoop):
         pass
 
 
-class World:
-    """The surroundings of an `Act`. `at`: the time; `group`: the process group; `optimizers`: those that train the models."""
+class Trained:
+    """The optimizers of a `World`, in place of those of an exporter."""
 
     def __init__(self) -> None:
+        self.known: list[torch.optim.Optimizer] = []
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether it trains the models."""
+        return optimizer in self.known
+
+    def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
+        """Return them with their numbers."""
+        return [*enumerate(self.known)]
+
+
+class World:
+    """The surroundings of an `Act`. `at`: the time; `judgements`: how many there were; `job`: the ranks that act together."""
+
+    def __init__(self, job: JobOfRanks | None = None) -> None:
         self.at = 0.0
         self.step = 0
         self.numbers: dict[str, float | Rows] = {}
         self.problems: list[Problem] = []
-        self.judged = 0
-        self.stopped = False
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.judgements = 0
+        self.trained: Any = Trained()
         self.errors = ErrorLog(("action", "close"))
         self.totals = ActionTotals()
-        self.group: Identity | None = None
-        concerns: Callable[[Any], bool] = lambda optimizer: optimizer in self.optimizers  # noqa: E731 - has a type
-        self.steps = StepActionRunner(
-            Training(lambda: self.optimizers, self._stop), concerns, self.errors, Failures(self.errors), None,
-            steps=lambda: self.step, group=lambda: self.group,
-        )  # fmt: skip
-        sources = Sources(
-            judge=self._judge, fed=False, metrics=lambda: METRICS, step=lambda: self.step, clock=lambda: self.at,
-            now=lambda: 1_700_000_000.0 + self.at,
-        )  # fmt: skip
-        self.act = Act(sources, self.steps, self.totals, self.errors, loop=Still)
+        self.stop = threading.Event()
+        reports = ActionReports(self.errors, self.totals, lambda: self.step, lambda: 1_700_000_000.0 + self.at)
+        self.runner = StepActionRunner(Training(self.trained, self.stop), reports, job, clock=lambda: self.at)
+        self.act = Act(self, self.runner, reports, clock=lambda: self.at, loop=Still)
 
-    def _judge(self, _last: bool) -> Judged:
-        self.judged += 1
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is to stop."""
+        return self.stop.is_set()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that train the models."""
+        return self.trained.known
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.trained.known = optimizers
+
+    def judged(self, *, last: bool = False) -> Judged:
+        """Judge as `Live` does."""
+        self.judgements += 1
         return Judged(values(self.numbers), self.problems)
-
-    def _stop(self) -> None:
-        self.stopped = True
 
     def on(self, what: object, action: object, **more: Any) -> Any:  # noqa: ANN401 - as `Exporter.on`
         """Do what `Exporter.on` does."""
@@ -99,7 +117,7 @@ class World:
     def step_over(self) -> None:
         """End a step."""
         self.step += 1
-        self.steps.step_over()
+        self.runner.step_over()
 
     def count(self, action: str, result: str) -> int:
         """Return how many actions of a name had this result."""

@@ -1,8 +1,8 @@
 """What the user asked to happen: problems that are told to people, and what changes the training, which nothing else here does."""
 
-from torch_grad_exporter.actions.act.event import Event
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import ScaleLearningRate, Stop
+from torch_grad_exporter.actions.act.trigger import Event
 from torch_grad_exporter.actions.clip import AGC, AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, Plateau, SkipAbove, ZClip
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.actions.notify.notification import Notification

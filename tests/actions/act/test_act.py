@@ -140,7 +140,7 @@ def test_a_removed_action_is_not_run(world: World) -> None:
     assert stays.came(2)
     handles[1].remove()
     world.evaluate(2.0, **{NORM: 3.0})
-    assert world.judged == 2
+    assert world.judgements == 2
     world.act.close()
     assert (len(gone.events), len(stays.events)) == (1, 2)
 
@@ -239,8 +239,8 @@ async def later(event: object) -> None:
         (("StragglerRank", Noted()), ValueError, "only Prometheus judges this rule; use a condition"),
         ((3, Noted()), TypeError, "what=3: expected the name of a rule, or a callable"),
         ((high, "stop"), TypeError, "action='stop': expected a callable that takes an Event"),
-        ((functools.partial(later), Noted()), TypeError, "what=.*later.*: expected a plain function"),
-        ((high, lambda event: (yield)), TypeError, "action=.*: expected a plain function"),
+        ((functools.partial(later), Noted()), TypeError, "what=.*later.*: expected a regular function"),
+        ((high, lambda event: (yield)), TypeError, "action=.*: expected a regular function"),
         ((high, Stop), TypeError, r"action=Stop: expected an action, not its class; write Stop\(...\)"),
     ],
 )
@@ -249,7 +249,7 @@ def test_wrong_arguments_raise(world: World, arguments: tuple[Any, Any], error: 
     with pytest.raises(error, match=message):
         world.on(*arguments[:2], **dict(*arguments[2:]))
     world.evaluate(0.0)
-    assert world.judged == 0
+    assert world.judgements == 0
 
 
 def test_names_of_actions_are_bounded(world: World) -> None:
@@ -267,7 +267,7 @@ class Named(StepAction):
     def __init__(self) -> None:
         self.named: list[tuple[str, ...]] = []
 
-    def chosen(self, training: Training, named: Sequence[str]) -> None:
+    def choose(self, training: Training, named: Sequence[str]) -> None:
         self.named.append(tuple(named))
 
 

@@ -23,8 +23,8 @@ from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Freeze, Stop
 
 
-def _group(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+def _group(rank: int, folder: str, ranks: int = 2) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
 
 
 def _leave() -> None:
@@ -39,9 +39,9 @@ def _step(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer, number: in
     optimizer.step()
 
 
-def _rank(rank: int, folder: str) -> None:
+def _rank(rank: int, folder: str, ranks: int) -> None:
     """Train until a layer is frozen and the job is stopped, and write what happened after which step."""
-    _group(rank, folder)
+    _group(rank, folder, ranks)
     net = faint()
     layer = net[1].linear
     wrapped = DistributedDataParallel(net, find_unused_parameters=True, gradient_as_bucket_view=True)
@@ -56,7 +56,7 @@ def _rank(rank: int, folder: str) -> None:
         time.sleep(0.01)  # leaves the cores to others
         return all(history[-1])
 
-    with start(wrapped, run="two ranks", every=1 + rank) as exporter:
+    with start(wrapped, run="ranks", every=1 + rank) as exporter:
         exporter.on(Freeze(1e-3, after=12, revive=None))
         exporter.on(lambda m: rank == 1, Stop())
         assert eventually(done)
@@ -67,11 +67,12 @@ def _rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.process
-def test_all_ranks_act_after_the_same_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_act_after_the_same_step(tmp_path: Path, ranks: int) -> None:
     """A stop with its cause on one rank, and a layer with small norms, take effect after the same step on all ranks."""
-    run_ranks(_rank, str(tmp_path))
-    first, second = ((tmp_path / f"{rank}.json").read_text() for rank in range(2))
-    assert first == second
+    run_ranks(_rank, str(tmp_path), ranks, ranks=ranks)
+    first, *others = ((tmp_path / f"{rank}.json").read_text() for rank in range(ranks))
+    assert others == [first] * (ranks - 1)
 
 
 def test_without_a_store_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,12 +405,12 @@ def test_a_rule_freezes_named_layers() -> None:
     net, training = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(5))), None
     with start(net) as exporter:
         exporter.on("LayerDead", action := Freeze())
-        choice = action.chosen(training, ("1", "2", "3"))
-        action.prepared(training, choice)()
+        choice = action.choose(training, ("1", "2", "3"))
+        action.act(training, action.prepare(training, choice))
         assert set(action.frozen) == {"1", "2", "3"}
-        assert action.chosen(training, ("1", "2", "3")) is None
+        assert action.choose(training, ("1", "2", "3")) is None
         with pytest.raises(RuntimeError, match="no layer of the model would be trained"):
-            action.chosen(training, ("0", "4"))
+            action.choose(training, ("0", "4"))
 
 
 # States

@@ -1,4 +1,4 @@
-"""ActionQueue: runs actions of the user, one after the other, in a thread of its own."""
+"""ActionQueue: runs the user's functions, one after the other, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
+from torch_grad_exporter.actions.act.step_actions import StepAction
+from torch_grad_exporter.actions.act.trigger import Event, Trigger
+from torch_grad_exporter.actions.users_code import contained
+from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
 ROOM = 100
-"""Actions that wait, at most."""
-
-Work = Callable[[], object]
+"""Events that wait, at most."""
 
 
 class ActionQueue:
-    """Runs what it is offered until `close`. The thread starts with the first one. `offer` is for one thread at a time."""
+    """Runs actions on their events until `close`. The thread starts with the first one. `offer` is for one thread at a time."""
 
-    def __init__(self, guard: Guard, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, reports: ActionReports, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reports = reports
         self._clock = clock
-        self._guard = guard
-        self._waiting: deque[tuple[Work, Work]] = deque()
+        self._waiting: deque[tuple[Trigger, Event]] = deque()
         self._started = self._closed = False
         self._lock = threading.Lock()  # of what waits, held for moments
         self._give_up_at = 0.0
-        self._loop = BackgroundLoop("action", self._work, guard=guard, last=self._flush)
+        self._guard = reports.errors.boundary(SOURCE, "running", limit=None)
+        self._loop = BackgroundLoop("action", self._work, guard=self._guard, last=self._flush)
 
-    def offer(self, run: Work, dropped: Work) -> None:
-        """Runs it after those that wait, or calls `dropped` where there is no room. Raises `RuntimeError` without a thread."""
+    def offer(self, trigger: Trigger, event: Event) -> None:
+        """Run the action after those that wait, or drop it if there is no room. Raises `RuntimeError` without a thread."""
         with self._lock:
             fits = len(self._waiting) < ROOM and not self._closed
             if fits:
-                self._waiting.append((run, dropped))
+                self._waiting.append((trigger, event))
         if not fits:
-            dropped()
+            self._reports.note(trigger, ActionOutcome.DROPPED)
             return
         if not self._started:
             self._loop.start()
@@ -43,24 +46,35 @@ class ActionQueue:
         self._loop.wake()
 
     def close(self, seconds: float) -> None:
-        """Runs what waits, for so long at most; one that hangs is left behind, and the others are dropped. Idempotent."""
+        """Run what waits for this many seconds at most, and drop the rest. One that hangs is left behind. Idempotent."""
         self._give_up_at = self._clock() + seconds
         self._loop.close(seconds)
         with self._lock:
             left, self._waiting, self._closed = self._waiting, deque(), True
-        for _, dropped in left:
-            dropped()
+        for trigger, _ in left:
+            self._reports.note(trigger, ActionOutcome.DROPPED)
 
     # The thread
 
-    def _next(self) -> Work | None:
-        with self._lock:
-            return self._waiting.popleft()[0] if self._waiting else None
-
     def _work(self) -> None:
-        while not self._loop.stopping and (run := self._next()) is not None:
-            self._guard(run)
+        while not self._loop.stopping and self._run_next():
+            pass
 
     def _flush(self) -> None:
-        while self._clock() < self._give_up_at and (run := self._next()) is not None:
-            self._guard(run)
+        while self._clock() < self._give_up_at and self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the action that waits longest. Returns whether there was one."""
+        with self._lock:
+            if not self._waiting:
+                return False
+            trigger, event = self._waiting.popleft()
+        self._guard(self._run, trigger, event)
+        return True
+
+    def _run(self, trigger: Trigger, event: Event) -> None:
+        if trigger.off or isinstance(trigger.action, StepAction):
+            return
+        succeeded = trigger.actions(contained, trigger.action, event)
+        self._reports.note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-import secrets
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torch_grad_exporter.actions.act.agreement import STORE_SECONDS, Agreement, Member, StepCount
+from torch_grad_exporter.actions.act.decisions import ActionSlot, JobDecisions, JobOfRanks
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.act.trigger import SOURCE, Failures, Trigger
+from torch_grad_exporter.actions.act.trigger import Trigger
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle
-from torch_grad_exporter.distributed.identity import Identity, process_group
-from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
-from torch_grad_exporter.errors import ErrorLog, Guard, caught
+from torch_grad_exporter.collectors.outcomes import ActionOutcome
+from torch_grad_exporter.distributed.identity import process_group
+from torch_grad_exporter.distributed.store import NoStoreError, StoreError
 from torch_grad_exporter.rules import Rule
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
@@ -31,238 +30,158 @@ from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove
 HOOK_SECONDS = 2e-6
 """What a call of the hook takes before and after what a clock inside of it measures."""
 
-GENERATIONS = itertools.count()
-"""Numbers the exporters of this process that need agreement: in the store, each one's proposals are apart."""
 
-
-@dataclass(frozen=True, slots=True)
-class JobOfRanks:
-    """The ranks that have to agree. `name`: of the job, the same on all ranks."""
-
-    store: JobStore
-    name: str
-    rank: int
-    world_size: int
-
-
-@dataclass(eq=False, slots=True)
-class ActionSlot:
-    """One action between steps. `ready`: what the next step's end is to call; `prepared`: the same, once all ranks agree."""
-
-    trigger: Trigger
-    action: StepAction
-    done: Callable[[bool], None]
-    agreement: Agreement | None
-    each: Guard
-    """Of what the action does at each step."""
-    named: Sequence[str] = ()
-    """The layers that the rule's problems named when this was last asked for."""
-    ready: Callable[[], None] | None = None
-    prepared: Callable[[], None] | None = None
-
-    def choose(self, training: Training) -> str | None:
-        """What exactly this rank would do now."""
-        return self.action.chosen(training, self.named)
-
-    def prepare(self, training: Training, choice: str) -> None:
-        """Makes what is to be called when all ranks agree."""
-        self.prepared = self.action.prepared(training, choice)
-
-    def due(self) -> Callable[[], None] | None:
-        """What is to be called now that a step is over. For the training thread."""
-        if self.agreement is not None:
-            return self.prepared if self.agreement.step_over() else None
-        run, self.ready = self.ready, None
-        return run
-
-
-@dataclass(eq=False)
 class StepActionRunner:
-    """Holds the actions and the hook that runs them. `concerns`: whether an optimizer trains the models.
+    """Holds the step actions, and the hook that runs them. `add`, `remove` and `close` are for any thread.
 
-    `spent` is told what each step costs, in seconds. `steps`: those of optimizers since the start of the exporter. `group`: the
-    process group. `add`, `remove` and `close` are for any thread; `ask` and `exchange` for the one that evaluates.
+    Args:
+        training: What actions change.
+        reports: Where it reports what became of them.
+        job: The ranks that act together, None for a single process.
+        spent: Is given what each step costs, in seconds.
+        clock: Seconds, for cooldowns.
     """
 
-    training: Training
-    concerns: Callable[[torch.optim.Optimizer], bool]
-    errors: ErrorLog
-    failures: Failures
-    job: JobOfRanks | None
-    spent: Callable[[float], object] = float
-    steps: Callable[[], int] = int
-    group: Callable[[], Identity | None] = process_group
-    _slots: tuple[ActionSlot, ...] = ()
-    _hook: GuardedHook | None = None
-    _handle: HookHandle | None = None
-    _task: int = -1
-    """The graph task of the last backward in which an optimizer has stepped."""
-    _hooked: bool = False
-    """Whether a hook has seen a step since the user last reported one."""
-    _inner: bool = False
-    """Whether an optimizer has stepped within the step of another one that is not over."""
-    _asked: bool = False
-    """Whether any slot is ready."""
-    _count: StepCount = field(default_factory=StepCount)
-    _bell: bytes = b""
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _generation: int | None = None
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
-    """Steps since the first action, by optimizer, and those that no hook has seen."""
-    _reported: int = 0
+    def __init__(
+        self,
+        training: Training,
+        reports: ActionReports,
+        job: JobOfRanks | None,
+        *,
+        spent: Callable[[float], object] = float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._training = training
+        self._reports = reports
+        self._job = job
+        self._decisions = None if job is None else JobDecisions(job, training, reports, clock)
+        self._spent = spent
+        self._clock = clock
+        self._slots: tuple[ActionSlot, ...] = ()
+        self._numbers = itertools.count()
+        self._ready: deque[tuple[ActionSlot, Any]] = deque()
+        self._lock = threading.RLock()
+        self._hook: GuardedHook | None = None
+        self._handle: HookHandle | None = None
+        # The graph task of the last backward in which an optimizer has stepped.
+        self._task = -1
+        # Whether a hook has seen a step since the user last reported one.
+        self._hooked = False
+        # Whether an optimizer has stepped within the step of another one that is not over.
+        self._inner = False
+        # Steps since the first action, by optimizer, and those that no hook has seen.
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._reported = 0
 
     def check(self, action: StepAction, rule: Rule | None = None, *, own: bool = False) -> None:
-        """Raises what the action finds wrong, and `RuntimeError` where the ranks of the job cannot agree."""
-        action.check(self.training, rule, own=own)
-        if self.job is None:
+        """Raise what the action finds wrong, and `RuntimeError` if the ranks of the job cannot act together."""
+        action.check(self._training, rule, own=own)
+        if self._job is None or self._decisions is None:
             self._check_alone(action)
             return
         try:
-            self.job.store.collect(())
+            self._decisions.start()
         except StoreError as error:
             fix = "; use torchrun, or call it after init_process_group" if isinstance(error, NoStoreError) else ""
             raise RuntimeError(
-                f"action={action!r}: all {self.job.world_size} ranks have to do it after the same step, on which they agree in the "
-                f"job's store, and there is none: {error}{fix}"
+                f"action={action!r}: all {self._job.world_size} ranks have to do it after the same step, on which they agree in "
+                f"the job's store, and there is none: {error}{fix}"
             ) from error
 
     def _check_alone(self, action: StepAction) -> None:
-        """Raises `RuntimeError` where a rank would act alone, since the exporter knows of no other."""
-        group = self.group() if self.job is None else None
+        group = process_group()
         if group is not None and group.world_size > 1:
             raise RuntimeError(
                 f"action={action!r}: all {group.world_size} ranks have to do it after the same step, and the exporter knows of "
                 "one; start it after init_process_group"
             )
 
-    def add(self, trigger: Trigger, action: StepAction, done: Callable[[bool], None]) -> ActionSlot:
-        """Adds an action; the first one sets the hook. `done` is told of each time, and whether it raised nothing."""
+    def add(self, trigger: Trigger, action: StepAction) -> ActionSlot:
+        """Add an action; the first one sets the hook."""
         with self._lock:
-            action.begin(self.training, own=trigger.by_itself)
-            each = self.failures.guard(f"{trigger.name}: {action!r}")
-            slot = ActionSlot(trigger, action, done, self._agreement(trigger, action), each)
+            action.begin(self._training, own=trigger.by_itself)
+            # The same step has the same number on all ranks only if they have counted from the same one.
+            counted_from = self._reports.steps() - (0 if self._decisions is None else self._decisions.steps)
+            what = f"{action!r}, with steps counted from {counted_from}"
+            each = self._reports.guard(f"{trigger.name}: {action!r}")
+            slot = ActionSlot(trigger, action, each, next(self._numbers), what)
             self._slots = (*self._slots, slot)
+            if self._decisions is not None:
+                trigger.judged = not self._decisions.follows(action)
+                self._decisions.add(slot)
             if self._handle is None:
-                self._hook = GuardedHook(SOURCE, self._step_over, self.errors)
+                self._hook = GuardedHook(SOURCE, self._step_over, self._reports.errors)
                 self._handle = register_optimizer_step_post_hook(self._hook)
             return slot
 
-    def _agreement(self, trigger: Trigger, action: StepAction) -> Agreement | None:
-        if self.job is None:
-            return None
-        if self._generation is None:
-            self._generation = next(GENERATIONS)
-            self._count.measure()
-        job, count = self.job, self._count
-        on_error = functools.partial(self.failures.failed, f"{trigger.name}: the job's store")
-        member = Member(store=job.store, rank=job.rank, world_size=job.world_size, count=count, on_error=on_error, ring=self._ring)
-        # The same step has the same number on all ranks only where they have counted from the same one.
-        what = f"{action!r}, with steps counted from {self.steps() - count.steps}"
-        return Agreement(member, self._key(str(next(self._numbers))), what)
-
-    def _key(self, name: str) -> str:
-        return "" if self.job is None else f"act/{self.job.name}/{self._generation}/{name}"
-
     def remove(self, slot: ActionSlot) -> None:
-        """Removes an action; with the last one the hook goes."""
+        """Remove an action; with the last one the hook goes."""
         with self._lock:
-            self._slots = tuple(one for one in self._slots if one is not slot)
+            self._slots = tuple(other for other in self._slots if other is not slot)
             if not self._slots:
-                self.close()
+                self._unhook()
+        if self._decisions is not None:
+            self._decisions.remove(slot)
         self._end(slot)
 
     def _end(self, slot: ActionSlot) -> None:
-        self.failures.guard(f"{slot.trigger.name}: the end of {slot.action!r}")(slot.action.end)
+        self._reports.guard(f"{slot.trigger.name}: the end of {slot.action!r}")(slot.action.end)
 
-    def close(self) -> None:
-        """Removes the hook, and ends the actions; idempotent."""
-        hook, handle, slots = self._hook, self._handle, self._slots
-        self._slots, self._hook, self._handle = (), None, None
+    def _unhook(self) -> None:
+        hook, handle = self._hook, self._handle
+        self._hook = self._handle = None
         if hook is not None:
             hook.disconnect()
         remove_step_hooks([] if handle is None else [handle])
+
+    def close(self) -> None:
+        """Remove the hook, and end the actions; idempotent."""
+        slots, self._slots = self._slots, ()
+        self._unhook()
+        if self._decisions is not None:
+            self._decisions.close()
         for slot in slots:
             self._end(slot)
 
     def disconnect(self) -> None:
-        """Makes the hook do nothing. Takes no lock: a fork may have left it held."""
+        """Make the hook do nothing. Takes no lock: a fork may have left it held."""
         if self._hook is not None:
             self._hook.disconnect()
 
-    @property
-    def slots(self) -> Sequence[ActionSlot]:
-        """All of them."""
-        return self._slots
+    def ask(self, slot: ActionSlot, named: Sequence[str] = ()) -> None:
+        """Let an action run at the end of the next step, or of the one that rank 0 decides on. Raises what preparing raises.
 
-    # The thread that evaluates
+        On the thread that evaluates.
 
-    def ask(self, slot: ActionSlot, named: Sequence[str] = ()) -> bool:
-        """Lets an action run at the end of the next step, or of one on which the ranks agree. Raises what preparing raises.
-
-        `named`: layers that the rule's problems name. Whether there is anything to be done, as far as that is known now.
+        Args:
+            slot: The action.
+            named: Layers that the rule's problems name.
         """
-        slot.named = named
-        if slot.agreement is not None:
-            slot.agreement.want()
-            return True
-        self._check_alone(slot.action)
-        if slot.ready is None:
-            choice = slot.choose(self.training)
-            if choice is None:
-                return False
-            slot.ready = slot.action.prepared(self.training, choice)
-            self._asked = True
-        return True
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether `exchange` has anything to do, now or later."""
-        return self.job is not None and bool(self._slots)
-
-    def exchange(self, failed: Callable[[ActionSlot, Exception], object]) -> None:
-        """With other ranks: hears and says which steps are proposed. `failed` is told of what an agreement raises.
-
-        While there is nothing to agree on, it is one question to the store, whatever the number of actions.
-        """
-        slots = [slot for slot in self._slots if slot.agreement is not None and not slot.trigger.idle]
-        if self.job is None or not slots:
+        if self._decisions is None:
+            self._check_alone(slot.action)
+        choice = None if slot.pending else slot.action.choose(self._training, named)
+        if choice is None:
             return
-        self._count.measure()
-        key = self._key("bell")
-        try:
-            bell = self.job.store.collect([key], seconds=STORE_SECONDS).get(key, b"")
-        except StoreError as error:  # it may answer again; what was asked for stays
-            self.failures.failed("the job's store", error)
+        if self._decisions is not None:
+            self._decisions.want(slot, choice)
             return
-        changed, self._bell = bell != self._bell, bell
-        for slot in slots:
-            agreement = slot.agreement
-            if agreement is None or not (changed or agreement.busy):
-                continue
-            choose, prepare = functools.partial(slot.choose, self.training), functools.partial(slot.prepare, self.training)
-            failure = caught(agreement.exchange, choose, prepare)
-            if failure is not None:
-                failed(slot, failure)  # the agreement stays busy
-
-    def _ring(self) -> None:
-        """Makes all ranks look at their agreements."""
-        if self.job is not None:
-            self.job.store.publish(self._key("bell"), secrets.token_hex(8).encode(), seconds=STORE_SECONDS)
+        prepared = slot.action.prepare(self._training, choice)
+        slot.pending = True
+        self._ready.append((slot, prepared))
 
     # The training thread
 
     def reported(self) -> None:
-        """The user says that a step is over, which no hook may have seen."""
+        """Take a step that the user reports, which no hook may have seen."""
         hooked, self._hooked = self._hooked, False
-        if not hooked:
+        if not hooked and self._slots:
             self._reported += 1
-            GuardedHook(SOURCE, self._timed, self.errors)()
+            GuardedHook(SOURCE, self._timed, self._reports.errors)()
 
     def _step_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step. One that steps within a backward is over when the backward is."""
         start = time.perf_counter()
-        if not (self.concerns(optimizer) or self._inner):
+        if not (self._training.optimizers.concerns(optimizer) or self._inner):
             return
         task = graph_task()
         if task != -1:
@@ -277,33 +196,33 @@ class StepActionRunner:
             self._hooked, self._inner = True, False
             self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
             self.step_over()
-        self.spent(time.perf_counter() - start + HOOK_SECONDS)
+        self._spent(time.perf_counter() - start + HOOK_SECONDS)
 
     def _at_end(self) -> None:
         self._task = -1
         if self._hook is not None and self._slots:
-            GuardedHook(SOURCE, self._timed, self.errors)()
+            GuardedHook(SOURCE, self._timed, self._reports.errors)()
 
     def _timed(self) -> None:
         start = time.perf_counter()
         self.step_over()
-        self.spent(time.perf_counter() - start)
+        self._spent(time.perf_counter() - start)
 
     def step_over(self) -> None:
-        """A step is over: runs what is due. While a graph is captured nothing is, since it would be captured as well."""
+        """Take the end of a step, and run what is due. While a graph is captured nothing is: it would be captured as well."""
         if not self._slots or capturing_graph():
             return
         steps = max((self._reported, *self._counts.values()))
         for slot in self._slots:
             if slot.action.each_step:
                 slot.each(slot.action.step_over, steps)
-        count, asked = self._count, self._asked
-        if not (count.over() if self.job is not None else asked):
-            return
-        self._asked = False
-        for slot in self._slots:
-            run = slot.due()
-            if run is not None:
-                slot.done(slot.trigger.actions(run))
-        with count.lock:
-            count.due = min((slot.agreement.promised for slot in self._slots if slot.agreement is not None), default=math.inf)
+        if self._decisions is not None:
+            self._ready.extend(self._decisions.step_over())
+        while self._ready:
+            slot, prepared = self._ready.popleft()
+            if slot.trigger.removed:
+                continue
+            succeeded = slot.trigger.actions(slot.action.act, self._training, prepared)
+            slot.trigger.acted(self._clock())
+            slot.pending = False
+            self._reports.note(slot.trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)

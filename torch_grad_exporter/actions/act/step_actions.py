@@ -1,74 +1,92 @@
-"""Actions that run between steps, on the thread that trains: they change the training."""
+"""Actions that run at the end of an optimizer's step, on the training thread: they change the training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from torch_grad_exporter.actions.act.schedulers import scale, schedulers_of
+from torch_grad_exporter.actions.act.learning_rates import scale, schedulers_of
+from torch_grad_exporter.model.optimizers import Optimizers
 
 if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.measurements import Measurements
     from torch_grad_exporter.actions.freeze.layers import FrozenLayers
-    from torch_grad_exporter.actions.freeze.norms import LayerNorms
     from torch_grad_exporter.rules import Rule
+    from torch_grad_exporter.store.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What such an action may change. `optimizers`: those that train the models; `stop`: makes `exporter.should_stop` true.
+    """What a step action may change.
 
-    `layers`: freezes layers; `norms`: a new reader of their norms; `None` where there are no models, as in a test.
+    Attributes:
+        optimizers: Those that train the models.
+        stop: Set once `exporter.should_stop` is true.
+        layers: Freezes layers; None without models, as in a test.
+        worker: Has the norms of layers; None without models.
     """
 
-    optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
-    stop: Callable[[], None]
+    optimizers: Optimizers
+    stop: threading.Event
     layers: FrozenLayers | None = None
-    norms: Callable[[], LayerNorms] | None = None
+    worker: Worker | None = None
 
 
 class StepAction:
-    """An action that runs at the end of an optimizer's step. In a job of several ranks all run it at the same step."""
+    """An action that runs at the end of an optimizer's step. In a job of several ranks all run it after the same step."""
 
     has_cause = False
     """Whether it knows by itself when it is due: `exporter.on(action)`."""
 
     each_step = False
-    """Whether `step_over` is to be called."""
+    """Whether `step_over` is called after each step."""
+
+    changes_weights = True
+    """Whether ranks that differ in it train different models. If not, any rank may ask for it, and a late rank does it late."""
 
     def check(self, training: Training, rule: Rule | None, *, own: bool) -> None:
-        """Raises what is wrong with the call of `on`, before anything is registered. `rule`, `own`: what it is to act on."""
+        """Raise what is wrong with the call of `on`, before anything is registered.
+
+        Args:
+            training: What it will change.
+            rule: The rule on which it acts, None for a condition.
+            own: Whether it acts by itself.
+        """
 
     def begin(self, training: Training, *, own: bool = False) -> None:
-        """It is in use from now on, `own`: by itself. On the thread that calls `on`; raises what prevents it."""
+        """Be in use from now on. On the thread that calls `on`; raises what prevents it."""
 
     def holds(self, _measurements: Measurements) -> bool:
-        """Whether it is due by itself, at an evaluation, where it `has_cause`."""
+        """Return whether it is due by itself, at an evaluation, if it `has_cause`."""
         raise NotImplementedError
 
-    def chosen(self, _training: Training, _named: Sequence[str]) -> str | None:
-        """What exactly is to be done, for all ranks to know; `None` if there is nothing to do. In the background.
+    def choose(self, _training: Training, _named: Sequence[str]) -> str | None:
+        """Return what exactly to do, which all ranks are given; None if there is nothing to do.
 
-        Made by the one rank that proposes it. `_named`: the layers that the problems of its rule name.
+        In the background, on rank 0.
+
+        Args:
+            _training: What it changes.
+            _named: The layers that the problems of its rule name.
         """
         return ""
 
-    def prepared(self, training: Training, _choice: str) -> Callable[[], None]:
-        """What is to be called between two steps, which must not wait for a device. Made in the background, a little earlier.
+    def prepare(self, _training: Training, _choice: str) -> Any:  # noqa: ANN401 - each action's own
+        """Return what `act` needs. In the background on each rank, a little before the step; raises what prevents it."""
+        return None
 
-        `_choice`: what one rank has chosen, the same on all of them.
-        """
+    def act(self, training: Training, prepared: Any) -> None:  # noqa: ANN401 - as above
+        """Change the training, between two steps and without waiting for a device. On the training thread."""
         raise NotImplementedError
 
     def step_over(self, steps: int) -> None:
-        """A step is over, on the training thread, before what is prepared is called. `steps`: how many, the same on all ranks."""
+        """Take note that a step is over, on the training thread, before `act`. `steps`: the number of all, equal on all ranks."""
 
     def end(self) -> None:
-        """It is not in use any more. Idempotent, from any thread."""
+        """Be out of use. Idempotent, from any thread."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # the same on all ranks, which compare it
@@ -77,12 +95,14 @@ class StepAction:
 class Stop(StepAction):
     """Makes `exporter.should_stop` true; the training loop has to end when it is.
 
-    In a job of several ranks it turns true after the same step on all of them.
+    In a job of several ranks it turns true after the same step on all of them, whichever rank has the cause.
     """
 
-    def prepared(self, training: Training, _choice: str) -> Callable[[], None]:
-        """As of `StepAction`."""
-        return training.stop
+    changes_weights = False
+
+    def act(self, training: Training, _prepared: object) -> None:
+        """See `StepAction`."""
+        training.stop.set()
 
 
 class ScaleLearningRate(StepAction):
@@ -96,11 +116,13 @@ class ScaleLearningRate(StepAction):
         self.factor = _number("factor", factor, above=True)
         self.min_lr = _number("min_lr", min_lr, above=False)
 
-    def prepared(self, training: Training, _choice: str) -> Callable[[], None]:
-        """As of `StepAction`. Finds the schedulers, for which it goes through all objects of the process."""
-        optimizers = training.optimizers()
-        schedulers = schedulers_of(optimizers)
-        return lambda: scale(training.optimizers(), schedulers, self.factor, self.min_lr)
+    def prepare(self, training: Training, _choice: str) -> Any:  # noqa: ANN401 - weak references
+        """Return the schedulers, for which it goes through all objects of the process."""
+        return schedulers_of([optimizer for _, optimizer in training.optimizers.numbered()])
+
+    def act(self, training: Training, schedulers: Any) -> None:  # noqa: ANN401 - what `prepare` returned
+        """See `StepAction`."""
+        scale([optimizer for _, optimizer in training.optimizers.numbered()], schedulers, self.factor, self.min_lr)
 
     def __repr__(self) -> str:
         return f"ScaleLearningRate(factor={self.factor:g}, min_lr={self.min_lr:g})"

@@ -1,4 +1,4 @@
-"""Trigger: one call of `exporter.on`, its cause, and what may go wrong in the user's code."""
+"""Trigger: one call of `exporter.on`, which joins a rule or a condition with an action."""
 
 from __future__ import annotations
 
@@ -8,31 +8,86 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.actions.act.event import Action, Timing
 from torch_grad_exporter.actions.act.measurements import Measurements, near
 from torch_grad_exporter.actions.act.step_actions import StepAction
-from torch_grad_exporter.actions.act.windows import ConditionError
-from torch_grad_exporter.actions.users_code import contained, without_addresses
-from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, raised_by_handler
+from torch_grad_exporter.actions.users_code import contained
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values
 from torch_grad_exporter.rules.catalogue import promql_only
-from torch_grad_exporter.rules.episodes import Episode
-
-SOURCE = "action"
-"""Of the failures of actions and conditions."""
-
-
-Condition = Callable[[Measurements], object]
 
 FOR, COOLDOWN = 0.0, 600.0
-"""Seconds, where `on` is given none."""
+"""The defaults of `on`, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A rule or a condition that holds.
+
+    Attributes:
+        name: The one that `on` was given, else that of the rule or of the condition's function.
+        alert: The rule, None for a condition.
+        values: For a condition what it has read, by the call that read it, such as `last(torch_train_loss)`. For a rule
+            the number that is wrong, by layer, `""` without a layer.
+        step: Optimizer steps so far.
+        time: Unix time.
+        problems: What is wrong by the rule.
+    """
+
+    name: str
+    alert: str | None
+    values: Mapping[str, float]
+    step: int
+    time: float
+    problems: tuple[Problem, ...] = ()
+
+
+Action = Callable[[Event], object]
+Condition = Callable[[Measurements], object]
+
+
+@dataclass(slots=True)
+class Timing:
+    """When an action is due: once its cause has held for `for_` seconds without a break, `cooldown` seconds after the last time."""
+
+    for_: float
+    cooldown: float
+    _since: float | None = field(init=False, default=None)
+    _acted: float = field(init=False, default=-math.inf)
+
+    @classmethod
+    def of(cls, for_: object, cooldown: object) -> Timing:
+        """Return the timing of these arguments of `on`. Raises `TypeError` or `ValueError` if one is wrong."""
+        return cls(_seconds("for_", for_), _seconds("cooldown", cooldown))
+
+    def due(self, holds: bool, now: float) -> bool:
+        """Return whether it is due at an evaluation now. Changes only since when the cause holds."""
+        if not holds:
+            self._since = None
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= self.for_ and not self.cooling(now)
+
+    def cooling(self, now: float) -> bool:
+        """Return whether it has acted less than `cooldown` seconds ago."""
+        return now - self._acted < self.cooldown
+
+    def acted(self, now: float) -> None:
+        """Begin the cooldown."""
+        self._acted = now
 
 
 @dataclass(eq=False, slots=True)
 class Trigger:
-    """What is asked for: a rule or a condition, and the action. `counted`: the action's name in metrics.
+    """A rule or a condition, and the action.
 
-    `conditions`, `actions`: the guards of the user's code, which switch it off after ten failures in a row.
+    Attributes:
+        counted: The action's name in metrics.
+        conditions: Guards the condition, and disables it after ten failures in a row.
+        actions: The same for the action.
+        judged: Whether this rank judges it: what changes weights is judged on rank 0 alone.
+        wrong: Whether the condition asks for what can never be there.
+        given_up: Whether this rank has missed the step, so that it may differ from others.
     """
 
     name: str
@@ -44,14 +99,10 @@ class Trigger:
     counted: str
     conditions: Guard
     actions: Guard
+    judged: bool = True
     wrong: bool = False
-    """Whether the condition asks for what can never be there."""
+    given_up: bool = False
     removed: bool = False
-
-    def acted(self, now: float) -> None:
-        """It happens: the cooldown begins, unless the action knows by itself when it is due again."""
-        if not self.by_itself:
-            self.timing.acted(now)
 
     @property
     def by_itself(self) -> bool:
@@ -60,70 +111,52 @@ class Trigger:
 
     @property
     def off(self) -> bool:
-        """Whether it is removed or switched off."""
-        return self.removed or self.wrong or self.conditions.off or self.actions.off
+        """Whether it is removed or disabled."""
+        return self.idle or self.wrong or self.conditions.off
 
     @property
     def idle(self) -> bool:
-        """Whether the action can no longer happen. With a condition that is switched off it can, where another rank has a cause."""
-        return self.removed or self.actions.off
+        """Whether the action can no longer happen. Without its condition it still can, when another rank has a cause."""
+        return self.removed or self.given_up or self.actions.off
 
-    def judge(self, values: Values, now: float) -> bool:
-        """Whether the condition holds with these values; what it raises is raised. NaN, of what is not known yet, does not."""
+    def acted(self, now: float) -> None:
+        """Begin the cooldown, unless the action knows by itself when it is due again."""
+        if not self.by_itself:
+            self.timing.acted(now)
+
+    def holds(self, values: Values, now: float) -> bool:
+        """Return whether the condition holds with these values. Raises what it raises. NaN, which is unknown, does not hold."""
         self.measurements.begin(values, now)
         if self.condition is None:
             return False
-        found = contained(self.condition, self.measurements)
-        return bool(found) and not (isinstance(found, float) and math.isnan(found))
+        result = contained(self.condition, self.measurements)
+        return bool(result) and not (isinstance(result, float) and math.isnan(result))
 
 
-@dataclass(frozen=True, slots=True)
-class RuleProblems:
-    """What the problems of a rule come to: the numbers that are wrong, by layer."""
-
-    problems: tuple[Problem, ...] = ()
-    values: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rule: str, active: Mapping[tuple[str, str, str | None], Episode]) -> RuleProblems:
-        """Those of a rule among all that have begun."""
-        problems = tuple(episode.problem for (alert, _, _), episode in active.items() if alert == rule)
-        return cls(problems, {one.layer or "": one.value for one in problems if one.value is not None})
+# The arguments of `on`
 
 
-class Failures:
-    """Counts what the user's code raises, and logs it once for each condition and action, with its name."""
-
-    def __init__(self, errors: ErrorLog) -> None:
-        self._errors = errors
-        self._told: set[object] = set()
-
-    def guard(self, what: str) -> Guard:
-        """A guard that switches off what is called so."""
-        one = object()  # several may be called the same
-        gave_up = functools.partial(self._errors.gave_up, f"{SOURCE} ({what})")
-        return Guard(lambda error: self.failed(what, error, one), limit=LIMIT, gave_up=gave_up)
-
-    def failed(self, what: str, error: Exception, one: object = None) -> None:
-        """Counts a failure of what is called so. `one`: which it is, where several may be. Raises what is none of ours."""
-        if raised_by_handler(error):
-            raise error
-        if (one or what) in self._told:
-            self._errors.count(SOURCE, error)
-            return
-        self._told.add(one or what)
-        reason = f"{type(error).__name__}: {without_addresses(str(error))}"
-        self._errors.tell(SOURCE, RuntimeError(f"{what}: {reason}; further failures of it are only counted"))
-
-    def wrong(self, what: str, error: ConditionError) -> None:
-        """Counts a condition that can never be judged."""
-        self._errors.tell(SOURCE, RuntimeError(f"{what}: {error}; it is switched off"))
+def cause_and_action(what: object, action: object, timing: Timing) -> tuple[Rule | None, Condition | None, Action | StepAction]:
+    """Return the rule or the condition, and the action, of a call of `on`. Raises `TypeError` or `ValueError` if one is wrong."""
+    if action is None and isinstance(what, StepAction) and what.has_cause:
+        for name, value, default in (("for_", timing.for_, FOR), ("cooldown", timing.cooldown, COOLDOWN)):
+            if value != default:
+                raise ValueError(f"{name}={value:g}: {what!r} knows by itself when it is due; leave {name} out")
+        return None, what.holds, what
+    if action is None:
+        raise TypeError(f"action=None: what is to be done on {what!r}? Only Freeze(...) needs no cause: exporter.on(Freeze(...))")
+    rule, condition = _cause(what)
+    if isinstance(action, type) and issubclass(action, StepAction):
+        raise TypeError(f"action={action.__name__}: expected an action, not its class; write {action.__name__}(...)")
+    if not isinstance(action, StepAction) and not callable(action):
+        raise TypeError(f"action={action!r}: expected a callable that takes an Event, or a built-in action such as Stop()")
+    _check_function("action", action)
+    return rule, condition, action
 
 
-def cause(what: object, rules: tuple[Rule, ...]) -> tuple[Rule | None, Condition | None]:
-    """The rule or the condition. Raises `TypeError` or `ValueError` where it is neither."""
+def _cause(what: object) -> tuple[Rule | None, Condition | None]:
     if isinstance(what, str):
-        known = {rule.name: rule for rule in rules}
+        known = {rule.name: rule for rule in RULES}
         if what in promql_only():
             raise ValueError(
                 f"what={what!r}: only Prometheus judges this rule; use a condition, such as "
@@ -136,61 +169,32 @@ def cause(what: object, rules: tuple[Rule, ...]) -> tuple[Rule | None, Condition
         raise TypeError(f"what={what!r}: an action is no cause of another one")
     if not callable(what):
         raise TypeError(f"what={what!r}: expected the name of a rule, or a callable that takes the measurements")
-    _check_called("what", what)
+    _check_function("what", what)
     return None, what
 
 
-def asked(what: object, action: object, timing: Timing) -> tuple[Rule | None, Condition | None, Action | StepAction]:
-    """The rule or the condition, and the action, of a call of `on`. Raises `TypeError` or `ValueError` where they are none."""
-    if action is None and isinstance(what, StepAction) and what.has_cause:
-        for name, value, default in (("for_", timing.for_, FOR), ("cooldown", timing.cooldown, COOLDOWN)):
-            if value != default:
-                raise ValueError(f"{name}={value:g}: {what!r} knows by itself when it is due; leave {name} out")
-        return None, what.holds, what
-    if action is None:
-        raise TypeError(f"action=None: what is to be done on {what!r}? Only Freeze(...) needs no cause: exporter.on(Freeze(...))")
-    rule, condition = cause(what, rules_now())
-    return rule, condition, checked(action)
-
-
-def _check_called(name: str, function: object) -> None:
-    """Raises `TypeError` where a call would run nothing of the function yet."""
+def _check_function(name: str, function: object) -> None:
+    """Raise `TypeError` for a function whose call runs nothing yet."""
     bare = function
     while isinstance(bare, functools.partial):
         bare = bare.func
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if any(kind(bare) or kind(getattr(type(bare), "__call__", None)) for kind in kinds):  # noqa: B004 - it is looked at, not asked for
-        raise TypeError(f"{name}={function!r}: expected a plain function; a call of this one would run nothing of it")
+        raise TypeError(f"{name}={function!r}: expected a regular function, not a coroutine or generator function")
 
 
-def seconds(name: str, value: object) -> float:
-    """A time. Raises `TypeError` or `ValueError` where it is none."""
+def _seconds(name: str, value: object) -> float:
     expected = "expected seconds, a number that is not below 0"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}: {expected}")
-    if not 0 <= value < float("inf"):
+    if not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r}: {expected}")
     return float(value)
 
 
-def checked(action: object) -> Action | StepAction:
-    """An action. Raises `TypeError` where it is none."""
-    if isinstance(action, type) and issubclass(action, StepAction):
-        raise TypeError(f"action={action.__name__}: expected an action, not its class; write {action.__name__}(...)")
-    if not isinstance(action, StepAction) and not callable(action):
-        raise TypeError(f"action={action!r}: expected a callable that takes an Event, or a built-in action such as Stop()")
-    _check_called("action", action)
-    return action
-
-
 def name_of(function: object) -> str:
-    """What a callable is called."""
+    """Return the name of a callable."""
     while isinstance(function, functools.partial):
         function = function.func
-    found = str(getattr(function, "__name__", type(function).__name__))
-    return "lambda" if found == "<lambda>" else found
-
-
-def rules_now() -> tuple[Rule, ...]:
-    """Those that are registered."""
-    return tuple(RULES)
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return "lambda" if name == "<lambda>" else name

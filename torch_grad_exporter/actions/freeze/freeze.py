@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_grad_exporter.actions.act.measurements import Measurements, near
@@ -104,7 +103,7 @@ class Freeze(StepAction):
     # What `exporter.on` calls
 
     def check(self, training: Training, rule: Rule | None, *, own: bool) -> None:
-        """As of `StepAction`."""
+        """See `StepAction`."""
         layers = training.layers
         if layers is None:
             raise RuntimeError(f"action={self!r}: there is no model")
@@ -137,18 +136,18 @@ class Freeze(StepAction):
             raise ValueError(f"layers=None: {what} names no layer; write Freeze(layers=...) with a regular expression of names")
 
     def begin(self, training: Training, *, own: bool = False) -> None:
-        """As of `StepAction`."""
+        """See `StepAction`."""
         layers = training.layers
         if layers is None:  # as `check` has said
             return
-        norms = training.norms() if own and training.norms is not None else None
+        norms = LayerNorms(training.worker) if own and training.worker is not None else None
         self._own, self._frozen, self._steps, self._before = own, {}, 0, None
         self._freeze_again(layers, self._waiting)
         layers.labels.in_use = True
         self._norms, self._waiting, self._layers = norms, {}, layers
 
     def end(self) -> None:
-        """As of `StepAction`: gives back what is frozen."""
+        """See `StepAction`: gives back what is frozen."""
         layers, self._layers, self._norms = self._layers, None, None
         if layers is not None:
             self._waiting = self.frozen  # for a `state_dict` after the end, and for another exporter
@@ -177,7 +176,7 @@ class Freeze(StepAction):
     def _state_of(self, layers: FrozenLayers) -> object:
         return frozenset(self._due), frozenset(layers.trained())
 
-    def chosen(self, _training: Training, _named: Sequence[str]) -> str | None:
+    def choose(self, _training: Training, _named: Sequence[str]) -> str | None:
         """The names of the layers, as JSON."""
         layers = self._layers
         if layers is None:
@@ -209,15 +208,13 @@ class Freeze(StepAction):
         self._in_vain = None if plan.layers else self._state_of(layers)
         return plan
 
-    def prepared(self, _training: Training, _choice: str) -> Callable[[], None]:
-        """As of `StepAction`. Raises `RuntimeError` where freezing would harm the training."""
-        layers = self._layers
-        if layers is None:
-            return lambda: None
-        wanted = json.loads(_choice)
-        layers.plan(wanted, self._follows)
-        layers.refuse()
-        return functools.partial(self._freeze, layers, wanted)
+    def prepare(self, _training: Training, choice: str) -> list[str]:
+        """Return the layers to freeze. Raises `RuntimeError` if that would harm the training."""
+        wanted: list[str] = json.loads(choice)
+        if self._layers is not None:
+            self._layers.plan(wanted, self._follows)
+            self._layers.refuse()
+        return wanted
 
     def _follows(self, layer: str) -> bool:
         """Whether a layer that has no norm of its own, since all its parameters are tied to others, goes with those."""
@@ -225,9 +222,10 @@ class Freeze(StepAction):
 
     # The thread that trains
 
-    def _freeze(self, layers: FrozenLayers, wanted: Sequence[str]) -> None:
-        """Plans anew: meanwhile the script may have frozen others, and within a step FSDP2 shows other parameters."""
-        if self._layers is not layers:
+    def act(self, _training: Training, wanted: Sequence[str]) -> None:
+        """Freeze by a new plan: meanwhile the script may have frozen others, and within a step FSDP2 shows other parameters."""
+        layers = self._layers
+        if layers is None:
             return
         frozen = layers.freeze(layers.plan(wanted, self._follows))
         self._frozen = self._frozen | dict.fromkeys(frozen, self._steps)
@@ -237,7 +235,7 @@ class Freeze(StepAction):
             say(logger, logging.WARNING, "froze %s after %d steps", ", ".join(frozen), self._steps)
 
     def step_over(self, steps: int) -> None:
-        """As of `StepAction`: tries again what has been frozen for long enough."""
+        """See `StepAction`: tries again what has been frozen for long enough."""
         if self._before is None:
             self._before = steps - 1
         self._steps = steps = steps - self._before

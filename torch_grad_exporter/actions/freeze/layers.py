@@ -19,11 +19,10 @@ from torch_grad_exporter.actions.freeze.refusals import emptied, refusal
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import TrackedParameter, parameters_of
 
 logger = logging.getLogger("torch_grad_exporter")
-
-Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
 
 
 class NothingLeftError(RuntimeError):
@@ -55,7 +54,7 @@ class FrozenLayers:
 
     def __init__(self, index: LayerIndex, optimizers: Optimizers, labels: FrozenLabels) -> None:
         self._index = index
-        self._optimizers = optimizers
+        self._known = optimizers
         self.labels = labels
         self._held: Mapping[str, Sequence[FrozenParameter]] = {}
         """Replaced, never changed, as the next one."""
@@ -63,6 +62,9 @@ class FrozenLayers:
         """What is trained again, though the table will have it only from the next sample on."""
         self._lock = threading.RLock()
         self._turn = 0
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for _, optimizer in self._known.numbered()]
 
     def refuse(self) -> None:
         """Raises `RuntimeError` where freezing anything would harm the training."""

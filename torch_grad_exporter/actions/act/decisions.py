@@ -1,0 +1,367 @@
+"""JobDecisions: rank 0 decides for all ranks of a job, and all of them act after the same step.
+
+1. Rank 0 writes a decision into the job's store: which action, and what exactly it is to do.
+2. Each rank reads it within about a second, prepares the action, and answers. If one cannot do it, or is silent, nobody does it.
+3. Once all have answered, rank 0 adds the step after which they act. It lies so far ahead that each rank reads it before.
+
+A thread does all of this; the training thread counts steps. After its answer a rank reads the store at least every `lease` steps,
+until it knows the step. A lease takes about two seconds by the pace so far. Only if the training becomes much faster just then, or
+the store is slow, the training thread waits for the next read. So a rank knows the step in time, unless the store does not answer
+for ten seconds. Then the rank goes on without it. If it learns later that the step has passed, ranks may differ: that is an error
+which is counted and logged, and the rank gives the action up.
+
+The store may outlive the ranks, as under torchrun. So the process of rank 0 names its session by a random token, and a rank
+acts only on what it has answered itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import secrets
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
+from torch_grad_exporter.actions.act.step_actions import StepAction, Training
+from torch_grad_exporter.actions.act.trigger import Trigger
+from torch_grad_exporter.collectors.outcomes import ActionOutcome
+from torch_grad_exporter.distributed.store import JobStore, StoreError
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.lifecycle import BackgroundLoop
+
+POLL_SECONDS = 1.0
+"""Between two reads of the store."""
+
+LEASE_SECONDS = 2.0
+"""The steps of this time are those within which a rank reads a decision that it has answered."""
+
+ANSWER_SECONDS = 60.0
+"""Time for all ranks to answer."""
+
+STORE_SECONDS = 1.0
+"""The longest that a question waits for the store."""
+
+PACE_STEPS = 32
+"""Steps of which the pace is the median."""
+
+FASTEST = 1e-4
+"""Seconds of a step; shorter ones end in a moment, and the training would not come to the step for long."""
+
+GENERATIONS: Counter[tuple[str, int]] = Counter()
+"""Exporters of this process whose ranks act together, by job and rank: in the store, each one's decisions are apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobOfRanks:
+    """The ranks that act together.
+
+    Attributes:
+        name: Of the job, the same on all ranks.
+        wait_seconds: The longest that the training thread waits for a read.
+    """
+
+    store: JobStore
+    name: str
+    rank: int
+    world_size: int
+    wait_seconds: float = 10.0
+
+
+@dataclass(eq=False, slots=True)
+class ActionSlot:
+    """A trigger with a step action.
+
+    Attributes:
+        each: Guards what the action does at each step.
+        number: Its place in the order of `on`, the same on all ranks.
+        what: The action and from which step steps are counted, the same text on all ranks.
+        choice: What exactly rank 0 wants to do, None if nothing. On other ranks: not None if they want it.
+        pending: Whether it is decided or prepared, and neither done nor refused yet.
+    """
+
+    trigger: Trigger
+    action: StepAction
+    each: Guard
+    number: int
+    what: str
+    choice: str | None = None
+    pending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What rank 0 has decided: open until it has a `step` or is `refused`, with the reason."""
+
+    slot: int
+    what: str
+    choice: str
+    lease: int
+    step: int | None = None
+    refused: str = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether rank 0 waits for answers."""
+        return self.step is None and not self.refused
+
+
+class JobDecisions:
+    """This rank's part in the decisions of rank 0, in a thread from the first `add` until `close`.
+
+    `step_over` is for the training thread, `add`, `want`, `remove` and `close` for any.
+    """
+
+    def __init__(self, job: JobOfRanks, training: Training, reports: ActionReports, clock: Callable[[], float]) -> None:
+        self._job = job
+        self._training = training
+        self._reports = reports
+        self._clock = clock
+        self._base = ""
+        self._session = "" if job.rank else secrets.token_hex(8)
+        self._slots: Mapping[int, ActionSlot] = {}
+        # What follows is shared with the training thread, under the lock of this condition, which a read notifies.
+        self._changed = threading.Condition()
+        self._steps = 0
+        self._times: deque[float] = deque(maxlen=PACE_STEPS + 1)
+        self._read_at = 0
+        self._bound: Decision | None = None
+        self._scheduled: list[tuple[int, ActionSlot, Any]] = []
+        # What follows belongs to the thread: the number of the next decision, and of the last ones prepared and answered.
+        self._number = 0
+        self._considered = self._answered = -1
+        self._objection = ""
+        self._prepared: Any = None
+        self._asked_at = 0.0
+        guard = reports.errors.boundary(SOURCE, "decisions", limit=None)
+        self._loop = BackgroundLoop("decisions", self._poll, guard=guard, pause=POLL_SECONDS)
+
+    @property
+    def steps(self) -> int:
+        """Steps since the first `add`."""
+        return self._steps
+
+    def follows(self, action: StepAction) -> bool:
+        """Return whether this rank leaves the judging to rank 0."""
+        return self._job.rank != 0 and action.changes_weights
+
+    def start(self) -> None:
+        """Begin this rank's session, once. Raises `StoreError` if the store does not answer, `RuntimeError` without a thread."""
+        if self._base:
+            return
+        member = self._job.name, self._job.rank
+        base = f"act/{self._job.name}/{GENERATIONS[member]}"
+        if self._job.rank == 0:
+            self._job.store.publish(base, self._session.encode())
+        self._loop.start()
+        GENERATIONS[member] += 1
+        self._base = base
+
+    def add(self, slot: ActionSlot) -> None:
+        """Take part in decisions about an action."""
+        self._slots = {**self._slots, slot.number: slot}
+
+    def want(self, slot: ActionSlot, choice: str) -> None:
+        """Ask for an action: rank 0 decides on it, another rank tells rank 0."""
+        slot.choice = choice
+        self._loop.wake()
+
+    def remove(self, slot: ActionSlot) -> None:
+        """Take no part in further decisions about an action."""
+        self._slots = {number: other for number, other in self._slots.items() if other is not slot}
+
+    def close(self) -> None:
+        """End the thread, which may be in a question to the store. Idempotent."""
+        self._slots = {}
+        with self._changed:
+            self._bound, self._scheduled = None, []
+            self._changed.notify_all()
+        self._loop.close(STORE_SECONDS)
+
+    # The training thread
+
+    def step_over(self) -> list[tuple[ActionSlot, Any]]:
+        """Count a step. Returns the actions that are due now, each with what it has prepared."""
+        with self._changed:
+            self._steps += 1
+            self._times.append(time.monotonic())
+            if self._must_read():
+                self._wait()
+            due = [(slot, prepared) for step, slot, prepared in self._scheduled if step <= self._steps]
+            if due:
+                self._scheduled = [entry for entry in self._scheduled if entry[0] > self._steps]
+        return due
+
+    def _must_read(self) -> bool:
+        return self._bound is not None and self._steps - self._read_at >= self._bound.lease
+
+    def _wait(self) -> None:
+        until = time.monotonic() + self._job.wait_seconds
+        while self._must_read() and (left := until - time.monotonic()) > 0:
+            self._loop.wake()
+            self._changed.wait(min(left, POLL_SECONDS))
+        if self._bound is not None and self._must_read():
+            what, self._bound = self._bound.what, None
+            message = f"no answer for {self._job.wait_seconds:g} s about the step after which other ranks may do it"
+            self._reports.failed(f"{what}: the job's store", StoreError(message))
+
+    # The thread
+
+    def _poll(self) -> None:
+        if not self._base or not self._slots:
+            return
+        try:
+            self._look()
+        except StoreError as error:  # it may answer again; what was asked for stays
+            if self._loop.stopping:
+                return
+            bound = self._bound
+            self._reports.failed("the job's store" if bound is None else f"{bound.what}: the job's store", error)
+
+    def _look(self) -> None:
+        """Do this rank's part in the next decision."""
+        begun = self._steps
+        decision = self._read() or self._proposed()
+        if decision is not None and decision.open:
+            if self._answered != self._number:
+                self._answer(decision)
+            if self._job.rank == 0:
+                decision = self._closed(decision)
+        with self._changed:
+            self._read_at = begun
+            if decision is not None and not decision.open:
+                self._follow(decision)
+            self._changed.notify_all()
+
+    def _read(self) -> Decision | None:
+        """Return the next decision, if there is one."""
+        values = self._collect(self._base, self._key())
+        session = values.get(self._base, b"").decode()
+        if session != self._session and self._job.rank:
+            with self._changed:  # those of an earlier start are over
+                self._session, self._number, self._bound, self._scheduled = session, 0, None, []
+            self._considered = self._answered = -1
+            values = self._collect(self._key())
+        text = values.get(self._key())
+        return None if not text or not self._session else Decision(*json.loads(text))
+
+    def _proposed(self) -> Decision | None:
+        """Return the decision that rank 0 makes now, if it has a cause. Another rank tells rank 0 that it has one."""
+        now = self._clock()
+        wanted = [slot for slot in self._slots.values() if slot.choice is not None and not slot.trigger.timing.cooling(now)]
+        if self._job.rank:
+            if wanted and self._session:
+                self._job.store.agree(self._key("wish"), str(wanted[0].number), seconds=STORE_SECONDS)
+            return None
+        if wanted:
+            slot = wanted[0]
+            decision = Decision(slot.number, slot.what, slot.choice or "", self._lease())
+        else:
+            wish = self._collect(self._key("wish")).get(self._key("wish"))
+            if wish is None:
+                return None
+            wished = self._slots.get(int(wish))
+            decision = Decision(int(wish), "" if wished is None else wished.what, "", self._lease())
+        self._asked_at = now
+        self._publish(decision)
+        return decision
+
+    def _lease(self) -> int:
+        with self._changed:
+            times = [*self._times]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        return max(1, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 1
+
+    def _answer(self, decision: Decision) -> None:
+        """Prepare, and tell rank 0 that this rank can do it, or why not."""
+        if self._considered != self._number:
+            self._considered = self._number
+            self._objection = self._prepare(decision)
+            if not self._objection:
+                with self._changed:  # before others can know of the answer
+                    self._bound, self._read_at = decision, self._steps
+        answer = json.dumps([self._steps, self._objection]).encode()
+        self._job.store.publish(self._key(f"answer/{self._job.rank}"), answer, seconds=STORE_SECONDS)
+        self._answered = self._number
+
+    def _prepare(self, decision: Decision) -> str:
+        """Prepare the action. Returns why this rank cannot do it, empty if it can."""
+        slot, rank = self._slots.get(decision.slot), self._job.rank
+        if slot is None or slot.what != decision.what:
+            mine = "no such action" if slot is None else slot.what
+            return f"rank {rank} has {mine} where rank 0 has {decision.what or 'none'}"
+        slot.choice, slot.pending = None, True
+        if slot.trigger.idle:
+            return f"rank {rank} has disabled it, as its log says"
+        try:
+            self._prepared = slot.action.prepare(self._training, decision.choice)
+        except Exception as error:  # noqa: BLE001 - the boundary: no other rank may do it either
+            slot.trigger.actions.failed(error)
+            return f"rank {rank} cannot do it, as its log says"
+        return ""
+
+    def _closed(self, decision: Decision) -> Decision:
+        """Return the decision with its step or its refusal, once all ranks have answered or one is silent for too long."""
+        keys = [self._key(f"answer/{rank}") for rank in range(self._job.world_size)]
+        answers = self._collect(*keys)
+        steps, objections = zip(*map(json.loads, answers.values()), strict=True) if answers else ((), ())
+        silent = [str(rank) for rank, key in enumerate(keys) if key not in answers]
+        if any(objections):
+            decision = replace(decision, refused="; ".join([text for text in objections if text][:10]))
+        elif not silent:
+            # Until this is visible rank 0 takes one lease at most, then each rank another one until it reads it. Within a round
+            # ranks may be apart by the steps of all optimizers.
+            apart = 1 + max(1, len(self._training.optimizers.numbered()))
+            decision = replace(decision, step=max(self._steps, *steps) + 2 * decision.lease + apart)
+        elif self._clock() - self._asked_at > ANSWER_SECONDS:
+            more = " and others" if len(silent) > 10 else ""
+            decision = replace(decision, refused=f"no answer of rank {', '.join(silent[:10])}{more}")
+        else:
+            return decision
+        self._publish(decision)
+        return decision
+
+    def _follow(self, decision: Decision) -> None:
+        """Take a decision that is closed. With the lock."""
+        ours, slot = self._considered == self._number, self._slots.get(decision.slot)
+        self._number += 1
+        self._bound = None
+        if slot is None or not ours:  # that of an earlier start
+            return
+        if decision.refused:
+            self._refused(slot, decision.refused)
+        elif decision.step is not None and (self._steps < decision.step or not slot.action.changes_weights):
+            self._scheduled.append((decision.step, slot, self._prepared))  # Stop rather late than never
+        else:
+            slot.trigger.given_up = True
+            self._reports.note(slot.trigger, ActionOutcome.FAILED)
+            self._reports.disabled(
+                f"{slot.trigger.name}: {slot.action!r}",
+                f"rank {self._job.rank} learned too late that all do it after step {decision.step}; from there on ranks differ",
+            )
+
+    def _refused(self, slot: ActionSlot, reason: str) -> None:
+        slot.choice, slot.pending = None, False
+        slot.trigger.timing.acted(self._clock())
+        self._reports.note(slot.trigger, ActionOutcome.REFUSED)
+        if self._job.rank == 0:
+            fix = "call on() with the same actions, in the same order and after the same step, on all ranks"
+            error = RuntimeError(f"the ranks did not agree on a step: {reason}; {fix}")
+            self._reports.failed(f"{slot.trigger.name}: {slot.action!r}", error)
+
+    # The store
+
+    def _key(self, part: str = "") -> str:
+        return f"{self._base}/{self._session}/{self._number}/{part}"
+
+    def _collect(self, *keys: str) -> dict[str, bytes]:
+        return self._job.store.collect(keys, seconds=STORE_SECONDS)
+
+    def _publish(self, decision: Decision) -> None:
+        self._job.store.publish(self._key(), json.dumps(astuple(decision)).encode(), seconds=STORE_SECONDS)

@@ -1,0 +1,75 @@
+"""ActionReports: what becomes of conditions and actions, as counts, log lines and marks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch_grad_exporter.actions.act.step_actions import StepAction
+from torch_grad_exporter.actions.users_code import without_addresses
+from torch_grad_exporter.collectors.happened import Happened
+from torch_grad_exporter.collectors.outcomes import ActionOutcome, ActionTotals
+from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, raised_by_handler, say
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.trigger import Trigger
+
+logger = logging.getLogger("torch_grad_exporter")
+
+SOURCE = "action"
+"""Of the failures of actions and conditions."""
+
+
+class ActionReports:
+    """Reports what becomes of conditions and actions. From any thread.
+
+    Args:
+        errors: Where failures are counted.
+        totals: What became of actions, by their names.
+        steps: Returns the number of optimizer steps.
+        now: Returns Unix time.
+    """
+
+    def __init__(
+        self, errors: ErrorLog, totals: ActionTotals, steps: Callable[[], int], now: Callable[[], float] = time.time
+    ) -> None:
+        self.errors = errors
+        self.totals = totals
+        self.steps = steps
+        self.now = now
+        self._logged: set[object] = set()
+
+    def guard(self, name: str) -> Guard:
+        """Return a guard of the user's code, which disables it after ten failures in a row."""
+        key = object()  # several may have the same name
+        gave_up = functools.partial(self.errors.gave_up, f"{SOURCE} ({name})")
+        return Guard(lambda error: self.failed(name, error, key), limit=LIMIT, gave_up=gave_up)
+
+    def failed(self, name: str, error: Exception, key: object = None) -> None:
+        """Count a failure, and log the first one of the name, or of the key. Raises what a signal's handler raised."""
+        if raised_by_handler(error):
+            raise error
+        if (key or name) in self._logged:
+            self.errors.count(SOURCE, error)
+            return
+        self._logged.add(key or name)
+        reason = f"{type(error).__name__}: {without_addresses(str(error))}"
+        self.errors.tell(SOURCE, RuntimeError(f"{name}: {reason}; further failures of it are only counted"))
+
+    def disabled(self, name: str, reason: object) -> None:
+        """Count and log what is disabled at once: a condition that can never be judged, an action in which ranks differ."""
+        self.errors.tell(SOURCE, RuntimeError(f"{name}: {reason}; it is switched off"))
+
+    def note(self, trigger: Trigger, outcome: ActionOutcome) -> None:
+        """Count the outcome of an action, and mark it on the live page."""
+        self.totals.count(trigger.counted, outcome)
+        if outcome is ActionOutcome.DROPPED:
+            return
+        changes_training = isinstance(trigger.action, StepAction)
+        action = repr(trigger.action) if changes_training else trigger.counted
+        self.totals.happened.add(Happened(self.now(), self.steps(), trigger.name, action, outcome.value), trigger.counted)
+        if changes_training and outcome is ActionOutcome.DONE:
+            say(logger, logging.WARNING, "%s: %s changed the training at step %d", trigger.name, action, self.steps())
