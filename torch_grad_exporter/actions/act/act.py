@@ -45,7 +45,7 @@ CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
 """How long the end waits for actions, at most, and where a user or a launcher waits for it."""
 
 
-class Judge(Protocol):
+class RunJudge(Protocol):
     """Judges the run, as `Live` does."""
 
     def judged(self, *, last: bool = False) -> Judged:
@@ -86,7 +86,7 @@ class Act:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: RunJudge,
         runner: StepActionRunner,
         reports: ActionReports,
         *,
@@ -178,7 +178,7 @@ class Act:
             self._runner.remove(slot)
 
     def close(self, *, hurried: bool = False) -> None:
-        """Judge the rules for the last time, and let actions end, for a limited time. Idempotent."""
+        """RunJudge the rules for the last time, and let actions end, for a limited time. Idempotent."""
         with self._lock:
             self._closed = True
         self._runner.close()
@@ -227,7 +227,7 @@ class Act:
             self.evaluate(last=True)
 
     def evaluate(self, *, last: bool = False) -> None:
-        """Judge once, and let happen what is due. `last`: the run is over, and only rules are judged."""
+        """RunJudge once, and let happen what is due. `last`: the run is over, and only rules are judged."""
         triggers = []
         for trigger in self._triggers:
             if trigger.off:

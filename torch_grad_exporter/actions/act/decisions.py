@@ -96,7 +96,7 @@ class ActionSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class JobDecision:
     """What rank 0 has decided: open until it has a `step` or is `refused`, with the reason."""
 
     slot: int
@@ -131,7 +131,7 @@ class JobDecisions:
         self._steps = 0
         self._times: deque[float] = deque(maxlen=PACE_STEPS + 1)
         self._read_at = 0
-        self._bound: Decision | None = None
+        self._bound: JobDecision | None = None
         self._scheduled: list[tuple[int, ActionSlot, Any]] = []
         # What follows belongs to the thread: the number of the next decision, and of the last ones prepared and answered.
         self._number = 0
@@ -239,7 +239,7 @@ class JobDecisions:
                 self._follow(decision)
             self._changed.notify_all()
 
-    def _read(self) -> Decision | None:
+    def _read(self) -> JobDecision | None:
         """Return the next decision, if there is one."""
         values = self._collect(self._base, self._key())
         session = values.get(self._base, b"").decode()
@@ -249,9 +249,9 @@ class JobDecisions:
             self._considered = self._answered = -1
             values = self._collect(self._key())
         text = values.get(self._key())
-        return None if not text or not self._session else Decision(*json.loads(text))
+        return None if not text or not self._session else JobDecision(*json.loads(text))
 
-    def _proposed(self) -> Decision | None:
+    def _proposed(self) -> JobDecision | None:
         """Return the decision that rank 0 makes now, if it has a cause. Another rank tells rank 0 that it has one."""
         now = self._clock()
         wanted = [slot for slot in self._slots.values() if slot.choice is not None and not slot.trigger.timing.cooling(now)]
@@ -261,13 +261,13 @@ class JobDecisions:
             return None
         if wanted:
             slot = wanted[0]
-            decision = Decision(slot.number, slot.what, slot.choice or "", self._lease())
+            decision = JobDecision(slot.number, slot.what, slot.choice or "", self._lease())
         else:
             wish = self._collect(self._key("wish")).get(self._key("wish"))
             if wish is None:
                 return None
             wished = self._slots.get(int(wish))
-            decision = Decision(int(wish), "" if wished is None else wished.what, "", self._lease())
+            decision = JobDecision(int(wish), "" if wished is None else wished.what, "", self._lease())
         self._asked_at = now
         self._publish(decision)
         return decision
@@ -278,7 +278,7 @@ class JobDecisions:
         gaps = [after - before for before, after in itertools.pairwise(times)]
         return max(1, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 1
 
-    def _answer(self, decision: Decision) -> None:
+    def _answer(self, decision: JobDecision) -> None:
         """Prepare, and tell rank 0 that this rank can do it, or why not."""
         if self._considered != self._number:
             self._considered = self._number
@@ -290,7 +290,7 @@ class JobDecisions:
         self._job.store.publish(self._key(f"answer/{self._job.rank}"), answer, seconds=STORE_SECONDS)
         self._answered = self._number
 
-    def _prepare(self, decision: Decision) -> str:
+    def _prepare(self, decision: JobDecision) -> str:
         """Prepare the action. Returns why this rank cannot do it, empty if it can."""
         slot, rank = self._slots.get(decision.slot), self._job.rank
         if slot is None or slot.what != decision.what:
@@ -306,7 +306,7 @@ class JobDecisions:
             return f"rank {rank} cannot do it, as its log says"
         return ""
 
-    def _closed(self, decision: Decision) -> Decision:
+    def _closed(self, decision: JobDecision) -> JobDecision:
         """Return the decision with its step or its refusal, once all ranks have answered or one is silent for too long."""
         keys = [self._key(f"answer/{rank}") for rank in range(self._job.world_size)]
         answers = self._collect(*keys)
@@ -327,7 +327,7 @@ class JobDecisions:
         self._publish(decision)
         return decision
 
-    def _follow(self, decision: Decision) -> None:
+    def _follow(self, decision: JobDecision) -> None:
         """Take a decision that is closed. With the lock."""
         ours, slot = self._considered == self._number, self._slots.get(decision.slot)
         self._number += 1
@@ -363,5 +363,5 @@ class JobDecisions:
     def _collect(self, *keys: str) -> dict[str, bytes]:
         return self._job.store.collect(keys, seconds=STORE_SECONDS)
 
-    def _publish(self, decision: Decision) -> None:
+    def _publish(self, decision: JobDecision) -> None:
         self._job.store.publish(self._key(), json.dumps(astuple(decision)).encode(), seconds=STORE_SECONDS)
