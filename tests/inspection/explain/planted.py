@@ -92,7 +92,7 @@ Normal = functools.partial(torch.distributions.Normal, validate_args=False)
 BETWEEN: dict[str, tuple[Operation, str, str]] = {
     "detach": (lambda h: h.detach(), "detached_at", ".detach()"),
     "data": (lambda h: h.data, "detached_at", ".data"),
-    "numpy_in_shared_memory": (lambda h: torch.from_numpy(h.detach().numpy()), "detached_at", ".detach()"),
+    "numpy": (lambda h: torch.from_numpy(h.detach().numpy()), "unknown", "its value left PyTorch"),
     "sampled_from_a_distribution": (lambda h: Normal(h, 1.0).sample(), "detached_at", "torch.no_grad()"),
     "comparison": (lambda h: (h > 0).float(), "non_differentiable", "gt"),
     "cast_to_integers": (lambda h: h.long().float(), "non_differentiable", "long"),

@@ -3,6 +3,6 @@
 from torch_grad_exporter.inspection.explain.explain import explain
 from torch_grad_exporter.inspection.explain.explanation import Explanation
 from torch_grad_exporter.inspection.explain.places import Where
-from torch_grad_exporter.inspection.explain.rows import Row, Verdict
+from torch_grad_exporter.inspection.explain.verdicts import Row, Verdict
 
 __all__ = ["Explanation", "Row", "Verdict", "Where", "explain"]

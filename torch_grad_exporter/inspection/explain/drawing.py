@@ -1,161 +1,144 @@
-"""The graph of a loss as boxes and arrows, of a bounded number: a large graph is folded by module."""
+"""The graph of a loss as boxes and arrows, of a bounded number, and its picture as SVG. A large graph is folded by module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 from torch.autograd.graph import Node
 
-from torch_grad_exporter.inspection.explain.gradients import State
-from torch_grad_exporter.inspection.explain.graph import followers, is_accumulator, operation
-from torch_grad_exporter.inspection.explain.rows import Judge, NamedParameter, Row, Verdict
+from torch_grad_exporter.inspection.explain.graph import GradientState, followers, is_accumulator, operation
+from torch_grad_exporter.inspection.explain.verdicts import Judge, Row, Verdict
+from torch_grad_exporter.model.folding import fold
 
+# Boxes of the graph at most; there may be as many of parameters that are not in it, and one for the rest.
 BOXES = 200
-"""Boxes of the graph at most; there may be as many of parameters that are not in it, and one for the rest."""
 
-REST = "(more)"
-"""The box of what has no place of its own."""
-
-STATES = {State.OK: "ok", State.ZERO: "zero", State.MISSING: "missing", State.NONFINITE: "not finite"}
+# Of a box, and between boxes, in pixels; and letters of a label that fit in a box.
+WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 34, 14, 26
+LETTERS = 26
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A node, or all of a module. `title`: more of it.
-
-    `state`: "ok", "zero", "missing", "not finite", or empty where nothing is known.
-    """
+    """A node, or all of a module. `title`: more of it; `state`: of its gradient, None where it is unknown or not needed."""
 
     label: str
-    state: str
+    state: GradientState | None
     title: str
-
-    @property
-    def bad(self) -> bool:
-        """Whether a gradient is missing, zero or not finite."""
-        return self.state not in ("", "ok")
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """`arrows`: from one box to another by their numbers, the way that gradients go. `apart`: boxes that are not in the graph."""
+    """A graph. `arrows`: from one box to another by their numbers, as gradients go. `apart`: boxes that are not in the graph."""
 
     boxes: tuple[Box, ...]
     arrows: tuple[tuple[int, int], ...]
     apart: tuple[Box, ...] = ()
 
 
-def draw(judge: Judge, parameters: Sequence[NamedParameter], rows: Sequence[Row]) -> Drawing:
-    """The graph of what was seen; keeps nothing of it."""
+def draw(judge: Judge, rows: Sequence[Row]) -> Drawing:
+    """Return the graph of what was seen; it keeps nothing of it."""
     nodes = judge.graph.below(judge.gradients.roots)
-    named = {id(one.parameter): number for number, one in enumerate(parameters)}
-    items = {node: _item(node, judge, named, parameters) for node in nodes}
-    group = _folding(nodes, items)
-    order: dict[object, int] = {}
-    members: list[list[_Item]] = []
+    named = {id(named.parameter): number for number, named in enumerate(judge.parameters)}
+    boxes, modules = {}, {}
     for node in nodes:
-        number = order.setdefault(group(node), len(order))
-        if number == len(members):
-            members.append([])
-        members[number].append(items[node])
-    boxes = tuple(_box(key, found) for key, found in zip(order, members, strict=True))
-    arrows = {(order[group(node)], order[group(one)]): None for node in nodes for one in followers(node) if one in items}
-    return Drawing(boxes, tuple(arrow for arrow in arrows if arrow[0] != arrow[1]), _apart(rows, parameters, nodes))
+        boxes[node], modules[node] = _box(node, judge, named)
+    groups: dict[Node, object] = {node: node for node in nodes}
+    if len(nodes) > BOXES:
+        paths = [path for path in dict.fromkeys(modules.values()) if path]
+        labels = dict(zip(paths, fold(paths, BOXES - 1), strict=True))
+        groups = {node: labels.get(modules[node], "outside of modules") for node in nodes}
+    members: dict[object, list[Box]] = {}
+    for node in nodes:
+        members.setdefault(groups[node], []).append(boxes[node])
+    number = {group: place for place, group in enumerate(members)}
+    arrows = {
+        (number[groups[node]], number[groups[following]]): None
+        for node in nodes for following in followers(node) if following in boxes
+    }  # fmt: skip
+    drawn = tuple(_folded(group, inside) if isinstance(group, str) else inside[0] for group, inside in members.items())
+    return Drawing(drawn, tuple(arrow for arrow in arrows if arrow[0] != arrow[1]), _apart(judge, rows, nodes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    label: str
-    module: str
-    state: State | None
-    title: str
-
-
-def _item(node: Node, judge: Judge, named: Mapping[int, int], parameters: Sequence[NamedParameter]) -> _Item:
-    """What is drawn of one node."""
+def _box(node: Node, judge: Judge, named: dict[int, int]) -> tuple[Box, str]:
+    """Return the box of a node, and its module."""
     if is_accumulator(node):
         number = named.get(id(node.variable))  # type: ignore[attr-defined]
         if number is None:
-            return _Item("a tensor", "", None, "a leaf that is no parameter of the model")
-        one = parameters[number]
-        state = judge.gradients.arrived.get(number, State.MISSING)
-        return _Item(one.name, one.layer, state, f"gradient {STATES[state]}")
+            return Box("a tensor", None, "a leaf that is not a parameter of the model"), ""
+        parameter = judge.parameters[number]
+        state = judge.gradients.arrived.get(number, GradientState.MISSING)
+        return Box(parameter.name, state, f"gradient {state}"), parameter.layer
     place = judge.graph.place(node)
-    module = place.module if place is not None else _layer_behind(node, named, parameters)
+    used = (named.get(id(getattr(following, "variable", None))) for following in followers(node))
+    layer = next((judge.parameters[number].layer for number in used if number is not None), "")
+    module = place.module if place is not None else layer
     known = judge.gradients.states.get(node)
-    # A node that leads to no parameter of the model need not run.
-    state_of_node = State.MISSING if known is None and judge.graph.behind_node(node) else known
-    title = f"{node.name()} {place or ''}: gradient {STATES[state_of_node] if state_of_node is not None else 'not needed'}"
-    label = f"{operation(node)} ({module})" if module else operation(node)
-    return _Item(label, module, state_of_node, title)
+    if known is None and judge.graph.behind_node(node):  # a node that leads to no parameter of the model need not run
+        known = GradientState.MISSING
+    title = f"{node.name()} {place or ''}: gradient {'not needed' if known is None else known}"
+    return Box(f"{operation(node)} ({module})" if module else operation(node), known, title), module
 
 
-def _layer_behind(node: Node, named: Mapping[int, int], parameters: Sequence[NamedParameter]) -> str:
-    """The layer of a parameter that the node uses directly."""
-    for one in followers(node):
-        number = named.get(id(getattr(one, "variable", None)))
-        if number is not None:
-            return parameters[number].layer
-    return ""
+def _folded(label: str, inside: Sequence[Box]) -> Box:
+    """Return a box for all of a module.
+
+    Branches that carry nothing are usual within a module, so only what spoils gradients, or none reaches, counts, and parameters.
+    """
+    states = [box.state for box in inside if box.state is not None]
+    worst = GradientState.NONFINITE if GradientState.NONFINITE in states else min(states, default=None)
+    of_parameters = [box.state for box in inside if box.state is not None and box.title.startswith("gradient ")]
+    if worst is GradientState.OK and of_parameters:
+        worst = max(of_parameters)
+    return Box(label, worst, f"{len(inside)} operations and parameters")
 
 
-def _folding(nodes: Sequence[Node], items: Mapping[Node, _Item]) -> Callable[[Node], object]:
-    """By what nodes are put together, so that there are no more than `BOXES` groups."""
-    if len(nodes) <= BOXES:
-        return lambda node: node
-    paths = list(dict.fromkeys(items[node].module for node in nodes))
-    deepest = max(path.count(".") + 1 for path in paths)
-    depth = next(d for d in range(deepest, -1, -1) if d == 0 or len({_first(path, d) for path in paths}) <= BOXES)
-    groups = {path: _first(path, depth) for path in paths}
-    parents = len({*groups.values()})
-    if depth < deepest and parents < BOXES // 4:
-        # The level below has too many, such as hundreds of blocks in a row: these in ranges.
-        groups = _ranges(paths, depth, BOXES - parents)
-    return lambda node: groups[items[node].module]
-
-
-def _ranges(paths: Sequence[str], depth: int, room: int) -> dict[str, str]:
-    """The modules of the next level in ranges of neighbours with the same parent, about `room` of them; by path."""
-    children = dict.fromkeys(_first(path, depth + 1) for path in paths)
-    by_parent: dict[str, list[str]] = {}
-    for child in children:
-        by_parent.setdefault(_first(child, depth), []).append(child)
-    size = -(-len(children) // room)
-    label: dict[str, str] = {}
-    for found in by_parent.values():
-        for begin in range(0, len(found), size):
-            several = found[begin : begin + size]
-            name = several[0] if len(several) == 1 else f"{several[0]} … {several[-1].rpartition('.')[2]}"
-            label.update(dict.fromkeys(several, name))
-    return {path: label[_first(path, depth + 1)] for path in paths}
-
-
-def _first(module: str, depth: int) -> str:
-    return ".".join(module.split(".")[:depth])
-
-
-def _box(key: object, found: Sequence[_Item]) -> Box:
-    states = [one.state for one in found if one.state is not None]
-    if not isinstance(key, str):
-        return Box(found[0].label, STATES[max(states)] if states else "", found[0].title)
-    count = f"{len(found)} operations and parameters"
-    # Within a module branches that carry nothing are usual: only what no gradient reaches, or spoils, is bad.
-    worst = State.NONFINITE if State.NONFINITE in states else min(states, default=None)
-    parameters = [one for one in found if one.title.startswith("gradient ") and one.state not in (None, State.OK)]
-    if parameters and worst is State.OK:
-        worst = max(one.state for one in parameters if one.state is not None)
-    return Box(key or "outside of modules", STATES[worst] if worst is not None else "", count)
-
-
-def _apart(rows: Sequence[Row], parameters: Sequence[NamedParameter], nodes: Sequence[Node]) -> tuple[Box, ...]:
-    """A box for each layer and reason of parameters that are not in the graph, though they are not frozen."""
+def _apart(judge: Judge, rows: Sequence[Row], nodes: Sequence[Node]) -> tuple[Box, ...]:
+    """Return a box for each layer and reason of parameters that are not in the graph, though they are not frozen."""
     inside = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
-    found: dict[tuple[str, str], int] = {}
-    for row, one in zip(rows, parameters, strict=True):
-        if row.verdict not in (Verdict.FROZEN, Verdict.OK, Verdict.OPTIMIZER_MISSING) and id(one.parameter) not in inside:
+    counts: dict[tuple[str, str], int] = {}
+    for row, named in zip(rows, judge.parameters, strict=True):
+        if row.verdict not in (Verdict.FROZEN, Verdict.OK, Verdict.OPTIMIZER_MISSING) and id(named.parameter) not in inside:
             why = " ".join(part for part in (row.verdict, row.note.partition(";")[0], str(row.where or "")) if part)
-            found[row.layer, why] = found.get((row.layer, why), 0) + 1
-    boxes = [Box(layer, "missing", f"{count} parameters: {why}") for (layer, why), count in found.items()]
-    rest = [Box(REST, "missing", f"{len(boxes) - BOXES} layers more")] if len(boxes) > BOXES else []
+            counts[row.layer, why] = counts.get((row.layer, why), 0) + 1
+    boxes = [Box(layer, GradientState.MISSING, f"{count} parameters: {why}") for (layer, why), count in counts.items()]
+    rest = [Box("(more)", GradientState.MISSING, f"{len(boxes) - BOXES} layers more")] if len(boxes) > BOXES else []
     return (*boxes[:BOXES], *rest)
+
+
+def svg(boxes: Sequence[Box], arrows: Sequence[tuple[int, int]], columns: int | None = None) -> str:
+    """Return the picture: boxes in ranks, each below all that lead to it. `columns`: side by side in a grid instead."""
+    if not boxes:
+        return "<p>There is no graph.</p>"
+    ranks = [number // columns if columns else 0 for number in range(len(boxes))]
+    for start, end in sorted(arrows):
+        if start < end:  # boxes come in an order of the graph; a module that is used twice may point back
+            ranks[end] = max(ranks[end], ranks[start] + 1)
+    places, filled = [], dict.fromkeys(ranks, 0)
+    for rank in ranks:
+        places.append((10 + filled[rank] * (WIDTH + GAP_X), 10 + rank * (HEIGHT + GAP_Y)))
+        filled[rank] += 1
+    width = 10 + max(filled.values()) * (WIDTH + GAP_X)
+    height = 10 + (max(ranks) + 1) * (HEIGHT + GAP_Y)
+    lines = "".join(_line(places[start], places[end]) for start, end in arrows)
+    drawn = "".join(_rectangle(box, *place) for box, place in zip(boxes, places, strict=True))
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' role='img'>{lines}{drawn}</svg>"
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> str:
+    x, y = start[0] + WIDTH // 2, start[1] + HEIGHT
+    to_x, to_y = end[0] + WIDTH // 2, end[1]
+    return f"<path d='M{x} {y} C{x} {y + GAP_Y} {to_x} {to_y - GAP_Y} {to_x} {to_y}'/>"
+
+
+def _rectangle(box: Box, x: int, y: int) -> str:
+    label = box.label if len(box.label) <= LETTERS else f"…{box.label[1 - LETTERS :]}"
+    kind = "plain" if box.state is None else "bad" if box.state else "ok"
+    text = escape(label) + (f" · {box.state}" if box.state else "")
+    return (
+        f"<g><title>{escape(box.label)}: {escape(box.title)}</title>"
+        f"<rect class='{kind}' x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='5'/>"
+        f"<text class='{kind}' x='{x + 8}' y='{y + 21}'>{text}</text></g>"
+    )

@@ -14,15 +14,19 @@ from pathlib import Path
 
 import torch
 
+# Files below these are not the user's.
 _OURS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
-"""Files below these are not the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A place in the program. `module`: the innermost one of the model in whose forward it is, empty outside of any.
+    """A place in the program.
 
-    `file`, `line`, `code`: of the nearest line that belongs neither to PyTorch nor to this package; empty and 0 if there is none.
+    Attributes:
+        module: The innermost module of the model in whose forward it is, empty outside of any.
+        file: Of the nearest line that belongs neither to PyTorch nor to this package, empty if there is none.
+        line: Its number, from 1; 0 if there is none.
+        code: Its text.
     """
 
     module: str = ""
@@ -42,25 +46,22 @@ class Places:
         self._names = names
 
     def here(self) -> Where:
-        """The place of the caller."""
+        """Return the place of the caller."""
         return self._of(sys._getframe(1))
 
     def in_function(self) -> tuple[type, Where] | None:
-        """The class of the outermost `torch.autograd.Function` whose forward is running, and where it was called; else `None`."""
+        """Return the class of the outermost running `torch.autograd.Function`, and where it was called; None without one."""
         codes = _forwards(len(_functions()))
-        found = [(codes[frame.f_code], frame) for frame in _frames(sys._getframe(1)) if frame.f_code in codes]
-        if not found:
-            return None
-        function, frame = found[-1]
-        return function, self._of(frame.f_back)
+        running = [frame for frame in _frames(sys._getframe(1)) if frame.f_code in codes]
+        return (codes[running[-1].f_code], self._of(running[-1].f_back)) if running else None
 
     def _of(self, frame: types.FrameType | None) -> Where:
         module, at = "", None
-        for one in _frames(frame):
-            if at is None and not one.f_code.co_filename.startswith((*_OURS, "<frozen")):
-                at = one.f_code.co_filename, one.f_lineno
+        for caller in _frames(frame):
+            if at is None and not caller.f_code.co_filename.startswith((*_OURS, "<frozen")):
+                at = caller.f_code.co_filename, caller.f_lineno
             if not module:
-                module = self._names.get(id(_self_of(one)), "")
+                module = self._names.get(id(_self_of(caller)), "")
             if module and at is not None:
                 break
         if at is None:
@@ -75,21 +76,21 @@ def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def _self_of(frame: types.FrameType) -> object:
-    """What a method's frame belongs to, `None` elsewhere. Most frames are told by their code alone, which is fast."""
+    """Return the object of a method's frame, None elsewhere. For most frames a look at their code is enough, which is fast."""
     code = frame.f_code
     return frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
 
 
 def _functions() -> list[type]:
-    """All classes of autograd functions there are."""
-    found: list[type] = [torch.autograd.Function]
-    for one in found:
-        found += type.__subclasses__(one)
-    return found
+    """Return all classes of autograd functions."""
+    functions: list[type] = [torch.autograd.Function]
+    for function in functions:
+        functions += type.__subclasses__(function)
+    return functions
 
 
 @functools.lru_cache(maxsize=1)
 def _forwards(_count: int) -> Mapping[types.CodeType, type]:
-    """The functions by the code of their forwards; made anew when there are more of them."""
-    plain = ((inspect.unwrap(one.forward), one) for one in _functions() if one is not torch.autograd.Function)  # type: ignore[attr-defined]
-    return {code: one for forward, one in plain if (code := getattr(forward, "__code__", None)) is not None}
+    """Return the functions by the code of their forwards; again when there are more of them."""
+    forwards = ((inspect.unwrap(kind.forward), kind) for kind in _functions()[1:])  # type: ignore[attr-defined]
+    return {code: function for forward, function in forwards if (code := getattr(forward, "__code__", None)) is not None}
