@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_grad_exporter.arguments import check_whole
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle, Hooks
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
@@ -61,10 +62,7 @@ def record(
         TypeError: An argument is of a wrong type; the message names it, the value and the fix.
         ValueError: An argument is wrong; likewise.
     """
-    if isinstance(limit, bool) or not isinstance(limit, int):
-        raise TypeError(f"limit={limit!r}: expected a number of bytes")
-    if limit <= 0:
-        raise ValueError(f"limit={limit}: expected a number of bytes above 0")
+    check_whole(f"limit={limit!r}", limit, what="a number of bytes", example=LIMIT)
     models = given.models(model)
     return _Recorder(models.values(), _selected(models, include), limit)
 

@@ -7,12 +7,12 @@ The factor stays on the device, and is exactly 1 where nothing is to be clipped.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch.compiler import is_compiling
 
+from torch_grad_exporter.arguments import check_number
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
@@ -195,9 +195,5 @@ def check(name: object, tensor: object, max_norm: object) -> None:
         raise ValueError(f"watch(name={name[:20]!r}): expected a name of 1 to 200 characters")
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"watch({name!r}, tensor={type(tensor).__name__}): expected a tensor")
-    if max_norm is None:
-        return
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
-        raise TypeError(f"watch({name!r}, max_norm={max_norm!r}): expected a number, or None")
-    if not 0 < max_norm < math.inf:
-        raise ValueError(f"watch({name!r}, max_norm={max_norm!r}): expected a finite number above 0, or None to clip nothing")
+    if max_norm is not None:
+        check_number(f"watch({name!r}, max_norm={max_norm!r})", max_norm, above=0, example=1.0)
