@@ -33,7 +33,7 @@ from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.collectors.clip_reports import ClipReports
+from torch_grad_exporter.collectors.clipping import ClipReports
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from

@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
-from torch_grad_exporter.collectors.happened import Happened
+from torch_grad_exporter.collectors.outcomes import Happened
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
 from torch_grad_exporter.outputs.live.saved import Grid, LayerMoments, Lines, Saved, Status

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.capture.capture import Capture
     from torch_grad_exporter.capture.progress import Counts, StepClock
     from torch_grad_exporter.capture.schedule import SamplingSchedule
-    from torch_grad_exporter.collectors.clip_reports import ClipReports
+    from torch_grad_exporter.collectors.clipping import ClipReports
     from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
     from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
     from torch_grad_exporter.distributed.identity import Identity

@@ -22,7 +22,7 @@ from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows
 from torch_grad_exporter.store.records import Outcome
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.collectors.clip_reports import ClipReports
+    from torch_grad_exporter.collectors.clipping import ClipReports
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.weight_totals import WeightTotals
     from torch_grad_exporter.store.histograms import Counts, Records

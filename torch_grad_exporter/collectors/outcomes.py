@@ -1,22 +1,19 @@
-"""What became of notifications and actions: written by those who send and act, read by the collector `exporter`."""
+"""Outcomes of notifications and actions, as counts and as marks for the live page: written by those who send and act."""
 
 from __future__ import annotations
 
 import enum
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from torch_grad_exporter.collectors.happened import Happenings
-
-NAMES = 100
-"""Names that are counted apart, at most."""
-
-OTHERS = "other"
-"""The name under which further ones count together."""
+# Names that are counted apart, at most, and the name under which further ones count together.
+NAMES, OTHERS = 100, "other"
 
 
 class NotifyResult(enum.Enum):
-    """What becomes of a notification."""
+    """The outcome of a notification."""
 
     SENT = "sent"
     FAILED = "failed"
@@ -24,7 +21,7 @@ class NotifyResult(enum.Enum):
 
 
 class ActionOutcome(enum.Enum):
-    """What becomes of an action."""
+    """The outcome of an action."""
 
     DONE = "done"
     FAILED = "failed"
@@ -33,10 +30,7 @@ class ActionOutcome(enum.Enum):
 
 
 class OutcomeCounts:
-    """What was tried, by name and outcome; all outcomes of a name are there once it is known. From any thread.
-
-    `outcomes`: the kinds that there are.
-    """
+    """Attempts by name and outcome; all outcomes of a name are there once it is known. From any thread."""
 
     def __init__(self, outcomes: type[NotifyResult | ActionOutcome]) -> None:
         self._outcomes = outcomes
@@ -45,27 +39,83 @@ class OutcomeCounts:
         self._counts: dict[tuple[str, str], int] = {}
 
     def know(self, name: str) -> str:
-        """Shows a name from now on; returns the one under which it counts."""
+        """Show a name from now on; return the one under which it counts."""
         with self._lock:
-            known = {one for one, _ in self._counts}
+            known = {counted for counted, _ in self._counts}
             counted = name if name in known or len(known) < NAMES else OTHERS
             for outcome in self._outcomes:
                 self._counts.setdefault((counted, outcome.value), 0)
             return counted
 
     def count(self, name: str, outcome: NotifyResult | ActionOutcome, times: int = 1) -> None:
-        """Counts under a known name."""
+        """Count attempts under a known name."""
         with self._lock:
             self._counts[name, outcome.value] += times
 
     @property
     def counts(self) -> dict[tuple[str, str], int]:
-        """How often, by name and outcome."""
+        """Attempts by name and outcome."""
         with self._lock:
             return dict(self._counts)
 
     def after_fork_in_child(self) -> None:
-        """The child has none of the threads that may hold the lock."""
+        """Replace the lock: the child has none of the threads that may hold it."""
+        self._lock = threading.RLock()
+
+
+# Marks that are kept, the latest, and characters of their names.
+MOST, LONGEST = 200, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """One time that an action was due.
+
+    Attributes:
+        time: Unix time.
+        step: Optimizer steps until then.
+        name: Of the rule or the condition.
+        action: As given to `exporter.on`.
+        result: "done", "failed" or "refused".
+    """
+
+    time: float
+    step: int
+    name: str
+    action: str
+    result: str
+
+
+class Happenings:
+    """The latest marks, the oldest first. From any thread; costs nothing where nothing happens."""
+
+    def __init__(self) -> None:
+        # Reentrant: a signal's handler may act while its own thread is in here.
+        self._lock = threading.RLock()
+        self._latest: deque[Happened] = deque(maxlen=MOST)
+        self._last_done: dict[str, float] = {}
+
+    def add(self, mark: Happened, counted: str) -> None:
+        """Add a mark. `counted`: the name under which the action counts, of which there are few."""
+        mark = replace(mark, name=mark.name[:LONGEST], action=mark.action[:LONGEST])
+        with self._lock:
+            self._latest.append(mark)
+            if mark.result == "done":
+                self._last_done[counted] = mark.time
+
+    def latest(self) -> tuple[Happened, ...]:
+        """Return all that are kept."""
+        with self._lock:
+            return tuple(self._latest)
+
+    @property
+    def last_done(self) -> dict[str, float]:
+        """The Unix time at which each action was last done, by the name under which it counts."""
+        with self._lock:
+            return dict(self._last_done)
+
+    def after_fork_in_child(self) -> None:
+        """Replace the lock: the child has none of the threads that may hold it."""
         self._lock = threading.RLock()
 
 
@@ -77,7 +127,7 @@ class ActionTotals(OutcomeCounts):
         self.happened = Happenings()
 
     def after_fork_in_child(self) -> None:
-        """As of `OutcomeCounts`."""
+        """See `OutcomeCounts`."""
         super().after_fork_in_child()
         self.happened.after_fork_in_child()
 
@@ -92,7 +142,7 @@ class NotifyTotals(OutcomeCounts):
         self._active = dict.fromkeys(alerts, 0)
 
     def set_active(self, active: Mapping[tuple[str, str], int]) -> None:
-        """Replaces the numbers of active problems; what was active once goes on with 0."""
+        """Replace the numbers of active problems; one that was active before goes on with 0."""
         with self._lock:
             self._active = {**dict.fromkeys(self._active, 0), **active}
 

@@ -14,7 +14,7 @@ from tests.support.scrape import value
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Event, Measurements, Stop, Webhook
-from torch_grad_exporter.collectors.happened import LONGEST, MOST, Happened, Happenings
+from torch_grad_exporter.collectors.outcomes import LONGEST, MOST, Happened, Happenings
 
 LAST = "torch_grad_exporter_last_action_timestamp_seconds"
 START = 1_700_000_000.0

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.users_code import without_addresses
-from torch_grad_exporter.collectors.happened import Happened
-from torch_grad_exporter.collectors.outcomes import ActionOutcome, ActionTotals
+from torch_grad_exporter.collectors.outcomes import ActionOutcome, ActionTotals, Happened
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, raised_by_handler, say
 
 if TYPE_CHECKING:

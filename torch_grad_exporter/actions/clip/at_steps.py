@@ -25,7 +25,7 @@ from torch_grad_exporter.actions.clip.policy import NoClipping, Policy, policy_n
 from torch_grad_exporter.actions.clip.skipping import is_fused, remove_gradients
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.torch_hooks import HookHandle
-from torch_grad_exporter.collectors.clip_reports import ClipReports
+from torch_grad_exporter.collectors.clipping import ClipReports
 from torch_grad_exporter.errors import ErrorLog, raised_by_handler
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task

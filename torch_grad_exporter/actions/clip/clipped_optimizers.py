@@ -18,7 +18,7 @@ from torch_grad_exporter.actions.clip.parameters import ParameterTracker
 from torch_grad_exporter.actions.clip.policy import NoClipping, policy_name
 from torch_grad_exporter.actions.clip.skipping import SkipFlag
 from torch_grad_exporter.capture.torch_hooks import HookHandle
-from torch_grad_exporter.collectors.clip_reports import ClipReport, ClipReports
+from torch_grad_exporter.collectors.clipping import ClipReport, ClipReports
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.model.optimizers import owned_by
 from torch_grad_exporter.store.host_transfer import HostTransfer

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from torch_grad_exporter.collectors import clipping, exporter, gradients, training
-from torch_grad_exporter.collectors.happened import Happened
+from torch_grad_exporter.collectors.outcomes import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.live.encoding import FORMAT, VERSION, Json, cells, columns, frame, number
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_grad_exporter.collectors.happened import Happened
+from torch_grad_exporter.collectors.outcomes import Happened
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.encoding import FORMAT, NONFINITE, VERSION, ZERO
 from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, VIEWS

@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.collectors.of_sample import OfSample
+from torch_grad_exporter.collectors.outcomes import Happened
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.activation_totals import ActivationSnapshot
 from torch_grad_exporter.metrics.families import Family
