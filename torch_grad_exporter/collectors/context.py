@@ -1,4 +1,4 @@
-"""What collectors may read: one object, from which each collector takes what it needs when it is made."""
+"""The context of collectors: one object, from which each takes what it needs when it is made."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class Snapshots:
     """The values of the host's side. From any thread.
 
-    `fresh` gives those as of now and raises `TimeoutError` where they do not come in time. `latest` are those of the scrape that
-    is under way: all its collectors show one and the same moment. `counts`: what the training thread had counted right before, so
-    that `latest` has the durations of all those steps.
+    `fresh` returns those of now and raises `TimeoutError` if they do not come in time. `latest` are those of the current scrape,
+    whose collectors all show the same moment. `counts`: the counts of the training thread right before, so that `latest` has the
+    durations of all those steps.
     """
 
     def __init__(self, take: Callable[[], Snapshot], counts: Callable[[], Counts]) -> None:
@@ -43,22 +43,41 @@ class Snapshots:
         self.latest = take()
 
     def renew(self) -> None:
-        """Begins a scrape: takes the latest anew. Raises as `fresh`, and then the latest stay."""
+        """Begin a scrape: take new values. Raises what `fresh` raises, and then the latest stay."""
         self.counts = self._count()
         self.latest = self.fresh()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorContext:
-    """The parts of a running exporter that collectors read from; they change none of them.
+    """The parts of a running exporter that collectors read from; they change none of them. An option that is off is None.
 
-    `optimizers`: the optimizers' names by number; more may come. `rank`: the one on the series, which the user may have chosen.
-    `expected_devices`: the kinds of devices that the parameters were on at the start. `ended`: "finished" or "failed" once the run
-    is over, else `None`. `dead_window`, `moments`: what the user chose to see.
-    `weights`: what was seen of weights, if it is asked for. `local_norms`: this rank's own norms. `waits`: for other ranks. `notified`: what notifiers have done, if
-    there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
-    actions freeze. `activations`: what was seen of the outputs of inner modules, if it is asked for. `layer_times`: how
-    long layers took, if that is asked for. `watched`: what was seen of the gradients of watched tensors. `origins`: where values have become non-finite.
+    Attributes:
+        snapshots: The values of the host's side.
+        clock: Counts and times of the training thread.
+        optimizers: The optimizers' names by number; more may come.
+        capture: Modes, devices and numbers of samples.
+        schedule: The sampling interval.
+        memory: The allocators' numbers.
+        errors: Counts failures.
+        identity: The place of this process in its job.
+        rank: The one on the series, which the user may have chosen.
+        store: The job's store.
+        expected_devices: The kinds of devices that the parameters were on at the start.
+        ended: Returns "finished" or "failed" once the run is over, else None.
+        dead_window: The option.
+        moments: The option.
+        weights: Norms and updates of weights.
+        local_norms: Norms of this rank alone.
+        waits: Waits for other ranks.
+        notified: Outcomes of notifications.
+        acted: Outcomes of actions.
+        clip: Thresholds and counts of `clip=`.
+        frozen: The layers that actions freeze.
+        activations: Outputs of inner modules.
+        layer_times: Times of layers.
+        watched: Gradients of watched tensors.
+        origins: Places where values have become non-finite.
     """
 
     snapshots: Snapshots

@@ -78,7 +78,7 @@ class CudaMemoryCollector:
         self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
-        """The families, all of one and the same reading."""
+        """Yield the families, all of one reading."""
         devices = self._snapshot()
         for spec, name in _VALUES.items():
             counted = {(device.device,): value for device in devices if (value := getattr(device, name)) is not None}

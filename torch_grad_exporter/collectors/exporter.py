@@ -1,4 +1,4 @@
-"""Collector `exporter`: what the exporter itself costs and how it is doing."""
+"""Collector `exporter`: the cost and the health of the exporter itself."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ALERTS_ACTIVE = METRICS.gauge(
     "severity",
     opt_in="alerts",
 )
-# The scrape itself yields EXPORTER_SERIES and these two: how each collector did is known at its end.
+# The scrape itself yields EXPORTER_SERIES and these two, which are known at its end.
 EXPORTER_COLLECTOR_SUCCESS = METRICS.gauge(
     "torch_grad_exporter_collector_success", "1 where the collector succeeded at this scrape, else 0.", "collector"
 )
@@ -100,13 +100,13 @@ class ExporterCollector:
         self._threads_before: float | None = None
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now."""
+        """Yield the families of now."""
         threads = THREAD_TIME.seconds
         if self._threads_before is None:  # a counter begins with 0, and there may have been another exporter in this process
             self._threads_before = threads
         snapshot, schedule, capture = self._context.snapshots.latest, self._context.schedule, self._context.capture
         table = snapshot.gradients.table
-        # Before there were steps it has taken nothing of their time.
+        # Before the first step it has taken nothing of their time.
         yield scalar(EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio or 0.0)
         yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
         yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.shown_interval)

@@ -1,4 +1,4 @@
-"""Collector `gradients`: what the samples show per layer and over each optimizer's parameters.
+"""Collector `gradients`: the samples, by layer and over each optimizer's parameters.
 
 `clipping.py` and `weights.py` have its metrics of clipping and of weights.
 """
@@ -182,12 +182,12 @@ GRAD_NOISE_SCALE = GRADIENTS.gauge(
 )
 GRAD_SAMPLE_STEP = GRADIENTS.gauge("torch_grad_sample_step", "Optimizer step of the last sample.", "optimizer")
 
+# Samples before which a dead ratio has no meaning, unless the whole window is shorter.
 DEAD_FROM = 20
-"""Samples before which a dead ratio has no meaning, or the whole window if that is shorter."""
 
 
 def dead_from(dead_window: int) -> int:
-    """Samples from which on a layer's dead ratio is shown."""
+    """Return the number of samples from which on a layer's dead ratio is shown."""
     return min(DEAD_FROM, dead_window)
 
 
@@ -210,7 +210,7 @@ _MOMENTS = {GRAD_MEAN: "mean", GRAD_STDDEV: "stddev", GRAD_MIN: "minimum", GRAD_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Counted:
-    """What only grows, by layer. `whole`: those of which this rank has all."""
+    """The totals by layer. `whole`: the layers of whose gradients this rank has all."""
 
     layers: LabelRows
     values: Records
@@ -244,7 +244,7 @@ class GradientCollector:
         self._optimizers, self._outcomes = RowCache(), RowCache()
 
     def collect(self) -> Iterator[Family]:
-        """The families, all of one and the same sample."""
+        """Yield the families, all of one sample."""
         snapshot = self._snapshot()
         yield from self._per_layer(snapshot)
         yield from self._per_optimizer(snapshot)
@@ -267,7 +267,7 @@ class GradientCollector:
         layers = self._layers.get(tuple((layer,) for layer in names))
         layer_values, recent_max = snapshot.layer_values[shown], snapshot.recent_max[shown]
         read, sized = layer_values["read"], layer_values["sized"]
-        # One rank alone cannot know the norm of a gradient that is sharded: it shows that of its part, named so.
+        # One rank alone cannot know the norm of a sharded gradient: it shows that of its part, under another name.
         whole = ~table.sharded[shown]
         judged = {GRAD_NORM_ZSCORE, GRAD_ZERO_UNITS_RATIO, GRAD_MISSING_PARAMETERS}
         for spec, column in _LAST_VALUES.items():
@@ -304,7 +304,7 @@ class GradientCollector:
             yield self._frozen_rows.family(LAYER_FROZEN, {(layer,): float(frozen) for layer, frozen in rows.items()})
 
     def _counted_layers(self, snapshot: GradientSnapshot, shown: _Counted) -> _Counted:
-        """The shown layers of the table, those that are not tracked at present, and all removed ones together."""
+        """Return the shown layers of the table, those that are not tracked at present, and all removed ones together."""
         more, counts = snapshot.untracked, None
         if snapshot.exponential is not None:
             counts = (*compress(snapshot.exponential, snapshot.table.shown.tolist()), *more.exponential)
@@ -331,27 +331,27 @@ class GradientCollector:
         yield Family(GRAD_NONFINITE_STEPS, nonfinite, outcomes)
 
     def _local(self, snapshot: GradientSnapshot, rows: LabelRows) -> Iterator[Family]:
-        """What is of this rank alone, if it is measured."""
+        """Yield the norms of this rank alone, if they are measured."""
         local = self._local_norms.values
         if not local:
             return
-        found = [local.get(number) for number in self._numbers(snapshot)] or [None]
+        norms = [local.get(number) for number in self._numbers(snapshot)] or [None]
         for spec, values in (
-            (GRAD_LOCAL_NORM, [None if one is None else one.norm for one in found]),
-            (GRAD_NOISE_SCALE, [None if one is None else one.noise_scale for one in found]),
+            (GRAD_LOCAL_NORM, [None if norm is None else norm.norm for norm in norms]),
+            (GRAD_NOISE_SCALE, [None if norm is None else norm.noise_scale for norm in norms]),
         ):
             present = np.array([value is not None for value in values])
             yield Family(spec, np.array([value or 0.0 for value in values]), rows, present)
 
     def _numbers(self, snapshot: GradientSnapshot) -> tuple[int, ...]:
-        """The optimizers in the order of their rows; those without a sample come last, unless there is only one."""
+        """Return the optimizers in the order of their rows; those without a sample come last, unless there is only one."""
         optimizers, known = snapshot.optimizers, len(self._names)
         return optimizers + tuple(number for number in range(known if known > 1 else 0) if number not in optimizers)
 
     def _labelled(self, snapshot: GradientSnapshot) -> tuple[np.ndarray[tuple[int], np.dtype[np.void]], list[str]]:
-        """The values over each optimizer's parameters and its label: none, which is the empty one, while only one is known.
+        """Return the values of each optimizer and its label, which is empty while only one optimizer is known.
 
-        Of an optimizer that is known and has no sample yet there are the totals, which are 0.
+        An optimizer that is known and has no sample yet has totals of 0.
         """
         names, optimizers = list(self._names), self._numbers(snapshot)
         more = np.zeros(max(1, len(optimizers)) - len(snapshot.totals), dtype=snapshot.totals.dtype)

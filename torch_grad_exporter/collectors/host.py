@@ -1,4 +1,4 @@
-"""Collector `host`: processors, memory, disks and network of the whole host, as psutil reads them."""
+"""Collector `host`: processors, memory, disks and network of the whole host, read by psutil."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ HOST_NETWORK_TRANSMIT = METRICS.counter(
     older=True,
 )
 
+# Over less time the kernel's ticks are too coarse for a share of CPU time.
 SETTLE_SECONDS = 0.5
-"""Over less time the kernel's ticks are too coarse for a share of CPU time."""
 
 BLOCK_DEVICES = Path("/sys/block") if psutil.LINUX else None
 NETWORK_INTERFACES = Path("/sys/class/net") if psutil.LINUX else None
 
 _IDLE = frozenset({"idle", "iowait"})
-_COUNTED_ELSEWHERE = frozenset({"guest", "guest_nice"})  # Linux has them within `user` and `nice` already.
+_COUNTED_ELSEWHERE = frozenset({"guest", "guest_nice"})  # Linux counts them in `user` and `nice` already.
 
 
 class BusyShare:
     """The busy share of all processors' time from one call to the next, the first time since construction.
 
-    Always within 0 and 1. A call that comes within `SETTLE_SECONDS` of the last one that counted, as where several
-    outputs share a collector, gets what that one got. For one thread at a time.
+    Always within 0 and 1. A call within `SETTLE_SECONDS` of the last one that counted, as where several outputs share a collector,
+    gets the same share. For one thread at a time.
     """
 
     def __init__(self, times: Callable[[], Mapping[str, float] | None], clock: Callable[[], float]) -> None:
@@ -66,7 +66,7 @@ class BusyShare:
         self._share: float | None = None
 
     def __call__(self) -> float | None:
-        """The share; `None` before there is one, and where the times cannot be read."""
+        """Return the share, None before there is one, and if the times cannot be read."""
         now = self._clock()
         if now - self._since < SETTLE_SECONDS:
             return self._share
@@ -80,7 +80,7 @@ class BusyShare:
 
 
 def _busy_share(before: Mapping[str, float], now: Mapping[str, float], otherwise: float | None) -> float | None:
-    """The busy share of what has passed from `before` to `now`; `otherwise` if no time has."""
+    """Return the busy share of the time between `before` and `now`, `otherwise` if none has passed."""
     # A kernel's idle times may step back; psutil's own percentages take no field for less than nothing either.
     passed = {name: max(0.0, now[name] - before.get(name, 0.0)) for name in now}
     idle = sum(seconds for name, seconds in passed.items() if name in _IDLE)
@@ -110,11 +110,11 @@ class HostCollector:
         self._totals: dict[Spec, Rising[str]] = {
             spec: Rising() for spec in (HOST_DISK_READ, HOST_DISK_WRITE, HOST_NETWORK_RECEIVE, HOST_NETWORK_TRANSMIT)
         }
-        # What is read first must be added first.
+        # Readings are added in the order in which they were taken.
         self._lock = threading.Lock()
 
     def collect(self) -> list[Family]:
-        """The families as of now; what psutil cannot read here has no series."""
+        """Return the families of now; a value that psutil cannot read here has no series."""
         with self._lock:
             return [*self._processors_and_memory(), *self._disks(), *self._network()]
 
@@ -137,7 +137,7 @@ class HostCollector:
         return {name: counters for name, counters in counted.items() if self._is_disk(name)}
 
     def _is_disk(self, name: str) -> bool:
-        """Whether it is hardware: no partition, and no volume, RAID or loop device whose bytes count below it again."""
+        """Return whether it is hardware, not a partition, volume, RAID or loop device, whose bytes count below it again."""
         return self._block_devices is None or _is_hardware(self._block_devices / name.replace("/", "!"))
 
     def _network(self) -> Iterator[Family]:
@@ -146,15 +146,15 @@ class HostCollector:
         yield self._total(HOST_NETWORK_TRANSMIT, interfaces, "bytes_sent")
 
     def _network_counters(self) -> dict[str, Any]:
-        """Those of hardware; where there has never been any, as in a container, those of all but the loopback."""
+        """Return those of hardware; if there has never been any, as in a container, those of all but the loopback."""
         counted = self._machine.net_io_counters(pernic=True)
         hardware = {name: counters for name, counters in counted.items() if self._is_wire(name)}
-        # While hardware is away what runs over it is not taken in its place: its bytes have counted already.
+        # While hardware is away, interfaces that run over it do not replace it: their bytes have counted already.
         self._has_hardware |= bool(hardware)
         return hardware if self._has_hardware else {name: of for name, of in counted.items() if not _is_loopback(name)}
 
     def _is_wire(self, name: str) -> bool:
-        """Whether it is hardware, and none whose bytes other hardware counts again, as a virtual function in a cloud."""
+        """Return whether it is hardware whose bytes no other hardware counts again, as for a virtual function in a cloud."""
         if self._network_interfaces is None:
             return False
         interface = self._network_interfaces / name
@@ -167,12 +167,12 @@ class HostCollector:
 
 
 def _is_hardware(device: Path) -> bool:
-    """By its directory in sysfs. `Path.exists` raises where a directory above is closed to this user."""
+    # `Path.exists` raises where a directory above is closed to this user.
     return os.path.exists(device / "device")  # noqa: PTH110
 
 
 def _is_loopback(interface: str) -> bool:
-    """By the names that Linux, BSD with macOS, and Windows give it."""
+    # By the names that Linux, BSD with macOS, and Windows give it.
     return interface in {"lo", "lo0"} or interface.startswith("Loopback")
 
 

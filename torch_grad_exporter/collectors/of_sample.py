@@ -1,4 +1,4 @@
-"""OfSample: the families of one sample, without a scrape: those of gradients and progress, for judgements by samples."""
+"""OfSample: families of gradients and progress of one sample, without a scrape, for rules that judge samples."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch_grad_exporter.collectors.registry import Registry
 from torch_grad_exporter.metrics.families import Family, FloatArray
 from torch_grad_exporter.store.snapshots import Reading
 
+# Their values come from the snapshot, or are counted by the training thread.
 NAMES = frozenset({"gradients", "training"})
-"""The collectors of it: what they show comes from the snapshot, or is counted by the training thread."""
 
 
 class OfSample:
     """Makes families of the latest sample. For one thread at a time. `chosen`: the collectors that are on.
 
-    A metric of the last 60 seconds, which may be hundreds of samples, is here one of the samples since the families before.
+    A metric of the last 60 seconds, which may be hundreds of samples, is here one of the samples since the last call.
     """
 
     def __init__(self, registry: Registry, chosen: Collection[str], context: CollectorContext) -> None:
         self._given = context.snapshots.latest
         self._snapshots = Snapshots(lambda: self._given, context.clock.counts)
-        context = replace(context, snapshots=self._snapshots, clip=None)  # whose reports are none of samples
+        context = replace(context, snapshots=self._snapshots, clip=None)  # its reports do not belong to samples
         self._collectors = tuple(registry.made(NAMES.intersection(chosen), context).values())
         self._layers: tuple[str, ...] = ()
         self._largest: FloatArray = np.zeros(0)
 
     def take(self, reading: Reading) -> None:
-        """Takes a sample; to be called at each."""
+        """Take a sample; to be called at each."""
         layers, norms = reading.snapshot.gradients.table.layers, reading.gradients.peaks[0]
         same = self._layers == layers
         self._layers, self._largest = layers, np.fmax(self._largest, norms) if same else norms
         self._given = reading.snapshot
 
     def __call__(self) -> list[Family]:
-        """Its families. Raises what a collector raises."""
+        """Return its families. Raises what a collector raises."""
         self._given = replace(self._given, gradients=replace(self._given.gradients, recent_max=self._largest))
         self._layers = ()
         self._snapshots.renew()

@@ -1,4 +1,4 @@
-"""Which collectors there are: each declares its name, its metrics and how it is made, and is found by registration."""
+"""The registry of collectors: each declares its name, its metrics and how it is made."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ SOURCE = "collector"
 
 
 class Collector(Protocol):
-    """What yields families at a scrape. It touches no tensor and makes no CUDA call.
+    """A source of families at a scrape. It touches no tensor and makes no CUDA call.
 
-    One that does something of its own has a `start()` as well, and one that holds something a `close()`.
+    A collector with threads of its own also has a `start()`, and one that holds resources a `close()`.
     """
 
     def collect(self) -> Iterable[Family]:
-        """The families as of now. May raise: that costs this collector alone."""
+        """Return the families of now. May raise: that costs this collector alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Declaration:
-    """A collector: its name, which is also that in the option `collectors`, its metrics by section, and what makes it.
+    """The declaration of a collector.
 
-    `make` may raise: that costs this collector alone. `place`: the lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
-    `reads_devices`: whether it shows `CollectorContext.memory`, which the training thread then has to read. `judged`: whether the
-    package's rules read what it shows; else it is left out of most scrapes by which the exporter only judges.
+    Attributes:
+        name: Also its name in the option `collectors`.
+        sections: Its metrics.
+        make: Makes it. May raise: that costs this collector alone.
+        place: The lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
+        reads_devices: Whether it shows `CollectorContext.memory`, which the training thread then has to read.
+        judged: Whether the package's rules read its metrics; else most scrapes for rules leave it out.
     """
 
     name: str
@@ -51,23 +55,27 @@ class Registry:
             self.register(declaration)
 
     def register(self, declaration: Declaration, *, replace: bool = False) -> contextlib.ExitStack:
-        """Adds a collector: exporters that are started from now on have it, until the result is closed; those that run keep it.
+        """Add a collector to exporters that are started from now on, until the result is closed; those that run keep it.
 
-        Raises `ValueError` for a wrong name, and where another collector has the name or one of the metrics. `replace`: until it is
-        closed, it takes the place of the collector of its name.
+        Args:
+            declaration: Of the collector.
+            replace: Whether it replaces the collector of its name until the result is closed.
+
+        Raises:
+            ValueError: The name is wrong, or another collector has the name or one of the metrics.
         """
         if not re.fullmatch(r"[a-z][a-z0-9_]*", declaration.name):
-            raise ValueError(f"{declaration.name!r} is no name of a collector; use lower case and underscores")
+            raise ValueError(f"{declaration.name!r} is not a name of a collector; use lower case and underscores")
         if declaration.name in self.names and not replace:
-            raise ValueError(f"there is a collector {declaration.name!r} already; choose another name")
-        _catalogue((*(one for one in self if one.name != declaration.name), declaration))
+            raise ValueError(f"duplicate collector {declaration.name!r}; choose another name")
+        _catalogue((*(other for other in self if other.name != declaration.name), declaration))
         self._declared = (*self._declared, declaration)
         registration = contextlib.ExitStack()
         registration.callback(self._take_out, declaration)
         return registration
 
     def _take_out(self, declaration: Declaration) -> None:
-        self._declared = tuple(one for one in self._declared if one is not declaration)
+        self._declared = tuple(other for other in self._declared if other is not declaration)
 
     def __iter__(self) -> Iterator[Declaration]:
         latest = {declaration.name: declaration for declaration in self._declared}
@@ -75,37 +83,41 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them; each can be switched off, and on."""
+        """The names of all; each can be disabled."""
         return tuple(declaration.name for declaration in self)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources under which their failures are counted."""
+        """The sources under which failures are counted."""
         return tuple(source_of(name) for name in self.names)
 
     @property
     def catalogue(self) -> Catalogue:
-        """All metrics that they declare."""
+        """The catalogue of all metrics."""
         return _catalogue(self)
 
     def reads_devices(self, chosen: Collection[str]) -> bool:
-        """Whether one of the chosen does."""
+        """Return whether one of the chosen reads devices."""
         return any(declaration.reads_devices for declaration in self if declaration.name in chosen)
 
     @property
     def not_judged(self) -> frozenset[str]:
-        """Those of which the package's rules read nothing."""
+        """The names of those whose metrics no rule reads."""
         return frozenset(declaration.name for declaration in self if not declaration.judged)
 
     def made(self, chosen: Collection[str], context: CollectorContext) -> dict[str, Collector]:
-        """The chosen ones by name; one that cannot be made costs only itself."""
-        guards = {one: context.errors.boundary(source_of(one.name), limit=None) for one in self if one.name in chosen}
-        made = {one.name: guard.result(one.make, context) for one, guard in guards.items()}
-        return {name: collector for name, collector in made.items() if collector is not None}
+        """Return the chosen ones by name; one that cannot be made costs only itself."""
+        made: dict[str, Collector] = {}
+        for declaration in self:
+            if declaration.name in chosen:
+                guard = context.errors.boundary(source_of(declaration.name), limit=None)
+                if (collector := guard.result(declaration.make, context)) is not None:
+                    made[declaration.name] = collector
+        return made
 
 
 def source_of(name: str) -> str:
-    """The source under which a collector's failures are counted."""
+    """Return the source under which a collector's failures are counted."""
     return f"{SOURCE}_{name}"
 
 

@@ -23,27 +23,33 @@ from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 
+# Seconds that one collector may take.
 PATIENCE = 1.0
-"""Seconds that one collector may take."""
 
+# Parts of that time: if the whole process was stopped meanwhile, only one part counts.
 SLICES = 10
-"""Parts in which that time is waited for: where the whole process was stopped meanwhile, only one part counts."""
 
+# Between two tries of a collector that keeps failing.
 RETRY_SECONDS = 60.0
-"""Between two tries of a collector that has kept failing."""
 
 
 class _Result(NamedTuple):
-    """What a collector gave, in how many seconds; `None` if it failed."""
+    """The families of a collector, None if it failed, and the seconds that it took."""
 
     families: list[Family] | None
     seconds: float
 
 
 class Scrape:
-    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds.
+    """All families of all collectors; one scrape at a time.
 
-    `not_judged`: collectors of which the package's rules read nothing.
+    Args:
+        collectors: By name.
+        errors: Counts their failures.
+        prepare: Runs first, once in a scrape.
+        clock: In seconds.
+        patience: Seconds that one collector may take.
+        not_judged: Names of collectors whose metrics no rule reads.
     """
 
     def __init__(
@@ -64,49 +70,46 @@ class Scrape:
         self._patience = patience
         self._lock = threading.RLock()
         self._late: dict[str, _Walk] = {}
-        # A success ends a collector's row of failures only where it came in time.
+        # A success ends a collector's row of failures only if it came in time.
         self._guards = {name: errors.boundary(source_of(name)) for name in collectors}
         self._retry_at: dict[str, float] = {}
         self._rows = LabelledRows()
         self._series = 0
         self._judged = [name for name in collectors if name not in not_judged]
-        self._success: dict[str, bool] = {}
-        """Of each collector, the last time that it was asked."""
+        self._success: dict[str, bool] = {}  # of each collector, the last time that it was asked
 
     def __call__(self) -> list[Family]:
-        """One scrape; the last families say how large the one before was and how each collector did."""
+        """Return all families; the last ones are the size of the scrape before and the success of each collector."""
         with self._lock:
-            found = self._scraped(list(self._collectors))
-            self._series = sum(family.series for family in found)
-            return found
+            families = self._scraped(list(self._collectors))
+            self._series = sum(family.series for family in families)
+            return families
 
     def for_rules(self) -> list[Family]:
-        """What the package's rules read, without the other collectors, some of which are expensive: of these, how they did last."""
+        """Return the families that rules read. Other collectors, some of which are expensive, only show their last success."""
         with self._lock:
             return self._scraped(self._judged)
 
     def _scraped(self, asked: list[str]) -> list[Family]:
-        self._preparing(self._prepare)  # if that fails the collectors show what they have
+        self._preparing(self._prepare)  # if that fails the collectors show their last values
         results = self._collect([name for name in asked if self._may_run(name)])
         self._success |= {name: name in results and results[name].families is not None for name in asked}
-        found = [family for result in results.values() for family in result.families or ()]
-        found += self._reports(results)
-        return found
+        return [*(family for result in results.values() for family in result.families or ()), *self._reports(results)]
 
     def start(self) -> None:
-        """Starts the collectors that have a `start`; one that fails costs only itself."""
+        """Start the collectors that have a `start`; one that fails costs only itself."""
         for name, collector in self._collectors.items():
             if (start := getattr(collector, "start", None)) is not None:
                 self._errors.boundary(source_of(name), limit=None)(start)
 
     def close(self) -> None:
-        """Closes the collectors that have a `close`. Waits for none that hangs."""
+        """Close the collectors that have a `close`. Waits for none that hangs."""
         for collector in self._collectors.values():
             if (close := getattr(collector, "close", None)) is not None:
                 close()
 
     def after_fork_in_child(self) -> None:
-        """The child has none of the threads that may hold the lock, or be at work in a collector."""
+        """Replace the lock: the child has none of the threads that may hold it, or be at work in a collector."""
         self._lock = threading.RLock()
         self._late = {}
 
@@ -117,7 +120,7 @@ class Scrape:
         return not self._guards[name].off or self._clock() >= self._retry_at[name]
 
     def _collect(self, names: list[str]) -> dict[str, _Result]:
-        """What each collector gave. They run in another thread, since a call that hangs cannot be stopped."""
+        """Return the result of each collector. They run in another thread, since a call that hangs cannot be stopped."""
         results: dict[str, _Result] = {}
         while names:
             walk = _Walk(names, self._run)
@@ -135,7 +138,7 @@ class Scrape:
         return results
 
     def _wait(self, walk: _Walk) -> str | None:
-        """Returns when all collectors are done, or with the name of the one that takes too long."""
+        """Return None when all collectors are done, or the name of the one that takes too long."""
         current, slices = walk.current, 0
         while not walk.thread.join(self._patience / SLICES):
             slices = slices + 1 if walk.current == current else 0
@@ -154,7 +157,7 @@ class Scrape:
         self._retry_at[name] = self._clock() + RETRY_SECONDS
 
     def _reports(self, results: dict[str, _Result]) -> Iterator[Family]:
-        """Series of the scrape before; success and duration of each collector; no duration of one that was not run or has not ended."""
+        """Yield the size of the scrape before, the success of each collector, and the duration of those that have ended."""
         success = {(name,): self._success[name] for name in self._collectors if name in self._success}
         if "exporter" in self._collectors:
             yield scalar(EXPORTER_SERIES, self._series or None)
@@ -175,14 +178,14 @@ class _Walk:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Begins, in a thread of its own if the process may have one more."""
+        """Begin, in a thread of its own if the process may have one more."""
         try:
             self.thread.start()
         except RuntimeError:
             self._walk()
 
     def give_up(self, name: str | None) -> bool:
-        """Ends the walk if this collector still is its current one; whether it does."""
+        """End the walk if this collector still is its current one; return whether it does."""
         with self._lock:
             self._given_up = name is not None and self.current == name
             return self._given_up

@@ -105,7 +105,7 @@ class TrainingCollector:
         self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now."""
+        """Yield the families of now."""
         totals, clock = self._context.snapshots.latest.totals, self._context.clock
         counts = self._context.snapshots.counts
         yield self._rows.family(TRAIN_INFO, self._facts())
@@ -141,9 +141,9 @@ class TrainingCollector:
         yield scalar(TRAIN_SLOWEST_STEP, totals.slowest)
 
     def _facts(self) -> dict[tuple[str, ...], float]:
-        """The row of `torch_train_info`; none while the devices are not known, since a series that changed its name would be two."""
-        expected, found = self._context.expected_devices, self._context.capture.devices
-        devices = found if found - expected else expected
+        """Return the row of `torch_train_info`, none while the devices are unknown: a series that changed its labels would be two."""
+        expected, seen = self._context.expected_devices, self._context.capture.devices
+        devices = seen if seen - expected else expected
         if not devices:
             return {}
         rank, kinds = str(self._context.identity.local_rank), ",".join(sorted(devices))
@@ -160,7 +160,7 @@ class TrainingCollector:
         return self._rows.family(TRAIN_STATE, {(state,): float(state == current) for state in STATES})
 
     def _phase_seconds(self) -> Iterator[Family]:
-        # Not with 0 from the start: a model that is never called as a whole has no phases, and a series must not go again.
+        # Not with 0 from the start: a model that is never called as a whole has no phases, and a series must not disappear.
         phases = self._context.clock.phases
         if "forward" in phases.seen:
             shown = [phase for phase in PHASES if phase in phases.seen or phase == "outside"]

@@ -1,4 +1,4 @@
-"""How metrics are declared, and the catalogue of all that are. It names none: each is declared by the collector that shows it.
+"""Declarations of metrics, and the catalogue of all. It names none: each is declared by the collector that shows it.
 
 The names are the product's interface. `docs/metrics.md` and the golden scrape follow the declarations, and a test keeps them in
 step.
@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch_grad_exporter.metrics.families import Kind, Spec
 
+# Prometheus' base units in use; a share is a `ratio`, which is not a unit.
 UNITS = ("seconds", "bytes", "joules", "watts", "celsius", "hertz")
-"""Prometheus' base units in use; a share is a `ratio`, which is no unit."""
 
 
 class Section:
     """Metrics that are documented under one title, in the order of their declaration.
 
-    A metric is declared once, by `gauge`, `counter` or `histogram`, which return what its families are made with. They raise
-    `ValueError` where Prometheus' conventions are not kept.
+    A metric is declared once, by `gauge`, `counter` or `histogram`, which return its `Spec`. They raise `ValueError` if Prometheus'
+    conventions are not kept.
     """
 
     def __init__(self, title: str) -> None:
@@ -27,20 +27,20 @@ class Section:
         self._specs: list[Spec] = []
 
     def gauge(self, name: str, help_: str, *labels: str, unit: str = "", opt_in: str = "") -> Spec:
-        """Declares a value that goes up and down. `opt_in`: the option or collector, off by default, that switches it on."""
+        """Declare a value that goes up and down. `opt_in`: the option or collector, off by default, that enables it."""
         return self._declare(Spec(name, Kind.GAUGE, help_, labels, unit, opt_in=opt_in))
 
     def counter(self, name: str, help_: str, *labels: str, unit: str = "", opt_in: str = "", older: bool = False) -> Spec:
-        """Declares a value that only goes up. `older`: it began before the exporter did."""
+        """Declare a value that only goes up. `older`: it began before the exporter did."""
         return self._declare(Spec(name, Kind.COUNTER, help_, labels, unit, opt_in=opt_in, older=older))
 
     def histogram(self, name: str, help_: str, buckets: tuple[float, ...], *labels: str, unit: str = "", opt_in: str = "") -> Spec:
-        """Declares a distribution, counted in buckets with these upper bounds and one without."""
+        """Declare a distribution, counted in buckets with these upper bounds and one without."""
         return self._declare(Spec(name, Kind.HISTOGRAM, help_, labels, unit, buckets, opt_in))
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """What was declared so far."""
+        """All metrics that were declared so far."""
         return tuple(self._specs)
 
     def _declare(self, spec: Spec) -> Spec:
@@ -50,21 +50,21 @@ class Section:
 
 
 def _check(spec: Spec) -> None:
-    """Checks the conventions that concern one metric; `Spec` checks `_total` and buckets."""
+    """Check the conventions for one metric; `Spec` checks `_total` and buckets."""
     wrong = [name for name in (spec.name, *spec.labels) if not re.fullmatch(r"[a-z][a-z0-9_]*", name)]
     if wrong or len(set(spec.labels)) < len(spec.labels):
-        raise ValueError(f"{spec.name}: names are lower case with underscores, and no label comes twice: {wrong or spec.labels}")
+        raise ValueError(f"{spec.name}: names must be lower case with underscores, and labels unique: {wrong or spec.labels}")
     if "le" in spec.labels:
-        raise ValueError(f"{spec.name}: the label le is that of a histogram's buckets")
+        raise ValueError(f"{spec.name}: the label le belongs to a histogram's buckets")
     last = _family_name(spec).rpartition("_")[2]
     if spec.unit not in ("", *UNITS) or spec.unit != (last if last in UNITS else ""):
-        raise ValueError(f"{spec.name}: the unit {spec.unit!r} has to be the last word of the name, and one of {', '.join(UNITS)}")
+        raise ValueError(f"{spec.name}: the unit {spec.unit!r} must be the last word of the name, and one of {', '.join(UNITS)}")
     if not spec.help.endswith("."):
-        raise ValueError(f"{spec.name}: the help text has to be a sentence")
+        raise ValueError(f"{spec.name}: the help text must be a sentence")
 
 
 class Catalogue(Mapping[str, Spec]):
-    """All metrics of some sections by name, in the order of declaration. Raises `ValueError` where two have one name."""
+    """All metrics of some sections by name, in the order of declaration. Raises `ValueError` for a duplicate name."""
 
     def __init__(self, sections: Iterable[Section]) -> None:
         self.sections = tuple(sections)
@@ -74,7 +74,7 @@ class Catalogue(Mapping[str, Spec]):
         for spec in (spec for section in self.sections for spec in section.specs):
             name = _family_name(spec)
             if name in families:
-                raise ValueError(f"{spec.name} and {families[name].name} are metrics of one name; choose another one")
+                raise ValueError(f"{spec.name} and {families[name].name} have one name; choose another one")
             families[name] = spec
 
     def __getitem__(self, name: str) -> Spec:
@@ -88,7 +88,7 @@ class Catalogue(Mapping[str, Spec]):
 
     @property
     def labels(self) -> frozenset[str]:
-        """The names of labels in use, but for the facts of metrics that are called `_info`."""
+        """The names of labels in use, except for the facts of metrics that are called `_info`."""
         return frozenset(label for spec in self.values() if not spec.name.endswith("_info") for label in spec.labels)
 
 

@@ -1,4 +1,4 @@
-"""The neutral metric family: what every collector yields and every output takes.
+"""The neutral metric family, which every collector yields and every output takes.
 
 A family is one metric (`Spec`) with its label rows and its values as arrays. It knows neither
 Prometheus' text format nor OTLP; those are outputs and live in `outputs/`. The constant labels of a
@@ -34,9 +34,17 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric's declaration: full name (with `_total` on a counter), kind, help and label names.
+    """The declaration of a metric.
 
-    `buckets` are the finite upper bounds of a histogram, ascending; the `+Inf` bucket is implied.
+    Attributes:
+        name: With `_total` on a counter.
+        kind: Of the metric.
+        help: A sentence.
+        labels: Their names.
+        unit: Prometheus' base unit, empty for none.
+        buckets: The finite upper bounds of a histogram, ascending; the `+Inf` bucket is implied.
+        opt_in: The option that enables the metric; empty for the metrics that are always there.
+        older: Whether a counter began before the exporter did, with the process, the host or the device.
     """
 
     name: str
@@ -46,9 +54,7 @@ class Spec:
     unit: str = ""
     buckets: tuple[float, ...] = ()
     opt_in: str = ""
-    """The option that switches the metric on; empty for the metrics that are always there."""
     older: bool = False
-    """Whether a counter began before the exporter did, with the process, the host or the device."""
 
     def __post_init__(self) -> None:
         if (self.kind is Kind.COUNTER) != self.name.endswith("_total"):
@@ -57,7 +63,7 @@ class Spec:
             raise ValueError(f"{self.name}: a histogram has buckets, and nothing else has")
 
     def __hash__(self) -> int:
-        # Of all fields it would take longer than most of what is looked up by it.
+        # A hash of all fields would take longer than most look-ups by it.
         return hash(self.name)
 
 
@@ -75,17 +81,15 @@ class LabelRows:
         return len(self.rows)
 
 
+# The layer of the one row that the counters of all removed layers are added up into. Its values were counted before under other
+# labels: sums over layers never fall, but its growth shows nothing about the training.
 REMOVED = "(removed)"
-"""The layer of the one row that the counters of all removed layers are added up into.
 
-Its values were counted before under other labels: sums over layers never fall, but its growth shows nothing about the training."""
-
+# The one row of a metric without labels.
 NO_LABELS = LabelRows(((),))
-"""The one row of a metric without labels."""
 
-
+# Of exponential buckets: each is 2 ** (1 / 2 ** SCALE) times as wide as the one below it, here 9 percent.
 SCALE = 3
-"""Of exponential buckets: each is 2 ** (1 / 2 ** SCALE) times as wide as the one below it, here 9 percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +147,13 @@ class Family:
 
     @property
     def series(self) -> int:
-        """How many time series the family yields; a histogram row has `_bucket`s, `_sum` and `_count`."""
+        """The number of time series that the family yields; a histogram row has `_bucket`s, `_sum` and `_count`."""
         rows = len(self.labels) if self.present is None else int(np.count_nonzero(self.present))
         return rows * (len(self.spec.buckets) + 3 if self.spec.kind is Kind.HISTOGRAM else 1)
 
 
 def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:
-    """The families of each metric, in the order in which the metrics first appear.
+    """Return the families of each metric, in the order in which the metrics first appear.
 
     Outputs need all series of a metric in one place.
     """
@@ -160,7 +164,7 @@ def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:
 
 
 def scalar(spec: Spec, value: float | None) -> Family:
-    """A family of one row without labels; `None` means that there is no value, so no series."""
+    """Return a family of one row without labels; None means that there is no value, so no series."""
     present = None if value is not None else np.zeros(1, dtype=np.bool_)
     return Family(spec, np.array([value if value is not None else 0.0], dtype=np.float64), present=present)
 
@@ -172,7 +176,7 @@ class RowCache:
     _kept: LabelRows = field(default_factory=lambda: LabelRows(()))
 
     def get(self, rows: tuple[tuple[str, ...], ...]) -> LabelRows:
-        """The kept object if it has these rows, else a new one, kept from now on."""
+        """Return the kept object if it has these rows, else a new one, kept from now on."""
         kept = self._kept
         if kept.rows != rows:
             # Another scrape may do the same at this moment: each returns its own.
@@ -187,5 +191,5 @@ class LabelledRows:
     _kept: defaultdict[Spec, RowCache] = field(default_factory=lambda: defaultdict(RowCache))
 
     def family(self, spec: Spec, values: Mapping[_Row, float]) -> Family:
-        """The family with these values by their labels."""
+        """Return the family with these values by their labels."""
         return Family(spec, np.array(list(values.values()), dtype=np.float64), self._kept[spec].get(tuple(values)))

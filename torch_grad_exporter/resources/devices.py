@@ -1,4 +1,4 @@
-"""`DeviceMemory`: what PyTorch's allocators say about the memory of CUDA devices, or of another accelerator.
+"""`DeviceMemory`: the numbers of PyTorch's allocators about the memory of CUDA devices, or of another accelerator.
 
 It belongs to the training thread, which reads at most once a second; any thread may take the values of the last reading. A
 device is neither initialised nor waited for: its allocator's own numbers are read, on the host, once the program has begun to
@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
+# Seconds from one reading to the next, at least.
 INTERVAL = 1.0
-"""Seconds from one reading to the next, at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatistics:
-    """The memory of one device in bytes, and two counts of allocations; `None` where it is not counted."""
+    """The memory of one device in bytes, and two counts of allocations; None where it is not counted.
+
+    `device`: its name in PyTorch, such as `cuda:0`. `uuid`: 36 characters, without a prefix.
+    """
 
     device: str
-    """The device as PyTorch names it, such as `cuda:0`."""
     allocated: int | None
     reserved: int | None
     active: int | None
@@ -36,15 +38,13 @@ class DeviceStatistics:
     retries: int | None
     ooms: int | None
     uuid: str | None
-    """Without a prefix, 36 characters; `None` where the device, or PyTorch, gives none."""
 
 
+# The allocator's number for each field of `DeviceStatistics` that is in bytes.
 _BYTES = {
     **{name: (f"{name}_bytes", "current") for name in ("allocated", "reserved", "active", "inactive_split", "requested")},
     **{f"peak_{name}": (f"{name}_bytes", "peak") for name in ("allocated", "reserved")},
 }
-"""The allocator's number for each field of `DeviceStatistics` that is in bytes."""
-
 
 _ACCELERATOR: Any = getattr(torch, "accelerator", None)
 
@@ -54,12 +54,16 @@ def _module(kind: str) -> Any:  # noqa: ANN401 - a module such as `torch.xpu`
 
 
 class DeviceMemory:
-    """The memory of the devices that this process uses, as of the last reading.
+    """The memory of the devices that this process uses, at the last reading.
 
     A device is shown once PyTorch has reserved memory on it. A kind of device without numbers is not asked again.
-    `used`: the kinds of device on which gradients were read; such a one is known to be in use where its module cannot
-    say so. `cuda`, `accelerator`: modules of PyTorch, the second for another kind than CUDA. `module`: that of a kind.
-    `clock` in seconds.
+
+    Args:
+        used: Returns the kinds of device on which gradients were read: these are in use, also if their module cannot say so.
+        cuda: PyTorch's module for CUDA.
+        accelerator: PyTorch's module for another kind of device.
+        module: Returns the module of a kind.
+        clock: In seconds.
     """
 
     def __init__(
@@ -81,23 +85,22 @@ class DeviceMemory:
         if hasattr(accelerator, "memory_stats"):
             self._readings.append(self._of_another)
         self._seen: dict[Callable[[], object], tuple[DeviceStatistics, ...]] = {}
-        self._facts: dict[str, tuple[int | None, str | None]] = {}
-        """Total memory and UUID of the devices that have been shown."""
+        self._facts: dict[str, tuple[int | None, str | None]] = {}  # total memory and UUID of the devices that have been shown
         self._snapshot: tuple[DeviceStatistics, ...] = ()
 
     def snapshot(self) -> tuple[DeviceStatistics, ...]:
-        """What was seen last. Safe from any thread, and no call to a device."""
+        """Return the values of the last reading. Safe from any thread, and no call to a device."""
         return self._snapshot
 
     def refresh(self) -> None:
-        """Reads again if the last reading was a second ago. On the training thread only. If that fails there are no values."""
+        """Read again if the last reading was a second ago. On the training thread only. If that fails there are no values."""
         now = self._clock()
         if now >= self._due:
             self._due = now + INTERVAL
             self.refresh_now()
 
     def refresh_now(self) -> None:
-        """Reads again, however long ago the last reading was; otherwise as `refresh`."""
+        """Read again, however long ago the last reading was; otherwise like `refresh`."""
         with contextlib.ExitStack() as undone:
             undone.callback(self._forget)
             self._refresh()
@@ -117,7 +120,7 @@ class DeviceMemory:
         self._snapshot = tuple(device for devices in self._seen.values() for device in devices)
 
     def _of_cuda(self) -> tuple[DeviceStatistics, ...]:
-        """Of CUDA, or of what takes its place in PyTorch for AMD's devices."""
+        """Return the statistics of CUDA, or of AMD's devices, which have the same module."""
         cuda = self._cuda
         if not cuda.is_initialized():
             return ()
@@ -129,7 +132,7 @@ class DeviceMemory:
         return tuple(self._devices("cuda", cuda, cuda.memory_stats_as_nested_dict, exact=exact))
 
     def _of_another(self) -> tuple[DeviceStatistics, ...]:
-        """Of the accelerator of a PyTorch that was not built for CUDA."""
+        """Return the statistics of the accelerator of a PyTorch that was not built for CUDA."""
         device = self._accelerator.current_accelerator()
         if device is None or device.type == "cuda":
             return ()
@@ -171,8 +174,8 @@ def _read(device: str, numbers: Mapping[str, Any], facts: tuple[int | None, str 
 
 
 def _number(numbers: Mapping[str, Any], name: str, which: str, *, exact: bool) -> int | None:
-    """One number over all pools, nested or flat. `exact`: 0 is a number also if nothing but 0 was ever counted there."""
+    """Return one number over all pools, nested or flat. `exact`: 0 is a number also if nothing but 0 was ever counted there."""
     prefix = f"{name}.all."
     nested = numbers.get(name)
-    found = nested["all"] if nested else {key.removeprefix(prefix): numbers[key] for key in numbers if key.startswith(prefix)}
-    return found.get(which) if exact or any(found.values()) else None
+    pools = nested["all"] if nested else {key.removeprefix(prefix): numbers[key] for key in numbers if key.startswith(prefix)}
+    return pools.get(which) if exact or any(pools.values()) else None

@@ -1,4 +1,4 @@
-"""How values of the machine are read: counters that never fall, expensive ones that are not read at each scrape, absent ones."""
+"""Readings of the machine: values that are absent, counters that never fall, and expensive values that are read rarely."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Generic, TypeVar
 
 import psutil
 
+# Errors of psutil if a platform, a sandbox or a file of the kernel has no such value. A zombie is a `psutil.Error`, a missing
+# function an `AttributeError`, an empty file a `RuntimeError`, like `NotImplementedError`, and an unexpected line or field a
+# `ValueError`.
 ABSENT = (psutil.Error, OSError, RuntimeError, ValueError, AttributeError)
-"""What psutil raises where a platform, a sandbox or a file of the kernel has no such value.
 
-A zombie is a `psutil.Error`, a missing function an `AttributeError`, an empty file a `RuntimeError`, as is
-`NotImplementedError`, and a line or a field that is not as expected a `ValueError`.
-"""
-
+# The number of counters that are gone whose last value is kept.
 KEPT = 1024
-"""The number of counters that are gone whose last value is kept."""
 
 # The share of one processor's time that reading one expensive value may take: the unique memory of a small training, 10 ms to
 # read, is read each 20 s, which is every other scrape.
@@ -28,7 +26,7 @@ _Value = TypeVar("_Value")
 
 
 def attempt(read: Callable[[], _Value], absent: tuple[type[Exception], ...]) -> _Value | None:
-    """What `read` gives, or `None` where it raises what says that there is no such value here. Anything else passes."""
+    """Return the value, or None if reading it raises one of `absent`. Other errors pass."""
     try:
         return read()
     except absent:
@@ -39,11 +37,9 @@ class Rising(Generic[_Key]):
     """The sum of several counters that come and go, as a counter that never falls. Any thread may call it.
 
     A new counter counts as a whole. One that is gone keeps its last value in the sum. One that falls has started again, and the
-    sum does not fall with it. One that comes back adds what it has gained, or counts as new if it has less than before. The last
-    `KEPT` that went are remembered; an older one counts as new.
-
-    Readings must be handed over in the order in which they were taken: an older one after a newer one would count the difference
-    twice.
+    sum does not fall with it. One that comes back adds its gain, or counts as new if it has less than before. The last `KEPT` that
+    went are remembered; an older one counts as new. Readings must come in the order in which they were taken: an older one after a
+    newer one would count the difference twice.
     """
 
     def __init__(self) -> None:
@@ -53,7 +49,7 @@ class Rising(Generic[_Key]):
         self._lock = threading.Lock()
 
     def __call__(self, values: Mapping[_Key, float]) -> float:
-        """The sum so far, with the counters as they are now."""
+        """Return the sum so far, with these present counters."""
         with self._lock:
             self._total += sum(self._gained(key, value) for key, value in values.items())
             self._gone = {key: last for key, last in {**self._gone, **self._last}.items() if key not in values}
@@ -72,9 +68,8 @@ class Rising(Generic[_Key]):
 class Paced(Generic[_Value]):
     """A value that is read again only after `1 / SHARE` times as long as its last reading took.
 
-    So its reading takes a small share of a processor at most, however expensive it is. `clock` says when, in seconds; `spent`
-    how long, in seconds of this thread on a processor, for waiting costs nothing. Any thread may call it; one reading
-    runs at a time.
+    So its reading takes a small share of a processor at most, however expensive it is. `clock` gives the time and `spent` the CPU
+    time of this thread, both in seconds, as waiting costs nothing. Any thread may call it; one reading runs at a time.
     """
 
     def __init__(
@@ -92,7 +87,7 @@ class Paced(Generic[_Value]):
         self._kept: _Value | None = None
 
     def __call__(self, share: float = SHARE) -> _Value | None:
-        """The value, which may be some time old; `None` while no reading has succeeded. Raises what the reading raises."""
+        """Return the value, which may be some time old, None before a reading has succeeded. Raises what the reading raises."""
         with self._lock:
             if self._clock() >= self._ended + self._took / share:
                 start = self._spent()
