@@ -233,8 +233,8 @@ class Stages:
         snapshots = Snapshots(host.snapshot, clock.counts)
         context = CollectorContext(
             snapshots=snapshots, clock=clock, optimizers=optimizers.names, capture=capture,
-            schedule=schedule, memory=memory, errors=errors, identity=identity, rank=checked.rank,
-            store=checked.store, expected_devices=device_kinds(checked.index, models.values()),
+            schedule=schedule, memory=memory, errors=errors, identity=identity,
+            expected_devices=device_kinds(checked.index, models.values()),
             waits=waits, ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
             weights=weight_totals if settings.weights else None, local_norms=local_norms,
             notified=notified, acted=acted,

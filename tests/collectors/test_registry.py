@@ -34,7 +34,7 @@ def substitute(_context: CollectorContext) -> Substitute:
 def test_a_collector_can_replace_another_one() -> None:
     """With `replace` a collector takes the place of the one with its name until `close`."""
     names = REGISTRY.names
-    with pytest.raises(ValueError, match="'host' already"):
+    with pytest.raises(ValueError, match="duplicate collector 'host'"):
         REGISTRY.register(replace(HOST, make=substitute))
     with contextlib.closing(REGISTRY.register(replace(HOST, make=substitute), replace=True)):
         assert REGISTRY.names == names

@@ -1,4 +1,4 @@
-"""How metrics are declared: what breaks Prometheus' conventions is refused."""
+"""Declarations of metrics: a breach of Prometheus' conventions is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Declare = Callable[[Section], Spec]
         (lambda s: s.gauge("a_milliseconds", "A.", unit="milliseconds"), "unit"),
         (lambda s: s.gauge("A", "A."), "lower case"),
         (lambda s: s.gauge("a", "A.", "the layer"), "lower case"),
-        (lambda s: s.gauge("a", "A.", "layer", "layer"), "twice"),
+        (lambda s: s.gauge("a", "A.", "layer", "layer"), "unique"),
         (lambda s: s.histogram("a", "A.", (1.0,), "le"), "label le"),
         (lambda s: s.gauge("a", "What it says"), "sentence"),
     ],
@@ -42,5 +42,5 @@ def test_two_metrics_of_one_name_are_refused(second: str) -> None:
     one.gauge("a", "A.")
     (other.counter if second.endswith("_total") else other.gauge)(second, "Another one.")
     for sections in ([one, other], [one, one]):
-        with pytest.raises(ValueError, match="metrics of one name"):
+        with pytest.raises(ValueError, match="have one name"):
             Catalogue(sections)

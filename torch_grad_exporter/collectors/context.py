@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
     from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
     from torch_grad_exporter.distributed.identity import Identity
-    from torch_grad_exporter.distributed.store import JobStore
     from torch_grad_exporter.errors import ErrorLog
     from torch_grad_exporter.inspection.activation_totals import ActivationTotals
     from torch_grad_exporter.inspection.layer_times import LayerTimes
@@ -61,8 +60,6 @@ class CollectorContext:
         memory: The allocators' numbers.
         errors: Counts failures.
         identity: The place of this process in its job.
-        rank: The one on the series, which the user may have chosen.
-        store: The job's store.
         expected_devices: The kinds of devices that the parameters were on at the start.
         ended: Returns "finished" or "failed" once the run is over, else None.
         dead_window: The option.
@@ -88,8 +85,6 @@ class CollectorContext:
     memory: DeviceMemory
     errors: ErrorLog
     identity: Identity
-    rank: int
-    store: JobStore
     expected_devices: frozenset[str]
     ended: Callable[[], str | None]
     dead_window: int
