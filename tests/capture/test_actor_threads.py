@@ -13,9 +13,10 @@ import torch
 
 from tests.capture.recorded_loop import RecordedLoop
 from tests.capture.scenes import BACKWARDS, REGIMES, all_regimes, watching
-from tests.support.models import Perceptron, batch
-from tests.support.scrape import value
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.scrape import errors, value
 from tests.support.tools import PATIENCE
+from torch_grad_exporter import start_exporter
 
 STEPS = 30
 
@@ -46,52 +47,18 @@ def with_gradients_of_inputs(model: torch.nn.Module, _copied: torch.nn.Module) -
     torch.autograd.grad(model(inputs).sum(), inputs)
 
 
-acts = pytest.mark.parametrize("act", [without_gradients, with_a_graph, with_a_backward_on_a_copy, with_gradients_of_inputs])
+ACTS: Sequence[Act] = (without_gradients, with_a_graph, with_a_backward_on_a_copy, with_gradients_of_inputs)
+
+MOMENTS = ("before", "in forward", "forward", "in backward", "backward", "in step", "step")
+
+CHAINS = (MOMENTS, ("in step",), ("before", "backward"), ("forward", "step"))
+"""At which moments an actor that never rests ends a forward and begins another one."""
 
 
 @pytest.fixture(name="actor")
 def _actor() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as executor:
         yield executor
-
-
-@pytest.mark.slow
-@all_regimes
-@acts
-def test_an_actor_between_the_parts_of_a_round(act: Act, regime: str, actor: ThreadPoolExecutor) -> None:
-    """An actor that acts before the forward, the backward, the step and the clearing changes no count and no norm."""
-    loop = RecordedLoop()
-    copied = copy.deepcopy(loop.model)
-
-    def acted() -> None:
-        actor.submit(act, loop.model, copied).result()
-
-    def step() -> None:
-        acted()
-        loss = loop.model(batch()).square().mean()
-        acted()
-        loss.backward()
-        acted()
-        loop.take()
-        acted()
-        loop.optimizer.zero_grad()
-
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        loop.warm_up(exporter, regime)
-        for _ in range(STEPS):
-            step()
-            if regime == "sampled":
-                loop.check(exporter)
-        loop.go_on(regime)
-        loop.check(exporter)
-        assert value(exporter, BACKWARDS) == loop.steps
-
-
-MOMENTS = ("before", "in forward", "forward", "in backward", "backward", "in step", "step")
-
-
-CHAINS = (MOMENTS, ("in step",), ("before", "backward"), ("forward", "step"))
-"""At which moments an actor that never rests ends a forward and begins another one."""
 
 
 class Meeting(Perceptron):
@@ -106,22 +73,21 @@ class Meeting(Perceptron):
 
 
 class Met(RecordedLoop):
-    """A loop in which an actor's forward begins at one moment of a round and ends at a later one."""
+    """A loop in which an actor acts from one moment of a round to a later one, in another way at each step.
 
-    def __init__(self, actor: ThreadPoolExecutor) -> None:
+    `chain`: moments at which it ends one act and begins the next, if it never rests.
+    """
+
+    def __init__(self, actor: ThreadPoolExecutor, chain: Collection[str] = ()) -> None:
         super().__init__(Meeting())
         self.optimizer.register_step_pre_hook(lambda *_given: self.at("in step"))
-        self.actor = actor
+        self.actor, self.chain = actor, chain
         self.training = threading.get_ident()
         self.begun, self.may_end = threading.Event(), threading.Event()
         self.acting: Future[None] | None = None
-        self.begin, self.end = "", ""
+        self.first, self.last = "", ""
+        self.copied = copy.deepcopy(self.model)
         self.model.noticed = self.meet
-
-    def act(self) -> None:
-        """Run a forward, as the actor; every second step with a graph."""
-        with torch.set_grad_enabled(self.steps % 2 == 0):
-            self.model(batch())
 
     def meet(self, hidden: torch.Tensor) -> None:
         """A forward is in its middle."""
@@ -135,19 +101,34 @@ class Met(RecordedLoop):
 
     def at(self, moment: str) -> None:
         """Let the actor begin or end if this is the moment."""
-        if moment == self.begin and self.acting is None:
-            self.begun.clear()
-            self.may_end.clear()
-            self.acting = self.actor.submit(self.act)
-            assert self.begun.wait(PATIENCE)
-        if moment == self.end and self.acting is not None:
+        if moment in self.chain:
+            self.end()
+            self.begin()
+        elif moment == self.first and self.acting is None:
+            self.begin()
+        if moment == self.last:
+            self.end()
+
+    def begin(self) -> None:
+        """Let the actor run to the middle of its forward."""
+        self.begun.clear()
+        self.may_end.clear()
+        acts = (
+            ACTS[:3] if self.chain or "step" in self.last else ACTS
+        )  # the last one fails after a step
+        self.acting = self.actor.submit(acts[self.steps % len(acts)], self.model, self.copied)
+        assert self.begun.wait(PATIENCE)
+
+    def end(self) -> None:
+        """Let the actor finish, if it acts."""
+        if self.acting is not None:
             self.may_end.set()
             self.acting.result()
             self.acting = None
 
-    def met(self, begin: str, end: str) -> None:
-        """Train one step with an actor's forward from one moment to the other one."""
-        self.begin, self.end = begin, end
+    def met(self, first: str = "", last: str = "") -> None:
+        """Train one step with an actor that acts from one moment to the other one."""
+        self.first, self.last = first, last
         self.optimizer.zero_grad()
         self.at("before")
         loss = self.model(batch()).square().mean()
@@ -156,46 +137,25 @@ class Met(RecordedLoop):
         self.at("backward")
         self.take()
         self.at("step")
-        self.begin = self.end = ""
+        self.first = self.last = ""
 
 
 @pytest.mark.slow
 @all_regimes
-@pytest.mark.parametrize("begin", MOMENTS)
-def test_an_actor_from_one_moment_to_another(begin: str, regime: str, actor: ThreadPoolExecutor) -> None:
-    """A forward that begins at one moment of a round and ends at this one or a later one changes no count and no norm."""
-    ends = itertools.cycle(MOMENTS[MOMENTS.index(begin) :])
+@pytest.mark.parametrize("first", MOMENTS)
+def test_an_actor_from_one_moment_to_another(first: str, regime: str, actor: ThreadPoolExecutor) -> None:
+    """Whatever begins at one moment of a round and ends at this one or a later one changes no count and no norm."""
+    ends = itertools.cycle(MOMENTS[MOMENTS.index(first) :])
     loop = Met(actor)
     with watching(loop.model, **REGIMES[regime]) as exporter:
         loop.warm_up(exporter, regime)
         for _ in range(STEPS):
-            loop.met(begin, next(ends))
+            loop.met(first, next(ends))
+            if regime == "sampled":
+                loop.check(exporter)
         loop.go_on(regime)
         loop.check(exporter)
-
-
-class Chained(Met):
-    """The same where the actor never rests: at some moments its forward ends and the next one begins."""
-
-    def __init__(self, actor: ThreadPoolExecutor, moments: Collection[str]) -> None:
-        super().__init__(actor)
-        self.moments, self.chained = moments, True
-
-    def at(self, moment: str) -> None:
-        """End one forward and begin another one."""
-        if moment in self.moments and self.chained:
-            self.finish()
-            self.begun.clear()
-            self.may_end.clear()
-            self.acting = self.actor.submit(self.act)
-            assert self.begun.wait(PATIENCE)
-
-    def finish(self) -> None:
-        """End the forward that is under way."""
-        if self.acting is not None:
-            self.may_end.set()
-            self.acting.result()
-            self.acting = None
+        assert value(exporter, BACKWARDS) == loop.steps
 
 
 @pytest.mark.slow
@@ -203,11 +163,37 @@ class Chained(Met):
 @pytest.mark.parametrize("moments", CHAINS, ids=", ".join)
 def test_an_actor_that_never_rests(moments: Sequence[str], regime: str, actor: ThreadPoolExecutor) -> None:
     """An actor that is always within a forward changes no count and no norm, from the first round on."""
-    loop = Chained(actor, moments)
+    loop = Met(actor, moments)
     with watching(loop.model, **REGIMES[regime]) as exporter:
         for _ in range(STEPS):
-            loop.met("", "")
-        loop.chained = False
-        loop.finish()
+            loop.met()
+        loop.chain = ()
+        loop.end()
         loop.go_on(regime)
         loop.check(exporter)
+
+
+@pytest.mark.slow
+def test_two_trainings_in_two_threads() -> None:
+    """Two models trained in two threads with their own exporters count only their own steps."""
+    steps = {"first": 100, "second": 60}
+    ready = threading.Barrier(len(steps))
+    models = {name: Perceptron() for name in steps}
+    exporters = {name: start_exporter(model, port=None, every=3, run=name) for name, model in models.items()}
+
+    def train(name: str) -> None:
+        optimizer = sgd(models[name])
+        ready.wait(PATIENCE)
+        for _ in range(steps[name]):
+            optimizer.zero_grad()
+            models[name](batch()).square().mean().backward()
+            optimizer.step()
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        list(pool.map(train, steps))
+    for name, exporter in exporters.items():
+        with exporter:
+            assert value(exporter, "torch_train_steps_total", optimizer="SGD") == steps[name]
+            assert value(exporter, "torch_train_backward_passes_total") == steps[name]
+            assert value(exporter, "torch_train_skipped_steps_total") == 0
+            assert sum(errors(exporter).values()) == 0

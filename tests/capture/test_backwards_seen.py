@@ -122,55 +122,6 @@ def test_a_step_ends_an_evaluation_without_the_root() -> None:
             assert value(exporter, STATE, state="evaluating") == 0
 
 
-# Heads that join
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("begins", "first"), [(1, False), (20, True)])
-def test_an_auxiliary_head_that_joins_later(begins: int, first: bool) -> None:
-    """Each scrape shows the norm of all backwards of the step that the sample is of."""
-    model = Branched()
-    optimizer = sgd(model, lr=0.001)
-    truth: dict[float, float] = {}
-    sampled = set[float]()
-    with watching(model, every="auto", overhead_budget=0.5) as exporter:
-        for step in range(1, 60):
-            optimizer.zero_grad()
-            joins = step > begins
-            if joins and first:
-                model.of_the_auxiliary(batch()).backward()
-            loss_of(model).backward()
-            if joins and not first:
-                model.of_the_auxiliary(batch()).backward()
-            truth[step] = whole(model)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            shown = values(exporter)
-            number = shown.get(key(SAMPLED_AT))
-            if number is not None:
-                sampled.add(number)
-                assert shown[key(NORM)] == pytest.approx(truth[number], rel=1e-5)
-                assert shown[key(MISSING, layer="auxiliary")] == (2 if number <= begins else 0)
-        assert max(sampled) > begins + 10
-        assert sum(lost(exporter).values()) <= 1
-
-
-def test_a_backward_before_any_forward_of_the_root() -> None:
-    """What only that backward has reached is part of the first sample."""
-    model = Branched()
-    optimizer = sgd(model)
-    with watching(model) as exporter:
-        for step in range(3):
-            optimizer.zero_grad()
-            model.of_the_auxiliary(batch()).backward()
-            loss_of(model).backward()
-            seen = whole(model)
-            optimizer.step()
-            assert value(exporter, SAMPLED_AT) == step + 1
-            assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
-            assert value(exporter, MISSING, layer="auxiliary") == 0
-
-
 # Layers that are frozen and thawed
 
 

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.capture.scenes import COUNTED, OFF, REGIMES, Loop, each_regime
+from tests.capture.scenes import COUNTED, DURATION, OFF, REGIMES, STEPS, Loop
 from tests.support.models import batch
-from tests.support.scrape import errors
+from tests.support.scrape import errors, value
 from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -31,44 +30,36 @@ def hooked() -> tuple[Loop, list[object]]:
 
 
 @pytest.mark.slow
-@each_regime
-@pytest.mark.parametrize("rounds", [0, 1, 5, 20, 300])
-def test_after_whole_rounds(rounds: int, regime: str) -> None:
-    """After this many rounds `close()` leaves exactly the hooks that were there before."""
+@pytest.mark.parametrize(("regime", "rounds"), [("sampled", 0), ("sampled", 1), ("sampled", 20), ("counted", 20), ("counted", 300)])
+@pytest.mark.parametrize("moment", ["step", "forward", "backward", "accumulation"])
+def test_at_a_moment_of_a_round(moment: str, rounds: int, regime: str) -> None:
+    """Closed after a step, a forward, a backward or the first of two, it leaves the hooks that were there; the loop goes on."""
     loop, before = hooked()
     exporter = start_exporter(loop.model, port=None, collectors=OFF, **REGIMES[regime])
     for _ in range(rounds):
         loop.step()
-    exporter.close()
-    assert all_hooks(loop.model, loop.optimizer) == before
-    loop.step()
-    assert all_hooks(loop.model, loop.optimizer) == before
-    assert errors(exporter) == {}
-
-
-@pytest.mark.slow
-@each_regime
-@pytest.mark.parametrize("rounds", [0, 1, 20, 300])
-@pytest.mark.parametrize("moment", ["forward", "backward", "accumulation"])
-def test_within_a_round(moment: str, rounds: int, regime: str) -> None:
-    """The same where the exporter is closed after a forward, a backward or the first of two; the loop goes on."""
-    loop, before = hooked()
-    exporter = start_exporter(loop.model, port=None, collectors=OFF, **REGIMES[regime])
-    for _ in range(rounds):
-        loop.step()
-    loop.optimizer.zero_grad()
-    loss = loop.model(batch()).square().mean()
-    if moment != "forward":
+    if moment != "step":
+        loop.optimizer.zero_grad()
+        loss = loop.model(batch()).square().mean()
+    if moment in ("backward", "accumulation"):
         loss.backward()
+    thread = threading.Thread(target=exporter.close)
+    thread.start()
+    thread.join()
     exporter.close()
     assert all_hooks(loop.model, loop.optimizer) == before
-    if moment == "forward":
+    if moment == "step":
+        loop.backward()
+    elif moment == "forward":
         loss.backward()
     elif moment == "accumulation":
         loop.add()
     loop.optimizer.step()
     assert all_hooks(loop.model, loop.optimizer) == before
     assert errors(exporter) == {}
+    if rounds > 1:
+        assert value(exporter, STEPS, optimizer="SGD") == rounds
+        assert value(exporter, f"{DURATION}_count") == rounds - 1
 
 
 @pytest.mark.slow
@@ -89,59 +80,35 @@ def test_with_all_that_adds_hooks() -> None:
     assert errors(exporter) == {}
 
 
-@pytest.mark.slow
-def test_an_exporter_after_another_one() -> None:
-    """Ten exporters in a row, some of them for two models, leave nothing."""
-    loop, before = hooked()
-    other = torch.nn.Linear(6, 3)
-    for number in range(10):
-        watched = {"one": loop.model, "two": other} if number % 2 else loop.model
-        with start_exporter(watched, port=None, collectors=OFF, every=1):
-            for _ in range(number):
-                loop.step()
-        assert all_hooks(loop.model, loop.optimizer) == before
-    assert all_hooks(other) == all_hooks(torch.nn.Linear(6, 3))
+def on_another_thread(exporter: Exporter) -> None:
+    """Close on another thread, which ends at once or waits for the step."""
+    thread = threading.Thread(target=exporter.close)
+    thread.start()
+    thread.join(0.2)
 
 
-def closed_within_a_step(kind: str, act: Callable[[Exporter], object]) -> None:
-    """Train; in one step a hook of the user, of its optimizer or of all, lets `act` close the exporter, and others follow."""
+@pytest.mark.parametrize("close", [Exporter.close, on_another_thread])
+@pytest.mark.parametrize("kind", ["own", "all"])
+def test_within_a_hook_of_a_step(kind: str, close: Callable[[Exporter], object]) -> None:
+    """`close()` while the user's hooks of a step are called, of its optimizer or of all, raises nothing into the loop."""
     loop, before = hooked()
     exporter = start_exporter(loop.model, port=None, collectors=OFF, every=1)
     calls = []
 
-    def close(*_given: object) -> None:
+    def act(*_given: object) -> None:
         calls.append(kind)
         if len(calls) == 4:
-            act(exporter)
+            close(exporter)
 
     register = register_optimizer_step_pre_hook if kind == "all" else loop.optimizer.register_step_pre_hook
-    handles = [register(close), register(mark)]
+    handles = [register(act), register(mark)]
     for _ in range(8):
         loop.step()
     for handle in handles:
         handle.remove()
+    exporter.close()
     assert len(calls) == 8
     with start_exporter(loop.model, port=None, collectors=OFF):
         pass  # removes what had to be left within the step
     assert all_hooks(loop.model, loop.optimizer) == before
     assert errors(exporter) == {}
-
-
-@pytest.mark.parametrize("kind", ["own", "all"])
-def test_within_a_hook_of_a_step(kind: str) -> None:
-    """`close()` in the user's own hook of a step does not make PyTorch raise into the loop."""
-    closed_within_a_step(kind, Exporter.close)
-
-
-@pytest.mark.parametrize("kind", ["own", "all"])
-def test_on_another_thread_during_a_step(kind: str) -> None:
-    """`close()` on another thread, while hooks of a step are called, does not make PyTorch raise into the loop."""
-    threads = []
-
-    def close(exporter: Exporter) -> None:
-        threads.append(threading.Thread(target=exporter.close))
-        threads[0].start()
-        threads[0].join(0.2)  # it ends at once, or waits for the step
-
-    closed_within_a_step(kind, close)
-    threads[0].join()

@@ -13,7 +13,7 @@ from tests.support.record import gradients_of, norm
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
 
-NORM, AFTER = "torch_grad_global_norm", "torch_grad_global_norm_after_clip"
+NORM = "torch_grad_global_norm"
 
 
 class Loop:
@@ -39,24 +39,6 @@ class Loop:
         told()
         self.divide(tokens)
         self.optimizer.step()
-
-
-def test_a_divisor_counts_for_its_own_round() -> None:
-    """After a step a divisor counts for the coming round, before it for the current one: norms are those after the division."""
-    loop = Loop()
-    with start_exporter(loop.model, port=None, every=1) as exporter:
-        exporter.observe(grad_divisor=50)
-        for tokens, coming in ((50, 70), (70, 90), (90, 113)):
-            loop.step(tokens)
-            exporter.observe(grad_divisor=coming)
-            assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
-            assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(1.0, rel=1e-5)
-        loop.step(113)
-        for tokens in (60.0, 80.0):
-            loop.step(tokens, lambda tokens=tokens: exporter.observe(grad_divisor=torch.tensor(tokens)))
-            assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
-        assert value(exporter, "torch_grad_clipped_steps_total") == 0
-        assert not errors(exporter)
 
 
 @pytest.mark.slow
@@ -119,23 +101,3 @@ def test_a_skipped_step_leaves_no_divisor(early: bool) -> None:
             absent += shown is None
         assert absent <= (2 if early else 0)
         assert not errors(exporter)
-
-
-def test_clipping_after_a_known_division_counts() -> None:
-    """After a known division the rest of the factor is clipping, from the first step on."""
-    loop = Loop()
-    with start_exporter(loop.model, port=None, every=1) as exporter:
-        for clipped in range(1, 4):
-
-            def clip() -> None:
-                loop.divide(40.0)
-                torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1 * loop.whole)
-
-            loop.optimizer.zero_grad()
-            loop.backward(40.0)
-            exporter.observe(grad_divisor=40.0)
-            clip()
-            loop.optimizer.step()
-            assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
-            assert value(exporter, AFTER) == pytest.approx(0.1 * loop.whole, rel=1e-4)
-            assert value(exporter, "torch_grad_clipped_steps_total") == clipped

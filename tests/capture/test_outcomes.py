@@ -10,16 +10,13 @@ import pytest
 import torch
 
 from tests.capture.scenes import (
-    BACKWARDS,
     CAPTURES,
     COUNTED,
     LAYER_CAPTURES,
     NORM,
-    SAMPLED_AT,
     SKIPPED,
     STATE,
     STEPS,
-    Fallible,
     Loop,
     clearing,
     loss_of,
@@ -29,7 +26,6 @@ from tests.capture.scenes import (
 )
 from tests.support.models import Perceptron, sgd
 from tests.support.scrape import value
-from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 
 ACCUMULATED = "torch_grad_norm_squared_accumulated_total"
@@ -138,39 +134,6 @@ def test_a_nan_after_which_the_loop_raises() -> None:
 
 
 @pytest.mark.process
-def test_an_unknown_outcome_is_not_counted_again() -> None:
-    """A NaN that no step follows for a second is unknown; its late step changes no counter."""
-    loop = Loop()
-
-    def numbers() -> list[float | None]:
-        layer = [value(exporter, name, layer="first") for name in (LAYER_CAPTURES, ACCUMULATED)]
-        elements = value(exporter, ELEMENTS, layer="first", kind="nan")
-        return [value(exporter, CAPTURES), value(exporter, DISTRIBUTION), *layer, elements]
-
-    with watching(loop.model) as exporter:
-        for _ in range(3):
-            loop.step()
-        squares = value(exporter, ACCUMULATED, layer="first")
-        start = time.monotonic()
-        loop.optimizer.zero_grad()
-        loss_of(loop.model, nan=True).backward()
-        nans = sum(int(p.grad.isnan().sum()) for p in loop.model.first.parameters())
-        assert outcomes(exporter) == {} or time.monotonic() - start >= 1
-        assert eventually(lambda: outcomes(exporter) == {"unknown": 1})
-        expected = [4, 3, 4, squares, nans]
-        for _ in range(2):
-            assert numbers() == expected
-        loop.optimizer.step()
-        assert outcomes(exporter) == {"unknown": 1}
-        assert numbers() == expected
-        assert value(exporter, SAMPLED_AT) == 4
-        loop.step()  # the parameters are NaN by now
-        nans += sum(int(p.grad.isnan().sum()) for p in loop.model.first.parameters())
-        assert outcomes(exporter) == {"unknown": 1, "stepped": 1}
-        assert numbers() == [5, 3, 5, squares, nans]
-
-
-@pytest.mark.process
 def test_a_slow_round_is_shown_whole_and_once() -> None:
     """However long a round takes, norms, histograms and sums are those of whole rounds, each once."""
     loop, squares = Loop(), 0.0
@@ -246,28 +209,6 @@ def test_a_nan_in_the_second_of_two_passes() -> None:
         assert outcomes(exporter) == {"stepped": 2}
         assert value(exporter, SKIPPED) == 0
         assert value(exporter, LAYER_CAPTURES, layer="first") == 8
-
-
-# Steps that raise
-
-
-def test_a_step_with_a_closure_that_raises() -> None:
-    """It is one skipped step, and the steps after it are counted."""
-    model = Perceptron()
-    optimizer = Fallible(model.parameters(), lr=0.01)
-
-    def closure() -> None:
-        optimizer.zero_grad()
-        loss_of(model).backward()
-
-    with watching(model) as exporter:
-        for step in range(8):
-            optimizer.broken = step == 4
-            with pytest.raises(RuntimeError, match="the user's own") if optimizer.broken else contextlib.nullcontext():
-                optimizer.step(closure)
-        assert value(exporter, STEPS, optimizer="Fallible") == 7
-        assert value(exporter, BACKWARDS) == 8
-        assert value(exporter, SKIPPED) == 1
 
 
 # Steps that a scaler leaves out, and steps within the backward

@@ -12,11 +12,9 @@ from tests.capture.scenes import (
     NORM,
     SAMPLED_AT,
     SAMPLES,
-    SKIPPED,
     STATE,
     STEPS,
     Loop,
-    clearing,
     loss_of,
     watching,
     whole,
@@ -154,22 +152,6 @@ def test_numbered_runs_sample_the_same_steps() -> None:
     assert [number // 4 for number in expected] == list(range(28, 40))
 
 
-@clearing
-def test_accumulations_are_sampled_whole(set_to_none: bool) -> None:
-    """With `every=4` one of four accumulations is sampled, with the norm of all of its backwards."""
-    loop, expected = Loop(set_to_none=set_to_none), []
-    with watching(loop.model, every=4) as exporter:
-        for _ in range(16):
-            loop.accumulated(3)
-            expected.append(whole(loop.model))
-        assert value(exporter, BACKWARDS) == 48
-        assert value(exporter, SKIPPED) == 0
-        assert value(exporter, LAYER_CAPTURES, layer="first") == 4
-        number = int(value(exporter, SAMPLED_AT) or 0)
-        assert number > 12
-        assert value(exporter, NORM) == pytest.approx(expected[number - 1], rel=1e-5)
-
-
 def test_an_evaluation_between_steps() -> None:
     """Evaluation under `no_grad` between steps changes no number but the state."""
     model = Perceptron()
@@ -195,20 +177,6 @@ def test_an_evaluation_between_steps() -> None:
 
 
 # Norms that the user gives, samples that are lost, and tensors without data
-
-
-def test_an_observed_norm_is_shown_as_given() -> None:
-    """`observe(grad_norm=)` is shown as it is given, one observation each."""
-    loop, given = Loop(), []
-    with watching(loop.model) as exporter:
-        for _ in range(5):
-            loop.backward()
-            given.append(torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5))
-            exporter.observe(grad_norm=given[-1])
-            loop.optimizer.step()
-        assert value(exporter, NORM) == pytest.approx(float(given[-1]), rel=1e-6)
-        assert value(exporter, "torch_grad_global_norm_distribution_count") == 5
-        assert value(exporter, "torch_grad_global_norm_distribution_sum") == pytest.approx(float(sum(given)), rel=1e-5)
 
 
 def test_a_sample_that_is_lost_is_counted_once() -> None:

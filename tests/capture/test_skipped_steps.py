@@ -17,7 +17,6 @@ from tests.capture.scenes import (
     SKIPPED,
     STEPS,
     Loop,
-    each_regime,
     loss_of,
     reads_after_backward,
     watching,
@@ -119,27 +118,6 @@ def test_skipped_steps_are_counted_at_once_when_known() -> None:
             loop.optimizer.step()
 
 
-@pytest.mark.slow
-@each_regime
-@pytest.mark.parametrize("backwards", [(False, True), (False, False, True, False)], ids=["one backward", "two backwards"])
-def test_two_passes_to_each_step_skip_nothing(backwards: tuple[bool, ...], regime: str) -> None:
-    """Where each step takes two passes (SAM), with a clearing in between, no step is skipped."""
-    loop = Loop()
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        steps = 30 if regime == "sampled" else 150
-        for step in range(1, steps + 1):
-            for cleared in backwards:
-                if cleared:
-                    loop.optimizer.zero_grad()
-                loop.add()
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-            if step < 20 or step == steps:
-                assert value(exporter, SKIPPED) == 0
-        assert value(exporter, STEPS, optimizer="SGD") == steps
-        assert value(exporter, BACKWARDS) == steps * len(backwards)
-
-
 def test_surgery_on_gradients_of_tasks_skips_nothing() -> None:
     """One backward for each task, whose gradients are taken away and written back together, is one step."""
     tasks, model = 3, Perceptron()
@@ -160,23 +138,6 @@ def test_surgery_on_gradients_of_tasks_skips_nothing() -> None:
             assert value(exporter, STEPS, optimizer="SGD") == step + 1
             assert value(exporter, NORM) == pytest.approx(seen)  # the last pass, as the docs say
         assert value(exporter, BACKWARDS) == 8 * tasks
-
-
-def test_an_optimizer_that_reports_nothing() -> None:
-    """Steps by the user's own arithmetic are no skipped steps, and the norm of the last one shows until the next."""
-    model, seen = Perceptron(), 0.0
-    with watching(model) as exporter:
-        for step in range(12):
-            loss_of(model).backward()
-            if step > 3:  # until then they may be passes of one step
-                assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
-            seen = whole(model)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.sub_(0.01 * parameter.grad)
-                    parameter.grad = None
-        assert value(exporter, SKIPPED) == 0
-        assert value(exporter, STEPS, optimizer="manual") is None  # `exporter.step()` reports them
 
 
 # What a cleared backward reached

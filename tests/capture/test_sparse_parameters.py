@@ -15,18 +15,6 @@ ROUNDS = 40
 CAPTURES = "torch_grad_exporter_captures_total"
 
 
-class Ranked(nn.Module):
-    """An embedding with sparse gradients beside a dense head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 6, sparse=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(tokens).tanh())
-
-
 class Pruned(nn.Module):
     """A layer whose weight is a sparse tensor itself."""
 
@@ -43,32 +31,6 @@ class Pruned(nn.Module):
 def own_norm(module: nn.Module) -> float:
     """Return the float64 norm of a module's own gradients."""
     return norm(gradients_of(module).values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_sparse_embedding_beside_dense_layers(set_to_none: bool) -> None:
-    """With SparseAdam beside AdamW each step is a sample of both, and none is lost."""
-    model = Ranked()
-    optimizers = (
-        torch.optim.SparseAdam(model.embedding.parameters(), lr=0.01),
-        torch.optim.AdamW(model.head.parameters(), lr=0.01),
-    )
-    with watching(model) as exporter:
-        for step in range(1, ROUNDS + 1):
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=set_to_none)
-            model(torch.randint(20, (5,))).square().mean().backward()
-            norms = {"embedding": own_norm(model.embedding), "head": own_norm(model.head)}
-            for optimizer in optimizers:
-                optimizer.step()
-            if step > 2:
-                for layer, expected in norms.items():
-                    assert value(exporter, "torch_grad_norm", layer=layer) == pytest.approx(expected, rel=1e-5)
-        for name in ("SparseAdam", "AdamW"):
-            assert value(exporter, STEPS, optimizer=name) == ROUNDS
-        assert lost(exporter) == {}
-        assert value(exporter, CAPTURES) == ROUNDS
 
 
 @pytest.mark.slow

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from tests.capture.scenes import (
     BACKWARDS,
@@ -27,10 +25,9 @@ from tests.capture.scenes import (
     outcomes,
     watching,
 )
-from tests.support.models import Perceptron, batch, sgd
+from tests.support.models import batch
 from tests.support.scrape import key, lost, value, values
 from tests.support.tools import eventually
-from tests.support.torch_hooks import all_hooks
 
 
 @pytest.mark.slow
@@ -108,74 +105,6 @@ def test_the_budget_does_not_choose_the_rounds() -> None:
 
 
 @pytest.mark.slow
-@each_regime
-def test_a_longer_accumulation_skips_nothing(regime: str) -> None:
-    """A loop that begins to add up two backwards to a step has skipped no step."""
-    loop = Loop()
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        loop.warm_up(exporter, regime)
-        short = loop.steps
-        for _ in range(20):
-            loop.accumulated(2)
-        loop.go_on(regime, lambda: loop.accumulated(2))
-        assert value(exporter, SKIPPED) == 0
-        assert value(exporter, BACKWARDS) == short + 2 * (loop.steps - short)
-        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-
-
-@pytest.mark.slow
-@each_regime
-def test_a_shorter_round_is_counted_as_it_is(regime: str) -> None:
-    """An accumulation that ends early, at the end of an epoch, counts the backwards that it had."""
-    loop = Loop()
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        loop.warm_up(exporter, regime, lambda: loop.accumulated(4))
-        before = loop.steps
-        loop.accumulated(2)
-        loop.go_on(regime, lambda: loop.accumulated(4))
-        assert value(exporter, BACKWARDS) == 4 * before + 2 + 4 * (loop.steps - before - 1)
-        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-        assert value(exporter, SKIPPED) == 0
-
-
-@pytest.mark.slow
-def test_one_backward_more_now_and_then_skips_nothing() -> None:
-    """A penalty that every 20th round adds, by a backward of its own, is part of that round."""
-    loop = Loop(set_to_none=False)
-    with watching(loop.model, **COUNTED) as exporter:
-        loop.warm_up(exporter, "counted")
-        for step in range(200):
-            loop.accumulated(2 if step % 20 == 7 else 1)
-        loop.go_on("counted")
-        assert value(exporter, SKIPPED) == 0
-        assert value(exporter, BACKWARDS) == loop.steps + 10
-
-
-@pytest.mark.slow
-@each_regime
-def test_a_layer_in_two_checkpoints(regime: str) -> None:
-    """A layer that two reentrant checkpoints share receives two gradients in each backward; no step is skipped."""
-
-    class Shared(Perceptron):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_()
-            for _ in range(2):
-                x = checkpoint(self.first, x, use_reentrant=True)
-            return self.second(x)
-
-    model = Shared(inputs=8)
-    optimizer = sgd(model)
-    steps = 20 if regime == "sampled" else 300
-    with watching(model, **REGIMES[regime]) as exporter:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(batch(inputs=8)).square().mean().backward()
-            optimizer.step()
-        assert value(exporter, SKIPPED) == 0
-        assert value(exporter, BACKWARDS) == value(exporter, STEPS, optimizer="SGD") == steps
-
-
-@pytest.mark.slow
 def test_a_pause_and_an_evaluation() -> None:
     """When no step has come for a while an evaluation shows, and a step that was skipped before is counted."""
     loop = Loop()
@@ -196,23 +125,6 @@ def test_a_pause_and_an_evaluation() -> None:
         assert value(exporter, STATE, state="training") == 1
         assert value(exporter, SKIPPED) == 1
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-
-
-@pytest.mark.slow
-@each_regime
-def test_close_counts_all_and_leaves_no_hook(regime: str) -> None:
-    """`close`, from another thread and again, counts the steps so far and removes every hook."""
-    loop = Loop()
-    before = all_hooks(loop.model, loop.optimizer)
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        loop.warm_up(exporter, regime)
-        thread = threading.Thread(target=exporter.close)
-        thread.start()
-        thread.join()
-        exporter.close()
-        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-        assert value(exporter, f"{DURATION}_count") == loop.steps - 1
-    assert all_hooks(loop.model, loop.optimizer) == before
 
 
 @pytest.mark.process

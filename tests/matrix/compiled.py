@@ -323,17 +323,12 @@ def compiled_and_eager_in_turn(run: Run, stance: bool) -> None:
         need(2, 6, "torch.compiler.set_stance")
     with compiling(run):
         model = Perceptron()
-        optimizer = sgd(model)
         compiled = torch.compile(model, backend=EAGER)
-        with run.watching(model, optimizer):
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                eager = step % 2
-                with torch.compiler.set_stance("force_eager") if stance and eager else contextlib.nullcontext():
-                    run.backward((model if eager and not stance else compiled)(batch()).square().mean() * 10)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                run.step(optimizer)
-                run.check()
+        for step in run.rounds(model, STEPS):
+            eager = step % 2
+            with torch.compiler.set_stance("force_eager") if stance and eager else contextlib.nullcontext():
+                run.backward((model if eager and not stance else compiled)(batch()).square().mean() * 10)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
 @regime()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import struct
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.statistics.test_statistics import Bare, plan_of, rows_of
 from tests.support.scrape import value
@@ -24,60 +20,10 @@ from torch_grad_exporter.statistics.host import BLOCK_ELEMENTS
 
 NAN, INF = math.nan, math.inf
 
-VALUES: list[list[float]] = [
-    [0.0, 0.0, 0.0],
-    [0.0, -0.0, 0.0],
-    [3.0, 1.0, 2.0],
-    [-3.0, -1.0, -2.0],
-    [3.0, 0.0, 2.0],
-    [-3.0, -0.0, -2.0],
-    [INF, 1.0, -1.0],
-    [1.0, NAN, -1.0],
-    [1.0, -NAN, -1.0],
-    [1.0, NAN, 2.0],
-    [-1.0, -NAN, -2.0],
-    [-INF, NAN, INF],
-]
-
-
-def truth(values: Sequence[float]) -> list[float]:
-    """Return the smallest and the largest by a loop."""
-    return [NAN, NAN] if any(map(math.isnan, values)) else [min(values), max(values)]
-
-
-def found_in(block: np.ndarray) -> list[list[float]]:
-    """Return the smallest and the largest of each row of this block, measured as gradients of one shape."""
-    gradients = [torch.from_numpy(row.copy()) for row in block]
-    table = plan_of(Bare(*[row.shape for row in block], dtype=gradients[0].dtype))
-    rows = rows_of(EagerStatistics(9), table, gradients)
-    return [[rows[place][Column.MIN], rows[place][Column.MAX]] for place in range(len(block))]
-
 
 def same(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> bool:
     """Return whether they are equal; a NaN equals a NaN."""
     return np.array_equal(np.array(found), np.array(expected), equal_nan=True)
-
-
-def as_type(values: Sequence[float], dtype: type) -> np.ndarray:
-    """Return one tensor of these values in which a NaN keeps its sign."""
-    block = np.abs(np.array([values], dtype=dtype))
-    return np.copysign(block, np.array([math.copysign(1.0, value) for value in values], dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_extremes_of_tensors_of_one_block(dtype: type) -> None:
-    """Each tensor of a block has its own extremes, whichever of the others have one sign, zero or NaN."""
-    for some in (VALUES, VALUES[::-1], *itertools.pairwise(VALUES), VALUES[:1] * 2):
-        block = np.concatenate([as_type(values, dtype) for values in some])
-        assert same(found_in(block), [truth(values) for values in block.tolist()])
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.integers(1, 4))
-def test_extremes_of_any_bits(bits: list[int], tensors: int) -> None:
-    """The extremes are right for any bits of the elements."""
-    block = np.array([bits[n:] + bits[:n] for n in range(tensors)], dtype=np.uint32).view(np.float32)
-    values = [struct.unpack("<f", struct.pack("<I", one))[0] for one in bits]
-    assert same(found_in(block), [truth(values)] * tensors)
 
 
 # Of large gradients, block by block

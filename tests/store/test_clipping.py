@@ -7,10 +7,8 @@ import random
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from tests.store.support import Training, by_layer
-from tests.support.scrape import errors
 from tests.support.tools import eventually
 
 
@@ -79,25 +77,6 @@ def test_a_division_is_not_clipping(divisors: str) -> None:
 # Different factors
 
 
-@pytest.mark.parametrize("factors", [(1.0, 0.2), (0.3, 0.9), (0.5, 1.1)])
-def test_gradients_that_changed_differently(factors: tuple[float, float]) -> None:
-    """The coefficient is the ratio of the whole norms, at once; the step was clipped if no gradient has grown."""
-    ratio = math.hypot(0.6 * factors[0], 0.8 * factors[1])
-    with Training() as training:
-        assert edited(training, 3.0, *factors) == pytest.approx((3.0, ratio, 3 * ratio, float(max(factors) <= 1)))
-
-
-def test_clipping_an_infinite_norm_is_not_clipping() -> None:
-    """After `clip_grad_norm_` of an infinite norm the step counts as not finite, without a coefficient and without a warning."""
-    with Training() as training:
-        training.backward(a=math.inf, b=4.0)
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-        training.step()
-        found = shown(training)
-        assert (found.norm, found.coefficient, found.clipped) == (math.inf, None, 0)
-        assert (training.outcomes(), errors(training.exporter)) == ({"stepped": 1}, {})
-
-
 def test_a_step_that_is_skipped_has_no_coefficient() -> None:
     """A sample that no optimizer saw has no coefficient, and nothing of it goes into the next one."""
     with Training() as training:
@@ -113,18 +92,6 @@ def test_a_step_that_is_skipped_has_no_coefficient() -> None:
 
 
 # Several optimizers
-
-
-def test_of_two_optimizers_one_is_clipped() -> None:
-    """Each optimizer's coefficient and clipped steps come from its own gradients."""
-    with Training(optimizers=by_layer) as training:
-        training.round(a=1.0, b=1.0)
-        for number, norm in enumerate(norms(6)):
-            training.backward(a=norm, a_bias=1.0, b=norm)
-            training.multiply(0.01 / math.hypot(norm, 1.0), "a")
-            training.step()
-            assert (shown(training, "SGD").clipped, shown(training, "Adam").clipped) == (max(0, number - 1), 0)
-            assert shown(training, "Adam").coefficient == 1
 
 
 @pytest.mark.slow
@@ -155,28 +122,3 @@ def test_a_given_norm_shows_a_clipping_at_once() -> None:
             training.multiply(0.5)
             training.step()
             assert shown(training) == pytest.approx((norm, 0.5, norm / 2, number))
-
-
-def test_a_given_norm_does_not_show_a_divisor() -> None:
-    """A norm that is given after a division by tokens shows that nothing was clipped; layers are those before the division."""
-    with Training() as training:
-        for number in range(1, 4):
-            training.backward(a=300.0 * number, b=400.0 * number)
-            training.multiply(0.01 / number)
-            training.exporter.observe(grad_norm=5.0)
-            training.step()
-            assert [training.layer("norm", layer) for layer in "ab"] == pytest.approx([300 * number, 400 * number])
-            assert shown(training) == pytest.approx((5, 1, 5, 0))
-
-
-# Loss scales that nobody gives
-
-
-def test_a_loss_scaled_by_hand_is_in_the_norms() -> None:
-    """A loss scale that nobody reports is in the norms of gradients, and its division is no clipping."""
-    exponents = [10, 10, 11, 11, 10, 10, 11, 12, 12]
-    with Training() as training:
-        for exponent, norm in zip(exponents, norms(9), strict=True):
-            found = edited(training, norm * 2.0**exponent, 2.0**-exponent)
-            assert training.layer("norm", "a") == pytest.approx(0.6 * norm * 2.0**exponent)
-            assert found == (pytest.approx(norm * 2.0**exponent), None, pytest.approx(norm), 0)

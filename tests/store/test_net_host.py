@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
-from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 
 QUIET = dict.fromkeys(("host", "process", "container", "gpu", "cuda_memory"), False)
@@ -22,7 +18,6 @@ QUIET = dict.fromkeys(("host", "process", "container", "gpu", "cuda_memory"), Fa
 
 CAPTURES = "torch_grad_exporter_captures_total"
 NORM = "torch_grad_global_norm"
-COEFFICIENT = "torch_grad_clip_coefficient"
 
 
 @pytest.fixture(autouse=True)
@@ -108,23 +103,6 @@ def test_a_negative_norm_is_shown_as_nan() -> None:
 # What is observed and counted
 
 
-@pytest.mark.parametrize(("positive", "judged_as_it_is"), [(127, True), (128, False)])
-def test_after_128_positive_losses_logarithms_count(positive: int, judged_as_it_is: bool) -> None:
-    """A loss of 90 among losses that vary by factors around 1 is a spike only where fewer than 128 positive ones came before."""
-    generator = random.Random(0)
-    with started(Perceptron()) as exporter:
-
-        def spikes(losses: Iterable[float]) -> float:
-            for loss in losses:
-                exporter.observe(loss=loss)
-            return value(exporter, "torch_train_loss_spikes_total") or 0.0
-
-        usual = [generator.lognormvariate(0.0, 1.0) for _ in range(200 + positive)]
-        before = spikes([*usual[:200], -1.0, *usual[200:]])
-        assert spikes([90.0]) - before == judged_as_it_is
-        assert value(exporter, "torch_train_loss") == 90.0
-
-
 def only_counted(exporter: Exporter) -> bool:
     """Return whether most rounds are only counted."""
     return (value(exporter, "torch_grad_exporter_timing_interval_steps") or 0) > 4
@@ -158,54 +136,3 @@ def test_counts_of_examples_never_fall() -> None:
             exporter.observe(samples=given, tokens=10 * given)
         assert value(exporter, "torch_train_samples_total") == 7
         assert value(exporter, "torch_train_tokens_total") == 70
-
-
-@pytest.mark.slow
-def test_an_evaluation_after_counted_rounds_shows() -> None:
-    """After a second without a step the state is that of an evaluation, and with the next steps that of training."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    state = "torch_train_state"
-    with started(model, every=4096, overhead_budget=0.0001) as exporter:
-        for _ in range(400):
-            backward(model)
-            optimizer.step()
-        assert only_counted(exporter)
-        model.eval()
-
-        def evaluates() -> bool:
-            with torch.no_grad():
-                model(batch())
-            return value(exporter, state, state="evaluating") == 1
-
-        assert eventually(evaluates)
-        model.train()
-        for _ in range(3):
-            backward(model)
-            optimizer.step()
-        assert value(exporter, state, state="training") == 1
-        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 403
-        assert not errors(exporter)
-
-
-# The end
-
-
-def test_the_last_round_without_a_step_is_counted(tmp_path: Path) -> None:
-    """A sample whose step has not come when the exporter closes is that of a skipped step, also in the saved history."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    exporter = started(model)
-    for _ in range(3):
-        backward(model)
-        optimizer.step()
-    backward(model, math.nan)
-    exporter.close()
-    assert outcomes(exporter) == {"skipped": 1}
-    assert value(exporter, "torch_grad_captures_total", layer="first") == 4
-    exporter.save(tmp_path / "run.json")
-    saved = json.loads((tmp_path / "run.json").read_text())
-    assert saved["status"]["samples"] == 4
-    assert saved["status"]["state"] == "finished"
-    optimizer.step()
-    assert outcomes(exporter) == {"skipped": 1}

@@ -121,30 +121,6 @@ def of_layer(found: dict[Key, float], layer: str) -> tuple[set[str], dict[str, f
     return mine.keys() - counters.keys(), counters
 
 
-def test_a_frozen_layer_keeps_its_counters() -> None:
-    """The counters of a layer that is frozen in turns never fall, until its module goes; its gauges go and come."""
-    tasks = Tasks(2)
-    tasks.train(2)
-    with start_exporter(tasks.model, None, every=1) as exporter:
-        captures = 0
-        for step in range(6):
-            frozen = step % 2 == 1
-            tasks.model.adapters["task_0"].requires_grad_(not frozen)
-            tasks.step()
-            captures += not frozen
-            gauges, counters = of_layer(values(exporter), "adapters.task_0")
-            assert counters[CAPTURES] == counters["torch_grad_norm_distribution_count"] == captures
-            assert bool(gauges - {"torch_grad_norm_recent_max"}) == (not frozen)
-        assert key(CAPTURES, layer=REMOVED) not in values(exporter)
-        tasks.model.adapters["task_0"].requires_grad_(False)
-        tasks.train(4)
-        found = values(exporter)
-        assert of_layer(found, "adapters.task_0") == (set(), {})
-        gauges, counters = of_layer(found, REMOVED)
-        assert (gauges, counters[CAPTURES]) == (set(), captures + 6)
-        assert errors(exporter) == {}
-
-
 class Changing(Training):
     """A training whose layers, with one weight each, come and go."""
 

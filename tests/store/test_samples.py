@@ -28,28 +28,6 @@ def counted(training: Training, layer: str) -> list[float]:
 # Rounds
 
 
-def test_a_sample_is_shown_after_its_step() -> None:
-    """A sample is shown nowhere until its step is done, then by layer and over all of them."""
-    with Training() as training:
-        training.backward(a=3.0, a_bias=4.0, b=2.0)
-        assert (counted(training, "a"), training.whole("global_norm")) == ([0, 0, 0, 0], None)
-        training.step()
-        assert (counted(training, "a"), counted(training, "b")) == ([1, 1, 5, 25], [1, 1, 2, 4])
-        assert [training.layer("norm", layer) for layer in "ab"] == [5.0, 2.0]
-        assert training.whole("global_norm") == pytest.approx(math.sqrt(29))
-        assert (training.whole("sample_step"), training.whole("exporter_captures_total")) == (1, 1)
-
-
-def test_the_gradients_of_a_round_count_at_its_end() -> None:
-    """Of the backwards of an accumulation the sample has what they add up to, once."""
-    with Training() as training:
-        training.backward(a=100.0, b=1.0)
-        training.backward(clear=False, a=-40.0)
-        training.backward(clear=False, a=-57.0)
-        training.step()
-        assert (counted(training, "a"), training.layer("norm", "a")) == ([1, 1, 3, 9], 3)
-
-
 def nans(training: Training) -> float | None:
     """Return the elements of layer `a` that were NaN."""
     return training.layer("nonfinite_elements_total", "a", kind="nan")
@@ -75,34 +53,7 @@ def test_a_nan_before_a_hang_is_counted_after_1_s() -> None:
         assert errors(training.exporter) == {}
 
 
-@pytest.mark.slow
-def test_a_finite_sample_waits_for_its_step() -> None:
-    """A finite sample enters no sum before its step, however late that is, and each sum once."""
-    with Training() as training:
-        training.backward(a=2.0, b=1.0)
-        start = time.monotonic()
-        assert eventually(lambda: counted(training, "a") != [0, 0, 0, 0] or time.monotonic() - start > 1.5)
-        assert (counted(training, "a"), training.layer("norm", "a")) == ([0, 0, 0, 0], None)
-        training.backward(clear=False, a=5.0)
-        training.step()
-        assert (counted(training, "a"), counted(training, "b")) == ([1, 1, 7, 49], [1, 1, 1, 1])
-
-
 # Several optimizers
-
-
-def test_only_what_was_stepped_on_is_shown() -> None:
-    """In a round of one of two optimizers the layers of the other one are neither shown nor counted."""
-    with Training(optimizers=by_layer) as training:
-        for number in range(1, 4):
-            training.backward(a=3.0, a_bias=4.0, b=70.0)
-            training.step(0)
-            training.backward(a=3.0, a_bias=4.0, b=2.0 * number)
-            training.step()
-            assert training.layer("norm", "b") == 2.0 * number
-        assert (training.layer("captures_total", "a"), training.layer("captures_total", "b")) == (6, 3)
-        assert training.layer("norm_distribution_sum", "b") == 12
-        assert [training.whole("global_norm", optimizer=name) for name in ("SGD", "Adam")] == [5.0, 6.0]
 
 
 @pytest.mark.slow
@@ -173,26 +124,6 @@ def test_histograms_and_sums_are_exact() -> None:
     assert found[key("torch_grad_captures_total", layer="a")] == 0
 
 
-def test_what_is_not_finite_enters_no_sum() -> None:
-    """NaN and Inf count by element and by step; gauges show them until the next sample; sums and histograms never do."""
-    with Training() as training:
-        training.round(a=2.0)
-        training.round(a=torch.full((4, 3), NAN), a_bias=1.0)
-        assert math.isnan(training.layer("norm", "a") or 0.0)
-        assert math.isnan(training.layer("max_magnitude", "a") or 0.0)
-        assert math.isnan(training.whole("global_norm") or 0.0)
-        training.round(a=torch.tensor([[INF, -INF, NAN]] + [[1.0] * 3] * 3))
-        training.round(a=2.0)
-        assert [training.layer("nonfinite_elements_total", "a", kind=kind) for kind in ("nan", "inf")] == [13, 2]
-        assert (counted(training, "a"), training.layer("norm", "a")) == ([4, 2, 4, 8], 2)
-        assert training.layer("norm_recent_max", "a") == 2
-        assert training.outcomes() == {"stepped": 2}
-        assert [training.whole(f"global_norm_distribution_{name}") for name in ("count", "sum")] == [2, 4]
-        for norm in (3.0, 1.0):
-            training.round(a=norm)
-        assert training.layer("norm_recent_max", "a") == 3
-
-
 @pytest.mark.parametrize("norms", [(1e200, 1e200), (1e-200, 1e-200), (INF, 1e200)])
 def test_norms_are_combined_without_overflow(norms: tuple[float, float]) -> None:
     """A norm over several parameters is the root of the sum of squares, whatever their size, without a warning."""
@@ -204,29 +135,6 @@ def test_norms_are_combined_without_overflow(norms: tuple[float, float]) -> None
 
 
 # Values of layers
-
-
-def test_values_of_a_layer_are_over_all_its_elements() -> None:
-    """Moments, extremes and ratios of a layer are those of the elements of all its parameters together."""
-    generator = torch.Generator().manual_seed(0)
-    weight, bias = (3 + torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (4,)))
-    weight[1:3], weight[0, 0], bias[2] = 0.0, -9.0, 0.0
-    elements = torch.cat([weight.reshape(-1), bias])
-    equal = torch.full((2, 4), 0.1)
-    with Training(moments=True, dead_window=2) as training:
-        for _ in range(2):
-            training.round(a=weight, a_bias=bias, b=equal)
-        expected = {
-            "norm": elements.norm(), "mean": elements.mean(), "stddev": elements.std(correction=0),
-            "min": elements.min(), "max": elements.max(), "max_magnitude": elements.abs().max(),
-            "zero_ratio": 7 / 16, "zero_units_ratio": 2 / 4, "dead_ratio": 2 / 4,
-        }  # fmt: skip
-        assert {name: training.layer(name, "a") for name in expected} == pytest.approx(
-            {name: float(number) for name, number in expected.items()}, rel=1e-12
-        )
-        assert training.layer("stddev", "b") == pytest.approx(0, abs=1e-8)
-        training.round(a_bias=1.0)
-        assert [training.layer(name, "a") for name in ("zero_units_ratio", "dead_ratio")] == [None, None]
 
 
 @pytest.mark.full
@@ -259,25 +167,6 @@ def test_a_spike_counts_for_its_layer_and_the_whole() -> None:
         assert [training.layer("norm_spikes_total", layer) for layer in "ab"] == [1, 0]
         assert training.whole("global_norm_spikes_total") == 1
         assert 0 < abs(training.layer("norm_zscore", "a") or 0.0) < 6
-
-
-# The loss scale
-
-
-def test_the_loss_scale_is_divided_out() -> None:
-    """With a scaler norms, extremes and moments are those of the unscaled gradient; clipping is what follows the unscaling."""
-    with Training(moments=True, grad_scaler=(scaler := torch.amp.GradScaler("cpu", init_scale=1024.0))) as training:
-        scaler.scale(torch.zeros(1))
-        gradient = torch.tensor([[-1.0, 2.0, 0.0, 0.0], [1.0, 2.0, 0.0, 2.0]])
-        training.backward(loss_scale=1024.0, b=gradient)
-        scaler.unscale_(training.optimizers[0])
-        training.multiply(1 / 64)
-        scaler.step(training.optimizers[0])
-        scaler.update()
-        found = [training.layer(name, "b") for name in ("norm", "min", "max", "mean", "max_magnitude", "zero_ratio")]
-        assert found == pytest.approx([math.sqrt(14), -1, 2, 6 / 8, 2, 3 / 8])
-        assert (training.layer("norm_distribution_sum", "b"), training.whole("global_norm")) == pytest.approx((math.sqrt(14),) * 2)
-        assert training.whole("global_norm_after_clip") == pytest.approx(math.sqrt(14) / 64)
 
 
 # Norms that the user observes

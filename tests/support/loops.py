@@ -8,17 +8,23 @@ from tests.support.models import Perceptron, batch, sgd
 
 
 class PlainLoop:
-    """One model and its optimizer; `clearing`: how gradients are cleared. `steps`: those that were taken."""
+    """One model and its optimizer. `clearing`: how gradients are cleared; `steps`, `backwards`: those that were taken and run."""
 
     def __init__(self, model: torch.nn.Module | None = None, **clearing: bool) -> None:
         self.model = model or Perceptron()
         self.optimizer = sgd(self.model)
         self.clearing = clearing
         self.steps = 0
+        self.backwards = 0
 
     def add(self, size: int = 5) -> None:
         """Runs one backward on top of what is there."""
-        self.model(batch(size)).square().mean().backward()
+        self.run(self.model(batch(size)).square().mean())
+
+    def run(self, loss: torch.Tensor, **options: bool) -> None:
+        """Run a backward of this loss."""
+        loss.backward(**options)
+        self.backwards += 1
 
     def backward(self, size: int = 5, **clearing: bool) -> None:
         """Clears, and runs one backward."""
