@@ -113,9 +113,7 @@ class Met(RecordedLoop):
         """Let the actor run to the middle of its forward."""
         self.begun.clear()
         self.may_end.clear()
-        acts = (
-            ACTS[:3] if self.chain or "step" in self.last else ACTS
-        )  # the last one fails after a step
+        acts = ACTS[:3] if self.chain or "step" in self.last else ACTS  # the last one fails after a step
         self.acting = self.actor.submit(acts[self.steps % len(acts)], self.model, self.copied)
         assert self.begun.wait(PATIENCE)
 

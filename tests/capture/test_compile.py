@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.matrix.compiled import EAGER, compilations, dynamo
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import norm
 from tests.support.scrape import errors, value
-from tests.support.torch_versions import enable_compiled_autograd
 from torch_grad_exporter import start_exporter
 
 STEPS = 20
@@ -51,10 +49,10 @@ def parent(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return backward
 
 
-def forward_and_backward(model: torch.nn.Module, backend: str = EAGER) -> Callable[[torch.Tensor], torch.Tensor]:
+def forward_and_backward(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Compile a function that runs forward and backward."""
 
-    @torch.compile(backend=backend)
+    @torch.compile(backend=EAGER)
     def backward(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
         loss.backward()
@@ -73,7 +71,7 @@ def steps(backward: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.opt
 
 def frames_of_ours() -> list[str]:
     """Return the functions of the exporter that dynamo compiled."""
-    return [str(one.co_name) for one in get_compilation_metrics() if "torch_grad_exporter" in (one.co_filename or "")]
+    return [str(metrics.co_name) for metrics in get_compilation_metrics() if "torch_grad_exporter" in (metrics.co_filename or "")]
 
 
 @pytest.mark.slow
@@ -118,86 +116,6 @@ def test_weights_of_a_compiled_model() -> None:
         update = norm(b - a for a, b in zip(before, after, strict=True))
         assert value(exporter, "torch_weight_norm", layer="first") == pytest.approx(norm(after), rel=1e-5)
         assert value(exporter, "torch_weight_update_ratio", layer="first") == pytest.approx(update / norm(before), rel=1e-3)
-
-
-@dataclass
-class Trained:
-    """A run under compiled autograd. `rows`: the norm shown in each round, and the norm that the optimizer saw."""
-
-    losses: list[float] = field(default_factory=list)
-    state: list[torch.Tensor] = field(default_factory=list)
-    rows: list[tuple[float | None, float]] = field(default_factory=list)
-    compiled: int = 0
-    breaks: int = 0
-
-
-def train_with_compiled_autograd(backend: str, *, whole: bool, every: int | None) -> Trained:
-    """Train with clipping. `whole`: one compiled function runs forward and backward, else the backward alone is compiled."""
-    torch.manual_seed(0)
-    found = Trained()
-    with dynamo(backend), torch._dynamo.config.patch(compiled_autograd=whole):
-        model = Perceptron()
-        optimizer = sgd(model)
-        backward = forward_and_backward(model, backend) if whole else around_backward(model, backend)
-        exporter = None if every is None else start_exporter(model, port=None, every=every)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            found.losses.append(float(backward(batch())))
-            assert all(p.grad is not None for p in model.parameters())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            clipped = norm(p.grad.double() for p in model.parameters() if p.grad is not None)
-            optimizer.step()
-            if exporter is not None:
-                found.rows.append((value(exporter, "torch_grad_global_norm"), clipped))
-        if exporter is not None:
-            assert errors(exporter) == {}
-            assert not reads_after_backward(exporter)
-            assert value(exporter, "torch_train_steps_total", optimizer="SGD") == STEPS
-            assert value(exporter, "torch_train_skipped_steps_total") == 0
-            exporter.close()
-        found.state = [p.detach().clone() for p in model.parameters()]
-        found.compiled, found.breaks = compilations()["backwards"], compilations()["breaks"]
-    return found
-
-
-def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Compile only the backward."""
-
-    def backward(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        with enable_compiled_autograd(torch.compile(backend=backend)):
-            loss.backward()
-        return loss.detach()
-
-    return backward
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "whole", "every"),
-    [
-        (EAGER, True, 1),
-        pytest.param(EAGER, False, 4, marks=pytest.mark.full),
-    ],
-)
-def test_compiled_autograd(backend: str, whole: bool, every: int) -> None:
-    """Training under compiled autograd is unchanged, and norms are those at the step, after clipping.
-
-    A backward that is compiled alone is compiled once more: the first time it had the hook on the model's output.
-    """
-    plain = train_with_compiled_autograd(backend, whole=whole, every=None)
-    found = train_with_compiled_autograd(backend, whole=whole, every=every)
-    assert found.losses == plain.losses
-    assert all(torch.equal(a, b) for a, b in zip(found.state, plain.state, strict=True))
-    assert found.breaks == plain.breaks
-    assert found.compiled - plain.compiled <= (0 if whole else 1)
-    if every == 1:
-        for shown, clipped in found.rows[4:]:
-            assert shown == pytest.approx(clipped, rel=1e-5)
-    else:
-        # Of which round a norm is, is not asked here: it is one that the optimizer saw.
-        shown = found.rows[-1][0]
-        assert any(shown == pytest.approx(clipped, rel=1e-6) for _, clipped in found.rows)
 
 
 @pytest.mark.slow

@@ -100,26 +100,20 @@ def traced(regime: str | None) -> list[list[str]]:
     return found
 
 
+def counted_whole(regime: str | None) -> list[int]:
+    """Return the floating point operations of the forward, backward and step together."""
+    loop, found = RecordedLoop(), list[int]()
+    with exported(loop, regime):
+        for _ in range(ROUNDS):
+            mode = FlopCounterMode(display=False)
+            trained(loop, mode)
+            found.append(mode.get_total_flops())
+    return found
+
+
 @pytest.mark.slow
 @all_regimes
-@pytest.mark.parametrize("look", [logged, counted, traced])
+@pytest.mark.parametrize("look", [logged, counted, counted_whole, traced])
 def test_the_user_sees_what_he_sees_without(look: Callable[[str | None], list[Any]], regime: str) -> None:
-    """A log of operations, a count of them and a traced graph are those without an exporter, in sampled rounds as well."""
+    """A log of operations, counts of them and a traced graph are those without an exporter, in sampled rounds as well."""
     assert look(regime) == look(None)
-
-
-@pytest.mark.slow
-@all_regimes
-def test_flops_of_whole_steps(regime: str) -> None:
-    """Forward, backward and step within one counter of operations come to what they do without an exporter."""
-
-    def count(regime: str | None) -> list[int]:
-        loop, found = RecordedLoop(), list[int]()
-        with exported(loop, regime):
-            for _ in range(ROUNDS):
-                mode = FlopCounterMode(display=False)
-                trained(loop, mode)
-                found.append(mode.get_total_flops())
-        return found
-
-    assert count(regime) == count(None)

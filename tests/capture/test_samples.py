@@ -31,44 +31,22 @@ COEFFICIENT = "torch_grad_clip_coefficient"
 # Several optimizers
 
 
-class Gan:
-    """A generator and a discriminator with an optimizer each; `record` sees both."""
-
-    def __init__(self) -> None:
-        self.generator = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-        self.discriminator = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-        self.models = {"generator": self.generator, "discriminator": self.discriminator}
-        self.of_generator = torch.optim.SGD(self.generator.parameters(), lr=0.01)
-        self.of_discriminator = torch.optim.Adam(self.discriminator.parameters(), lr=0.01)
-        self.names = {"SGD": self.of_generator, "Adam": self.of_discriminator}
-        self.record = Recorder(self.models, self.names)
-
-    def train_discriminator(self) -> None:
-        self.of_discriminator.zero_grad()
-        fake = self.generator(torch.randn(5, 3)).detach()
-        loss = self.discriminator(fake).mean() - self.discriminator(torch.randn(5, 4)).mean()
-        self.record.backward(loss, unused=[f"generator.{n}" for n, _ in self.generator.named_parameters()])
-        self.record.step(self.of_discriminator, "Adam")
-
-    def train_generator(self) -> None:
-        self.of_generator.zero_grad()
-        self.record.backward(-self.discriminator(self.generator(torch.randn(5, 3))).mean())
-        self.record.step(self.of_generator, "SGD")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("critics", [1, 3])
 def test_a_gan_sampled_every_fourth_round(critics: int) -> None:
     """Whatever the pattern of a GAN's rounds, every fourth of each optimizer is sampled."""
-    gan = Gan()
+    models = {"generator": torch.nn.Linear(3, 4), "discriminator": torch.nn.Linear(4, 1)}
+    optimizers = {"SGD": sgd(models["generator"]), "Adam": torch.optim.Adam(models["discriminator"].parameters(), lr=0.01)}
     rounds = 16
-    with watching(gan.models, every=4) as exporter:
+    with watching(models, every=4) as exporter:
         for _ in range(rounds):
-            for _ in range(critics):
-                gan.train_discriminator()
-            gan.train_generator()
+            for name in (*["Adam"] * critics, "SGD"):
+                optimizers[name].zero_grad()
+                fake = models["generator"](torch.randn(5, 3))
+                models["discriminator"](fake.detach() if name == "Adam" else fake).square().mean().backward()
+                optimizers[name].step()
         shown = values(exporter)
-        for name, layer, steps in (("SGD", "generator.0", rounds), ("Adam", "discriminator.0", rounds * critics)):
+        for name, layer, steps in (("SGD", "generator.weight", rounds), ("Adam", "discriminator.weight", rounds * critics)):
             assert shown[key(STEPS, optimizer=name)] == steps
             # One more for the first round, which is always sampled, and one or two while the pattern is learnt.
             assert steps / 4 - 1 <= shown[key(LAYER_CAPTURES, layer=layer)] <= steps

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.matrix.harness import AFTER, CUMULATIVE, UNSEEN, Run, regime
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.torch_versions import need, recompiled
+from tests.support.torch_versions import enable_compiled_autograd, need, recompiled
 
 EAGER = "aot_eager"
 """The backend that traces and partitions as every one does, and runs what it got without compiling it."""
@@ -215,6 +215,35 @@ def compiled_backward(run: Run) -> None:
                 # Two rounds on each of the rungs `output` and `parameter`, neither of which sees anything.
                 if step >= 4:
                     run.check(without=(*CUMULATIVE, *UNSEEN))
+
+
+@regime(whole=[True, False])
+def compiled_autograd(run: Run, whole: bool) -> None:
+    """Under compiled autograd no hook of a parameter runs: gradients are read at the step, after clipping.
+
+    A backward that is compiled alone is compiled once more: the first time it had the hook on the model's output.
+    """
+    with compiling(run) if whole else dynamo(), torch._dynamo.config.patch(compiled_autograd=whole):
+        model = Perceptron()
+        optimizer = sgd(model)
+
+        def forward_and_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean() * 10
+            with contextlib.nullcontext() if whole else enable_compiled_autograd(torch.compile(backend=EAGER)):
+                loss.backward()
+            return loss.detach()
+
+        call = torch.compile(forward_and_backward, backend=EAGER) if whole else forward_and_backward
+        with run.watching(model, optimizer):
+            for step in range(STEPS + 2):
+                optimizer.zero_grad()
+                run.losses.append(call(batch()).clone())
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                run.passed()
+                run.step(optimizer)
+                if step >= 4:  # as above
+                    run.check(without=(*CUMULATIVE, *UNSEEN))
+            run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
 
 
 @regime(told=[False, True])
