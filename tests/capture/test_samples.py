@@ -11,8 +11,6 @@ from tests.capture.scenes import (
     LAYER_CAPTURES,
     NORM,
     SAMPLED_AT,
-    SAMPLES,
-    STATE,
     STEPS,
     Loop,
     loss_of,
@@ -20,7 +18,6 @@ from tests.capture.scenes import (
     whole,
 )
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.record import Recorder
 from tests.support.scrape import key, lost, value, values
 from torch_grad_exporter import Exporter
 
@@ -128,30 +125,6 @@ def test_numbered_runs_sample_the_same_steps() -> None:
     expected = sampled(101)
     assert sampled(110) == expected
     assert [number // 4 for number in expected] == list(range(28, 40))
-
-
-def test_an_evaluation_between_steps() -> None:
-    """Evaluation under `no_grad` between steps changes no number but the state."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    record = Recorder(model, optimizer)
-    with watching(model) as exporter:
-        assert value(exporter, STATE, state="initialising") == 1
-        for _ in range(4):
-            model.train()
-            optimizer.zero_grad()
-            record.backward(loss_of(model))
-            record.step(optimizer)
-            assert value(exporter, STATE, state="training") == 1
-            model.eval()
-            with torch.no_grad():
-                model(batch(50))
-            assert value(exporter, STATE, state="evaluating") == 1
-            record.check(exporter)
-        assert value(exporter, SAMPLES) == 4 * 5
-        model.train()
-        model(batch())
-        assert value(exporter, STATE, state="training") == 1
 
 
 # Norms that the user gives, samples that are lost, and tensors without data

@@ -114,27 +114,6 @@ def test_single_outliers_change_nothing() -> None:
     assert set(intervals[FIRST:]) == {8}
 
 
-def test_changes_have_samples_between_them() -> None:
-    """When samples become a hundred times as expensive, the interval doubles at every eighth of them."""
-    schedule = SamplingSchedule()
-    train(schedule, 10_000, always(0.1), always(0.0009))
-    assert schedule.interval == 1
-    intervals = []
-    for _ in range(64):
-        schedule.sampled(0.09)
-        intervals.append(schedule.interval)
-    assert [len([*same]) for _, same in itertools.groupby(intervals)][1:5] == [8, 8, 8, 8]
-
-
-def test_old_samples_are_forgotten() -> None:
-    """After thousands of expensive samples some hundred cheap ones make the interval short."""
-    schedule = SamplingSchedule()
-    train(schedule, 20_000, always(0.1), always(0.0015))
-    assert schedule.interval == 2
-    train(schedule, 1_200, always(0.1), always(0.0001), start=20_000)
-    assert schedule.interval == 1
-
-
 def test_the_cap_is_reported() -> None:
     """Where the budget asks for a longer interval than there is, the interval stays at the cap and says so."""
     schedule = SamplingSchedule(budget=0.0001)

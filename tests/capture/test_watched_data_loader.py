@@ -10,7 +10,6 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.programs import Starter
 from tests.support.scrape import value
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
@@ -272,23 +270,3 @@ def test_a_copy_is_one_of_the_loader(exporter: Exporter, way: str) -> None:
         for both in ((of_list, numbers), (watched, given)):
             first, second = COPIES[way](both)
             assert first is second
-
-
-LOADS = """
-import pickle, sys
-
-for name in [name for name in sys.modules if name.partition(".")[0] == "torch_grad_exporter"]:
-    del sys.modules[name]
-sys.modules["torch_grad_exporter"] = None
-print([batch.tolist() for (batch,) in pickle.load(open(sys.argv[1], "rb"))])
-"""
-
-
-@pytest.mark.process
-def test_a_pickle_loads_without_the_package(exporter: Exporter, tmp_path: Path, starter: Starter) -> None:
-    """A pickled watched loader loads in a process without the package."""
-    path = tmp_path / "loader.pickle"
-    path.write_bytes(pickle.dumps(exporter.watch_loader(loader())))
-    program = starter.start(LOADS, str(path))
-    assert program.wait() == 0, program.err.read_text()
-    assert program.out.read_text().strip() == str(batches(loader()))

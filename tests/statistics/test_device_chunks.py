@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, sparse
-from tests.support.models import Conv1D
 from tests.support.statistics import WITH_MOMENTS, Made, by_position
-from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics import Column, device, single
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS
@@ -122,24 +120,6 @@ def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype) -> None:
         assert norms.packing.pieces is not None
         units = 2 * (measured.units > 0).sum()  # how many are zero and dead follows the rows
         assert measured.vector.shape == (measured.packing.pieces.sum() * measured.packing.layout.width + units,)
-
-
-LAYERS = [torch.nn.ConvTranspose2d(256, 96, 11, groups=2, bias=False), torch.nn.Conv2d(96, 64, 21), Conv1D(1900, 1600)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
-def test_units_keep_their_own_in_chunks(layer: torch.nn.Module) -> None:
-    """Output units of large convolutions are those of the definition in any memory order, also where a chunk ends inside one."""
-    gradient = some(layer.weight.shape)
-    gradient[:, 5] = 0
-    gradient[3] = 0
-    table = LayerIndex({"": layer}).table
-    other = gradient.contiguous(memory_format=torch.channels_last) if gradient.dim() == 4 else gradient.t().contiguous().t()
-    for one in (gradient, other):
-        measured = ON_DEVICE(1, WITH_MOMENTS, chunk_elements=STACKED_ELEMENTS).measure(table, [(0, one)], 1)
-        assert measured[0].packing.pieces.tolist()[0] > 5
-        assert_true(by_position(measured)[0], truth(one, table.tracked[0].units), one.numel())
 
 
 def test_chunks_in_several_readings() -> None:
