@@ -73,6 +73,7 @@ def test_an_announced_evaluation() -> None:
     """The state is `evaluating` until the loop takes it back, or until the next step."""
     model = network()
     with start_exporter(model, port=None) as exporter:
+        assert value(exporter, "torch_train_state", state="initialising") == 1
         for end in ("said", "step"):
             train(exporter, model, says=True, steps=1)
             assert value(exporter, "torch_train_state", state="training") == 1

@@ -129,6 +129,9 @@ class Branches(torch.nn.Module):
         return torch.stack([getattr(self, name)(x) for name in taken]).sum(0)
 
 
+NEVER = ("module.never.weight", "module.never.bias")
+
+
 @two_ranks(set_to_none=[True, False])
 def ddp_unused_parameters(run: Run, set_to_none: bool) -> None:
     """What no rank used has no gradient, though one of zeros or of an earlier step is still there; all ranks agree on that."""
@@ -159,6 +162,86 @@ def ddp_no_sync(run: Run, as_views: bool) -> None:
         for part in range(3):
             with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
                 run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
+
+
+LOCAL_NORM = "torch_grad_local_norm"
+
+
+@two_ranks()
+def ddp_no_sync_of_a_large_layer(run: Run) -> None:
+    """The same for a layer whose local sums are measured in pieces."""
+    wrapped = DistributedDataParallel(Perceptron(hidden=1 << 15))
+    rare = ["torch_grad_max_magnitude", "torch_grad_zero_ratio", "torch_grad_min", "torch_grad_max", "torch_grad_stddev"]
+    for step in run.rounds(wrapped, 4, without=rare):  # of a model that is not small these are not of every sample
+        for part in range(3):
+            with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
+                run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
+
+
+@two_ranks()
+def ddp_each_backward_reduced(run: Run) -> None:
+    """Where each of three backwards is reduced, the sum of this rank's own gradients is not in `.grad`: its norm is absent."""
+    wrapped = DistributedDataParallel(Perceptron())
+    for step in run.rounds(wrapped, 4):
+        for part in range(3):
+            run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
+        run.shows(None, LOCAL_NORM)
+
+
+@two_ranks()
+def ddp_thrown_away(run: Run) -> None:
+    """Gradients that are zeroed in place before the last backward are not part of this rank's own."""
+    wrapped = DistributedDataParallel(Perceptron())
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            with wrapped.no_sync():
+                run.backward(wrapped(data(2 * step)).square().mean())
+            optimizer.zero_grad(set_to_none=False)
+            run.backward(wrapped(data(2 * step + 1)).square().mean())
+            run.step(optimizer)
+            run.check(without=["torch_train_", *CUMULATIVE])  # whether such a backward is a skipped step shows later
+
+
+@two_ranks()
+def ddp_averaged_by_the_user(run: Run) -> None:
+    """After an average with the other rank before the last backward, the norm of this rank's own gradients is absent."""
+    wrapped = DistributedDataParallel(Perceptron())
+    for step in run.rounds(wrapped, 4):
+        with wrapped.no_sync():
+            run.backward(wrapped(data(2 * step)).square().mean())
+        for parameter in wrapped.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        run.backward(wrapped(data(2 * step + 1)).square().mean())
+        run.shows(None, LOCAL_NORM)
+
+
+@two_ranks()
+def ddp_an_old_gradient(run: Run) -> None:
+    """Where an old gradient of a branch that this rank did not take goes into the mean, its own norm is absent."""
+    wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    for step in run.rounds(wrapped, 4, set_to_none=False):
+        mine = step == 0 or dist.get_rank() == 1
+        run.backward(wrapped(data(step), ["always", "sometimes"] if mine else ["always"]).square().mean(), unused=NEVER)
+
+
+@two_ranks()
+def ddp_sparse(run: Run) -> None:
+    """Sparse gradients of an embedding with repeated tokens."""
+    wrapped = DistributedDataParallel(torch.nn.EmbeddingBag(20, 4, sparse=True, mode="sum"))
+    for step in run.rounds(wrapped, 4):
+        tokens = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        run.backward(wrapped(tokens).square().mean())
+
+
+@two_ranks()
+def ddp_beyond_float32_squares(run: Run) -> None:
+    """Gradients whose squares are infinite in float32 have norms."""
+    wrapped = DistributedDataParallel(Perceptron())
+    for step in run.rounds(wrapped, 4, sgd(wrapped, lr=0.05e-25)):
+        run.backward(wrapped(data(step)).square().mean() * 1e25)
 
 
 @two_ranks(hook=["fp16", "powersgd"])

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.matrix.naive import NaiveMonitor
 from tests.support.models import batch, sgd
-from tests.support.record import Recorder
+from tests.support.record import Recorder, norm, wide
 from tests.support.scrape import errors, value
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import MaxNorm
@@ -60,12 +62,33 @@ OPTIONS: dict[Way, dict[str, Any]] = {
 }
 
 
+class LocalGradients:
+    """What this rank's own backwards computed in a round, in float64: hooks on parameters run before a reduction over ranks."""
+
+    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self.over = False
+        for parameter in [p for model in models.values() for p in model.parameters() if p.requires_grad]:
+            parameter.register_hook(functools.partial(self._add, parameter))
+
+    def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self.over:
+            self._sums, self.over = {}, False
+        goes_on = parameter in self._sums and parameter.grad is not None and bool(wide(parameter.grad).any())
+        self._sums[parameter] = wide(gradient) + (self._sums[parameter] if goes_on else 0.0)
+
+    def norm(self) -> float:
+        """Return the norm over all parameters."""
+        return norm(self._sums.values())
+
+
 @dataclass
 class Run:
     """One run of a regime. `losses`, `state`: what must be the same in each way, to the last bit.
 
     `tolerant`: differences between scrape and record are collected in `wrong`, not raised. `compared`: the number of scrapes that
     were compared with the record. `monitor`: its norms are compared instead. `skips`: the step of the round does not take place.
+    `local`: the gradients of this rank under DDP; `local_norms`: the number of times that their norm was shown and compared.
     """
 
     way: Way
@@ -78,6 +101,8 @@ class Run:
     wrong: list[str] = field(default_factory=list)
     compared: int = 0
     skips: bool = False
+    local: LocalGradients | None = None
+    local_norms: int = 0
 
     @contextlib.contextmanager
     def watching(
@@ -92,6 +117,12 @@ class Run:
             options: Further options of `start_exporter`.
         """
         with contextlib.ExitStack() as stack:
+            replicated = any(
+                isinstance(m, DistributedDataParallel) for m in (model.values() if isinstance(model, Mapping) else [model])
+            )
+            if self.way is Way.EVERYTHING and replicated:
+                options = {"local_norm": True, **options}
+                self.local = None if isinstance(optimizers, Mapping) else LocalGradients({"": model})
             if self.way is not Way.PLAIN:
                 target = model if watched is None else watched
                 self.exporter = stack.enter_context(start_exporter(target, port=None, **{**OPTIONS[self.way], **options}))
@@ -123,6 +154,8 @@ class Run:
         """Reports that an optimizer is about to step, with the gradients as it will see them."""
         if self.record is not None:
             self.record.stepping(name)
+        if self.local is not None:
+            self.local.over = True
 
     def step(self, optimizer: torch.optim.Optimizer, name: str = "") -> None:
         """Runs `optimizer.step()`. `name`: its name where there are several."""
@@ -134,6 +167,8 @@ class Run:
         self.skips = True
         if self.record is not None:
             self.record.skipped(outcome, name)
+        if self.local is not None:
+            self.local.over = True
 
     def unscale(self, factor: float) -> None:
         """Reports the factor that unscales the gradients of the next backwards."""
@@ -238,6 +273,11 @@ class Run:
             torch.cuda.synchronize()  # so that the samples have arrived
         self.compared += 1
         self._judge(self.record.differences(self.exporter, without=without, optional=optional, rel=rel))
+        shown = value(self.exporter, "torch_grad_local_norm")
+        if self.local is not None and shown is not None:
+            self.local_norms += 1
+            expected = self.local.norm() * self.record.unscale
+            self._judge([] if shown == pytest.approx(expected, rel=rel) else [f"local norm: shown {shown}, expected {expected}"])
 
     def shows(self, expected: object, name: str, **labels: str) -> None:
         """Compares one series with a given value, None if it must be absent."""

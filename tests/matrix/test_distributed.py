@@ -43,8 +43,15 @@ REPRESENTATIVES = {
     "ddp_overflow_on_one_rank", "ddp_uneven_inputs", "zero_redundancy_optimizer", "fsdp[kind=resharded]",
     "fsdp_accumulation[kind=not synchronised]", "fsdp_clip_grad_norm", "fsdp_offloaded", "fsdp_uneven[layerwise=True]",
     "fsdp1[kind=flat]", "pipeline[kind=gpipe, divided, clipped]", "tensor_parallel",
+    "ddp_each_backward_reduced", "ddp_averaged_by_the_user", "ddp_thrown_away", "ddp_an_old_gradient", "ddp_sparse",
+    "ddp_no_sync_of_a_large_layer", "ddp_checkpointed[use_reentrant=True]",
 }  # fmt: skip
 """The regimes that `make test` runs."""
+
+UNKNOWN = (
+    "ddp_where_started", "ddp_each_backward_reduced", "ddp_averaged_by_the_user", "ddp_compiled[around=wrapper]", "ddp_gan",
+)  # fmt: skip
+"""Regimes in which the norm of a rank's own gradients is absent, or is not that of the one optimizer."""
 
 FIRST = {name.partition("[")[0]: name for name in reversed(REGIMES)}
 """One variant of each regime."""
@@ -57,12 +64,16 @@ def thinned(names: Iterable[str]) -> list[object]:
 
 @dataclass
 class Finding:
-    """The findings of one rank in one run. `collectives`: their number on this rank; `shown`: the last scrape."""
+    """The findings of one rank in one run.
+
+    `collectives`: their number on this rank; `shown`: the last scrape; `local_norms`: how often its own norm was compared.
+    """
 
     wrong: list[str] = field(default_factory=list)
     failed: str = ""
     skipped: str = ""
     collectives: int = 0
+    local_norms: int = 0
     shown: dict[Key, float] = field(default_factory=dict)
 
 
@@ -120,7 +131,7 @@ def observed(name: str, way: Way, plain: Run, finding: Finding) -> Run:
         run = REGIMES[name].run(way, tolerant=True)
     groups = dist.distributed_c10d._world.pg_map  # private: torch lists its process groups nowhere else
     finding.collectives = sum(group._get_sequence_number_for_group() for group in groups)  # private: nor counts collectives
-    finding.wrong = run.wrong
+    finding.wrong, finding.local_norms = run.wrong, run.local_norms
     finding.shown = {} if run.exporter is None else values(run.exporter)
     if way is Way.PLAIN:
         return run
@@ -186,6 +197,13 @@ def complaints(name: str, way: Way, findings: Findings) -> list[str]:
 def test_regime(name: str, findings: Findings) -> None:
     """On each rank the scrape agrees with the record, and losses, parameters and collectives are those of a run without."""
     assert complaints(name, Way.EVERYTHING, findings) == []
+
+
+@pytest.mark.parametrize("name", thinned(name for name in REGIMES if name.startswith("ddp") and not name.startswith(UNKNOWN)))
+def test_own_norms_are_shown(name: str, findings: Findings) -> None:
+    """Each rank shows the norm of its own gradients, which is compared with float64, unless it cannot be known."""
+    least = 1 if name == "ddp_an_old_gradient" else 4
+    assert min(mine.local_norms for mine in findings.of(name, Way.EVERYTHING)) >= least
 
 
 @pytest.mark.full
