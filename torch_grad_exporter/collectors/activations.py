@@ -54,7 +54,7 @@ ACTIVATION_LAYERS_FOLDED = ACTIVATIONS.gauge(
 )
 ACTIVATION_MODULES_LEFT_OUT = ACTIVATIONS.gauge(
     "torch_activation_modules_left_out",
-    "Modules that activations= asks for and that are not shown, by reason: compiled, as hooks in compiled code would compile it anew; output, as the last sampled output has no dense floating-point tensor of this rank's.",
+    "Modules that activations= asks for and that are not shown, by reason: compiled, as hooks in compiled code would compile it again; output, as the last sampled output has no dense floating-point tensor of this rank's.",
     "reason",
     opt_in="activations",
 )

@@ -33,7 +33,7 @@ SOURCE = "activations"
 # Forwards at most of which something is kept before it is known whether they are of the round.
 FORWARDS = 64
 
-COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it anew"
+COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it again"
 
 
 @dataclass(slots=True, eq=False)

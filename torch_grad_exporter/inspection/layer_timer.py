@@ -46,7 +46,7 @@ BEHIND = 64
 # Nodes that are visited for one call, at most; and of a call whose nodes are all hooked.
 VISITED, FEW = 1 << 12, 128
 
-COMPILED = "%d layers are not timed, since they are compiled; a hook in compiled code would compile it anew"
+COMPILED = "%d layers are not timed, since they are compiled; a hook in compiled code would compile it again"
 
 
 class LayerTimer(Inspection, ForwardObserver):

@@ -32,18 +32,19 @@ from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import nodes_of
 
-LOCAL_NORMS = "local_norms"
-"""The name of the inspection."""
+SOURCE = "local_norms"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalMeasurement:
-    """The data of a record of local norms, as they were before gradients were reduced over ranks.
+    """The data of a record of local norms, measured before gradients were reduced over ranks.
 
-    `positions`: shape (n,), of the parameter of each norm in the vectors together; one may have several, of its parts.
-    A negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, and that should
-    be zero. `reduced`: shape (parameters,), which of the table's are. `samples`: training examples of the round's
-    forwards, None if unknown; `ranks`: over how many the mean was taken, 0 if unknown.
+    Attributes:
+        positions: Shape (n,), the parameter of each norm in the vectors together; a parameter may have several, of its parts. A
+            negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, which should be zero.
+        reduced: Shape (parameters,), which of the table's parameters are reduced.
+        samples: Training examples of the round's forwards, None if unknown.
+        ranks: Over how many the mean was taken, 0 if unknown.
     """
 
     positions: IntArray
@@ -53,15 +54,16 @@ class LocalMeasurement:
 
 
 @dataclass(slots=True)
-class _Sum:
-    """The backwards whose gradients are added up. `samples`: examples in their forwards, `None` if unknown; `reduced`: any was.
+class _Accumulation:
+    """The backwards whose gradients are added up.
 
-    `found`: norms of what was there before the first of them.
+    `samples`: examples in their forwards, None if unknown; `reduced`: whether any of them was reduced; `before`: by position the
+    norms of what was there before the first of them.
     """
 
     samples: int | None = 0
     reduced: bool = False
-    found: dict[int, list[single.Norm]] = field(default_factory=dict)
+    before: dict[int, list[single.Norm]] = field(default_factory=dict)
 
 
 class LocalGradients(Inspection):
@@ -80,27 +82,28 @@ class LocalGradients(Inspection):
         reductions: Reductions,
         detection: BackwardDetection,
     ) -> None:
-        self._cost = cost
-        self._clock = clock
+        self._cost, self._clock = cost, clock
         self._reductions, self._detection = reductions, detection
         self._hook = hooks.guarded("backward_hook", self._arrives)
         self._mailbox = mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._handles: list[HookHandle] = []
-        self._armed: dict[TrackedParameter, int] = {}
-        """What is hooked, with its position."""
-        self._sum = _Sum()
-        self._begins = False
+        self._hooked: dict[TrackedParameter, int] = {}  # with their positions
+        self._accumulation = _Accumulation()
+        # The running backward: whether it is the first of its round, what it reduces, the norms by position, and which parameters
+        # have a gradient already.
+        self._first = False
         self._reduction: Reduction | None = None
         self._norms: dict[int, list[single.Norm]] = {}
-        self._there: set[int] = set()
-        self._ready: tuple[Reduction, ParameterTable] | None = None
+        self._present: set[int] = set()
         self._table: ParameterTable
+        # The backward before, if what was measured is of this rank alone.
+        self._ready: tuple[Reduction, ParameterTable] | None = None
+        # Training examples of all forwards up to the last backward; None if unknown.
         self._samples_before: int | None = 0
-        """Training examples of all forwards up to the last backward; `None` while that is not known."""
 
     def counted(self, *, unfinished: bool) -> None:
-        """Backwards were not seen, so the examples of a round that is not over are unknown."""
+        """Note that backwards were not seen, so the examples of a round that is not over are unknown."""
         self._samples_before = None if unfinished else self._samples()
 
     def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
@@ -109,34 +112,32 @@ class LocalGradients(Inspection):
         if not (current.sampled and self._detection.sees_backwards):
             return
         reduction, self._table = self._reductions.coming, table
-        carries_on = current.backwards > 0 and self._detection.probes.untouched()
-        if not carries_on:
-            self._sum = _Sum()
-        self._begins, self._reduction, self._ready = not carries_on, reduction, None
-        self._norms, self._there = {}, set()
-        if reduction is not None and (reduction.parameters or self._begins):
-            self._arm(table, reduction.parameters)
-            if first is not None and first[0] in self._armed:
-                self._arrives(self._armed[first[0]], *first)
+        self._first = current.backwards == 0 or not self._detection.probes.untouched()
+        if self._first:
+            self._accumulation = _Accumulation()
+        self._reduction, self._ready = reduction, None
+        self._norms, self._present = {}, set()
+        if reduction is not None and (reduction.parameters or self._first):
+            self._hook_nodes(table, reduction.parameters)
+            if first is not None and first[0] in self._hooked:
+                self._arrives(self._hooked[first[0]], *first)
 
-    def _arm(self, table: ParameterTable, reduced: frozenset[int]) -> None:
-        """Hooks the nodes of what is reduced; where that is nothing, of all, to see what is there before."""
-        found = enumerate(zip(table.tracked, table.tracked.parameters(), strict=True))
-        trained = {
-            position: parameter
-            for position, (tracked, parameter) in found
-            if parameter is not None and parameter.requires_grad and (not reduced or tracked.identity in reduced)
-        }
-        self._armed = {table.tracked[position]: position for position in trained}
-        self._there |= {position for position, parameter in trained.items() if parameter.grad is not None}
+    def _hook_nodes(self, table: ParameterTable, reduced: frozenset[int]) -> None:
+        """Hook the nodes of what is reduced; if that is nothing, of all, to see what is there before."""
+        trained: dict[int, torch.nn.Parameter] = {}
+        for position, (tracked, parameter) in enumerate(zip(table.tracked, table.tracked.parameters(), strict=True)):
+            if parameter is not None and parameter.requires_grad and (not reduced or tracked.identity in reduced):
+                trained[position] = parameter
+        self._hooked = {table.tracked[position]: position for position in trained}
+        self._present |= {position for position, parameter in trained.items() if parameter.grad is not None}
         for position, node in zip(trained, nodes_of(trained.values()), strict=True):
             self._handles.append(node.register_prehook(functools.partial(self._hook, position, table.tracked[position])))
 
     def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """A gradient is about to be added to what its parameter has. The last time in a backward counts."""
+        """Measure a gradient that is about to be added to what its parameter has. The last time in a backward counts."""
         start, incoming, present = self._clock.clock(), gradients[0], tracked.gradient()
-        if self._begins and present is not None and position not in self._norms:
-            self._sum.found[position] = [*single.norms(present)]
+        if self._first and present is not None and position not in self._norms:
+            self._accumulation.before[position] = [*single.norms(present)]
         if self._reduction is None or not self._reduction.parameters:
             self._norms[position] = []
         elif incoming is not None:
@@ -148,15 +149,16 @@ class LocalGradients(Inspection):
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Decide whether what was measured is of this rank alone."""
         self.release()
-        reduction, self._reduction, total = self._reduction, None, self._sum
+        reduction, self._reduction, total = self._reduction, None, self._accumulation
         samples = self._samples()
         before, self._samples_before = self._samples_before, samples
         if not current.sampled:
             return
-        total.samples = _sum(total.samples, before, samples)
+        if total.samples is not None:
+            total.samples = None if before is None or samples is None else total.samples + samples - before
         if reduction is None or not reduction.parameters:
             return
-        unseen = (self._there & current.fired) - self._norms.keys()
+        unseen = (self._present & current.fired) - self._norms.keys()
         if not (total.reduced or unseen or any(self._table.tracked[i].sharded for i in self._norms)):
             self._ready = reduction, self._table
         total.reduced = True
@@ -167,21 +169,21 @@ class LocalGradients(Inspection):
         self._reduction = None
 
     def gradients_read(self, current: ArmedRound) -> None:
-        """Hand over what was measured of the backward before, which may be nothing."""
+        """Post what was measured of the backward before, which may be nothing."""
         ready, self._ready = self._ready, None
-        sent = None if ready is None else self._sent()
+        sent = None if ready is None else self._send()
         if ready is None or sent is None:
-            self._mailbox.append(Inspected(LOCAL_NORMS, current.number, ()))
+            self._mailbox.append(Inspected(SOURCE, current.number, ()))
             return
-        reduction, table = ready
+        (reduction, table), (positions, tickets) = ready, sent
         reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
-        measured = LocalMeasurement(sent[0], reduced, self._sum.samples, reduction.ranks)
-        self._mailbox.append(Inspected(LOCAL_NORMS, current.number, sent[1], measured))
+        measured = LocalMeasurement(positions, reduced, self._accumulation.samples, reduction.ranks)
+        self._mailbox.append(Inspected(SOURCE, current.number, tickets, measured))
 
-    def _sent(self) -> tuple[IntArray, tuple[Ticket, ...]] | None:
-        """Starts one copy to the host for each device; `None` if too much is under way."""
+    def _send(self) -> tuple[IntArray, tuple[Ticket, ...]] | None:
+        """Start one copy to the host for each device; return None if too much is under way."""
         by_device: dict[torch.device, tuple[list[int], list[single.Norm]]] = {}
-        before = ((-1 - position, norms) for position, norms in self._sum.found.items())
+        before = ((-1 - position, norms) for position, norms in self._accumulation.before.items())
         for position, norms in (*self._norms.items(), *before):
             for norm in norms:
                 device = norm.device if isinstance(norm, torch.Tensor) else torch.device("cpu")
@@ -200,15 +202,11 @@ class LocalGradients(Inspection):
         return np.array(sent, dtype=np.int64), tuple(tickets)
 
     def _samples(self) -> int | None:
-        """Training examples of all forwards up to now, `None` if unknown."""
+        """Return the training examples of all forwards up to now, None if unknown."""
         return self._clock.examples if self._clock.examples_known else None
 
     def release(self) -> None:
-        """Removes the hooks; idempotent, from any thread."""
-        handles, self._handles, self._armed = self._handles, [], {}
+        """Remove the hooks; idempotent, from any thread."""
+        handles, self._handles, self._hooked = self._handles, [], {}
         for handle in handles:
             handle.remove()
-
-
-def _sum(total: int | None, before: int | None, now: int | None) -> int | None:
-    return None if total is None or before is None or now is None else total + now - before

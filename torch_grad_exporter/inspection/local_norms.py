@@ -28,17 +28,15 @@ from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import UNOWNED, Inspected
 
+# The factor of a sample's weight after each further one: a mean over about 100 samples, whose noise is a tenth of a single one's.
+# A change of the noise scale by learning shows within minutes, and one odd batch moves it by 2 %.
 MEMORY = 0.98
-"""What is left of a sample's weight after the next one: a mean over some 100 of them, whose noise is a tenth of a single one's.
 
-With 100 samples a change of the noise scale by learning shows within minutes, and one batch that is odd moves it by 2 %.
-"""
-
+# Samples before which there is no noise scale, like a baseline. The first ones weigh as much as those that follow.
 ENOUGH = 20
-"""Samples before which there is no noise scale: as of a baseline. The first ones weigh as much as those that follow."""
 
+# Rounds over which observed examples are counted: at least, and until older ones are halved.
 BATCHES_ENOUGH, BATCHES_REMEMBERED = 8, 512
-"""Rounds over which observed examples are counted: at least, and until older ones are halved."""
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ class NoiseScale:
         return ratio if math.isfinite(ratio) else None
 
 
-class Batches:
+class ObservedBatches:
     """Training examples per round, from what the user observes: which round an observed number belongs to is unknown.
 
     Counted are the rounds from one observation to another, and the examples of all observations but the first.
@@ -116,9 +114,8 @@ class LocalNormTotals:
     """
 
     def __init__(self) -> None:
-        self.values: Mapping[int, LocalValues] = {}
-        """By the number of the optimizer. From any thread."""
-        self._batches = Batches()
+        self.values: Mapping[int, LocalValues] = {}  # by the number of the optimizer
+        self._batches = ObservedBatches()
         self._last: tuple[int, LocalMeasurement, FloatArray] | None = None
         self._scales: dict[int, NoiseScale] = {}
 
@@ -165,6 +162,6 @@ class LocalNormTotals:
         reduced = length(sample.norms[mine & sample.present])
         batch = self._batches.size if self._batches.observed else measured.samples
         if batch is not None and number in counted.newly_sized:
-            # The ranks' own sizes are unknown here: taken for equal.
+            # The sizes of the other ranks are unknown here, and assumed to be equal.
             scale.add(local * local, reduced * reduced, batch=batch, whole=batch * measured.ranks)
         return local

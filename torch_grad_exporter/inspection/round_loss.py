@@ -1,16 +1,15 @@
 """RoundLoss: the loss of a whole round, from what the model returns for its micro-batches.
 
-A model that is told the number of items in the whole round divides each micro-batch's loss by it, as those of Transformers do, and
-the round's loss is their sum; else each is a mean, and so is the round's. Where that does not follow there is no loss: where
+A model that is given the number of items in the whole round divides each micro-batch's loss by it, like those of Transformers, and
+the round's loss is their sum; otherwise each is a mean, and so is the round's. Where that does not follow there is no loss: where
 ranks share the items, where a part of the round was not read, where several models have returned a loss.
 
-A loss counts if a backward passes through it, so a forward that is only looked at does not. Nothing here waits for a device.
+A loss counts if a backward passes through it, so an evaluation does not. Nothing here waits for a device.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,72 +26,96 @@ from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import on_gradient, within_transform
 from torch_grad_exporter.torch_compat.compiler import is_tracing, never_compile
 
+# The keyword argument by which Transformers gives a model the number of items in the whole round.
 ITEMS = "num_items_in_batch"
-"""The keyword argument by which Transformers tells a model the number of items in the whole round."""
 
+# Losses that are kept apart; beyond, those of a round are added up.
 MOST = 4096
-"""Losses that are kept apart; beyond, those of a round are added up."""
 
-Value = float | torch.Tensor
+LossValue = float | torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
-class _Loss:
+class ReturnedLoss:
     """A loss that a model has returned; as a hook of that tensor it notes that a backward passes through.
 
-    `whole`: it was divided by the items of the whole round. `number`: of the round at that moment; `first`: no backward of that
-    one came before. `asks`: in a closure, says whether the gradients so far were thrown away, as by LBFGS for each evaluation.
-    `passes`: backward passes before it, where it has no hook.
+    Attributes:
+        value: The loss.
+        model: The number of the model.
+        whole: Whether it was divided by the items of the whole round.
+        number: Of the round at that moment.
+        first: Whether no backward of that round came before.
+        closure: In a closure, such as that of LBFGS, which throws gradients away at each evaluation: says whether it did.
+        passes: Backward passes before it, if it has no hook.
+        used: Whether a backward has passed through it.
+        cleared: Whether the gradients before it were thrown away.
+        old: Whether a step came since.
     """
 
-    value: Value
+    value: LossValue
     model: int
     whole: bool
     number: int
     first: bool
-    asks: Callable[[], object] | None = None
+    closure: ClearedGradients | None = None
     passes: int | None = None
     used: bool = False
     cleared: bool = False
     old: bool = False
-    """A step came since."""
 
     def __call__(self, _gradient: object) -> None:
-        """A backward passes through it. Raises nothing."""
+        """Note a backward. Raises nothing."""
         if not (is_compiling() or is_tracing()):
             self.used = True
-            self.cleared = self.asks is not None and bool(self.asks())
+            self.cleared = self.closure is not None and self.closure.seen()
 
 
-never_compile(_Loss.__call__)
+never_compile(ReturnedLoss.__call__)
+
+
+class ClearedGradients:
+    """Says whether the gradients of the last backward were thrown away; unknown for those that FSDP2 keeps elsewhere."""
+
+    def __init__(self, detection: BackwardDetection, index: LayerIndex, errors: ErrorLog) -> None:
+        self._detection, self._index = detection, index
+        self._guard = errors.boundary("backward_hook", limit=None)
+
+    def seen(self) -> bool:
+        """Return whether they were. Raises nothing."""
+        return bool(self._guard.result(self._cleared))
+
+    def _cleared(self) -> bool:
+        return not self._index.fully_sharded and self._detection.probes.cleared()
 
 
 @dataclass(slots=True, eq=False)
-class _RoundLosses:
+class _UsedLosses:
     """The losses of a round that were used. `complete`: it began with the first of them. `kinds`: models, and whether divided."""
 
     number: int
     complete: bool
     kinds: set[tuple[int, bool]] = field(default_factory=set)
-    values: list[Value] = field(default_factory=list)
+    values: list[LossValue] = field(default_factory=list)
     count: int = 0
 
-    def add(self, loss: _Loss) -> None:
-        """Takes in one more."""
+    def add(self, loss: ReturnedLoss) -> None:
+        """Add a loss."""
         if len(self.values) == MOST:
             self.values = [_sum(self.values)]
         self.values.append(loss.value)
         self.kinds.add((loss.model, loss.whole))
         self.count += 1
 
-    def loss(self) -> Value | None:
-        """That of the round, `None` where it is not known."""
+    def loss(self) -> LossValue | None:
+        """Return the loss of the round, None if it is unknown."""
         if not self.complete or len(self.kinds) != 1:
             return None
         ((_, whole),) = self.kinds
-        if whole:
-            return None if _shared() else _sum(self.values)
-        return _sum(self.values) / self.count
+        if not whole:
+            return _sum(self.values) / self.count
+        distributed = torch.distributed  # of the items of other ranks this one's losses say nothing
+        shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        return None if shared else _sum(self.values)
 
 
 class RoundLoss(Inspection):
@@ -112,23 +135,20 @@ class RoundLoss(Inspection):
         errors: ErrorLog,
     ) -> None:
         self._rounds, self._detection, self._clock = rounds, detection, clock
-        self._index, self._observations = index, observations
+        self._observations = observations
+        self._cleared = ClearedGradients(detection, index, errors)
         self._reading = False
         self._read_at = float("-inf")
-        self._waiting: list[_Loss] = []
-        """Those that no backward has passed through yet."""
-        self._round: _RoundLosses | None = None
-        self._trained = False
-        """Whether there was a forward since the last step."""
-        self._given = 0
-        """Rounds of which the losses of the model are not shown."""
-        self._asks = functools.partial(errors.boundary("backward_hook", limit=None).result, self._cleared)
+        self._pending: list[ReturnedLoss] = []  # those that no backward has passed through yet
+        self._round: _UsedLosses | None = None
+        self._trained = False  # whether there was a forward since the last step
+        self._given = 0  # rounds of which the losses of the model are not shown
 
     def forward_ended(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
         """Keep the loss in the output, if it is due."""
-        # Where no backward is seen, which round this is shows at its step only.
+        # Where no backward is seen, which round this is shows only at its step.
         if self._detection.sees_backwards:
-            self._post(self._sorted())
+            self._post(self._take_used())
         first_forward, self._trained = not self._trained, True
         due = self._reading or self._rounds.next_is_sampled or self._clock.clock() - self._read_at > READ_SECONDS
         if not due:
@@ -138,102 +158,84 @@ class RoundLoss(Inspection):
             return
         if not self._reading:
             self._reading, self._read_at = True, self._clock.clock()
-        if len(self._waiting) == MOST:
-            self._forget()
-        self._waiting.append(self._seen(loss, model, whole=kwargs.get(ITEMS) is not None, first_forward=first_forward))
+        if len(self._pending) == MOST:  # too many forwards that no backward has passed through
+            self._pending.clear()
+            if self._round is not None:
+                self._round.complete = False
+        self._pending.append(self._returned(loss, model, whole=kwargs.get(ITEMS) is not None, first_forward=first_forward))
 
     def round_stepped(self) -> None:
         """Post the loss of the round."""
-        self._post([*self._sorted(), *self._taken()])
+        self._post([*self._take_used(), *self._end_round()])
         self._reading = self._trained = False
         self._given = max(0, self._given - 1)
-        if self._waiting:  # a backward through them may still come, but not after another step
-            self._waiting = [loss for loss in self._waiting if not loss.old]
-            for loss in self._waiting:
-                loss.old = True
+        # A backward through a pending one may still come, but not after another step.
+        self._pending = [loss for loss in self._pending if not loss.old]
+        for loss in self._pending:
+            loss.old = True
 
     def training_over(self) -> None:
         """Post the loss of a round without a step, if it is on the host."""
-        self._post([loss for loss in (*self._sorted(), *self._taken()) if isinstance(loss, float)])
+        self._post([loss for loss in (*self._take_used(), *self._end_round()) if isinstance(loss, float)])
 
-    def _post(self, losses: list[Value]) -> None:
+    def _post(self, losses: list[LossValue]) -> None:
         for loss in losses:
             self._observations.post("loss", loss, step=self._clock.number)
 
-    def _seen(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> _Loss:
+    def _returned(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> ReturnedLoss:
         current, seen = self._rounds.current, self._detection.sees_backwards
         first = bool(current.stepped) or not current.backwards if seen else first_forward
-        found = _Loss(_copy(loss), model, whole, current.number, first, self._asks if self._clock.stepping else None)
+        closure = self._cleared if self._clock.stepping else None
+        returned = ReturnedLoss(_copy(loss), model, whole, current.number, first, closure)
         if seen and loss.grad_fn is not None:
-            on_gradient(loss, found)
+            on_gradient(loss, returned)
         else:
-            found.passes = self._clock.backward_passes
-        return found
+            returned.passes = self._clock.backward_passes
+        return returned
 
-    def _cleared(self) -> bool:
-        """Whether the gradients of the last backward were thrown away; not known of those that FSDP2 keeps elsewhere."""
-        return not self._index.fully_sharded and self._detection.probes.cleared()
-
-    def _forget(self) -> None:
-        """There were too many forwards that no backward has passed through."""
-        self._waiting.clear()
-        if self._round is not None:
-            self._round.complete = False
-
-    def _sorted(self) -> list[Value]:
-        """Takes in the losses that backwards have passed through since the last call; returns what is over by that."""
-        if not self._waiting and self._round is None:
+    def _take_used(self) -> list[LossValue]:
+        """Take the losses that backwards have passed through since the last call; return those of a round that is over by that."""
+        if not self._pending and self._round is None:
             return []
-        current = self._rounds.current
-        # It ended without a step, or with one that no hook saw.
-        over = self._taken() if self._round is not None and self._round.number != current.number else []
-        waiting, self._waiting = self._waiting, []
-        for loss in waiting:
+        number = self._rounds.current.number
+        # A round may end without a step, or with one that no hook saw.
+        over = self._end_round() if self._round is not None and self._round.number != number else []
+        pending, self._pending = self._pending, []
+        for loss in pending:
             if loss.passes is not None:
                 loss.used = not self._detection.sees_backwards or self._clock.backward_passes > loss.passes
             if loss.used:
-                self._take_in(loss, current.number)
+                if self._round is None or loss.cleared:
+                    self._round = _UsedLosses(number, complete=loss.first or loss.cleared or loss.number != number)
+                self._round.add(loss)
             elif loss.passes is None:
-                self._waiting.append(loss)
+                self._pending.append(loss)
         return over
 
-    def _take_in(self, loss: _Loss, number: int) -> None:
-        """A backward of the round of this number has passed through a loss."""
-        if self._round is None or loss.cleared:
-            self._round = _RoundLosses(number, complete=loss.first or loss.cleared or loss.number != number)
-        self._round.add(loss)
-
-    def _taken(self) -> list[Value]:
-        """Ends the round; its loss, if there is one."""
+    def _end_round(self) -> list[LossValue]:
+        """End the round; return its loss, if there is one."""
         if self._observations.loss_given:
             self._observations.loss_given, self._given = False, 2
-        found, self._round = self._round, None
-        loss = None if found is None or self._given else found.loss()
+        over, self._round = self._round, None
+        loss = None if over is None or self._given else over.loss()
         return [] if loss is None else [loss]
 
 
 def _readable(loss: torch.Tensor) -> bool:
-    """Whether it is a number that can be copied, which is all there: it is no part of one, and nothing is being traced."""
+    """Return whether it is a whole number that can be copied, while nothing is traced."""
     whole = loss.numel() == 1 and not loss.is_complex() and not loss.is_meta and not hasattr(loss, "placements")
     return whole and not within_transform() and not capturing_graph()
 
 
-def _copy(loss: torch.Tensor) -> Value:
-    """The loss as it is now, which the loop may change in place; on a device without waiting for it."""
+def _copy(loss: torch.Tensor) -> LossValue:
+    """Return the loss as it is now, which the loop may change in place; on a device without waiting for it."""
     if loss.device.type == "cpu" and type(loss) is torch.Tensor:
         return float(loss.item())
     dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
     return loss.detach().reshape(()).to(dtype, copy=True)
 
 
-def _sum(values: list[Value]) -> Value:
-    """All of them together."""
+def _sum(values: list[LossValue]) -> LossValue:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     on_host = sum(value for value in values if not isinstance(value, torch.Tensor))
     return on_host if not tensors else torch.stack(tensors).sum() + on_host
-
-
-def _shared() -> bool:
-    """Whether there are other ranks, of whose items this one's losses are only a share."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

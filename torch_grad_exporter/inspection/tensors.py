@@ -12,6 +12,7 @@ from torch_grad_exporter.capture.module_tensors import VISITED
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.torch_compat.tensors import local
 
+# Modules whose channels come before this many dimensions of space.
 _SPATIAL: dict[type[torch.nn.Module], int] = {
     kind: dims
     for dims, kinds in enumerate(
@@ -24,7 +25,6 @@ _SPATIAL: dict[type[torch.nn.Module], int] = {
     )
     for kind in kinds
 }
-"""Modules whose channels come before so many dimensions of space."""
 
 _CHANNELS_SECOND = (
     torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, torch.nn.GroupNorm,
@@ -36,18 +36,8 @@ _FEATURES_LAST = (
 )  # fmt: skip
 
 
-def measured(output: object) -> torch.Tensor | None:
-    """This rank's part of the first floating-point or complex tensor in a module's output, without its graph.
-
-    `None` where there is none, it is empty, or its elements are not to be had: sparse, quantised or nested tensors, subclasses
-    other than a DTensor, and a DTensor of partial sums.
-    """
-    tensor = first_of(output)
-    return None if tensor is None else dense(tensor)
-
-
 def first_of(output: object) -> torch.Tensor | None:
-    """The first floating-point or complex tensor in a module's output; containers are searched level by level."""
+    """Return the first floating-point or complex tensor in a module's output; containers are searched level by level."""
     level: deque[object] = deque([output])
     for _ in range(VISITED):
         if not level:
@@ -71,7 +61,11 @@ def _inside(item: object) -> Iterator[object]:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a tensor as a plain one; `None` as of `measured`."""
+    """Return this rank's part of a tensor, plain, real and without its graph; the magnitudes of a complex one.
+
+    None if it is empty or its elements cannot be measured: sparse, quantised or nested tensors, subclasses other than a DTensor,
+    and a DTensor of partial sums.
+    """
     if is_partial(tensor):
         return None
     part = local(tensor).detach()
@@ -83,31 +77,30 @@ def dense(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class UnitDims:
-    """Along which dimension the units of outputs lie. What a module does not say, an output of the same shape before it does.
+    """Along which dimension the units of outputs lie. Where a module's class does not show it, the last output of that shape does.
 
     So the ReLU after a convolution has channels, and the one after a linear layer features, whatever their dimensions.
     """
 
-    MOST = 256
-    """Shapes that are remembered, at most."""
+    MOST = 256  # shapes that are remembered
 
     def __init__(self) -> None:
         self._known: dict[torch.Size, int] = {}
 
     def of(self, module: torch.nn.Module, output: torch.Tensor) -> int | None:
-        """The dimension, `None` where the output has fewer than two, so that its elements may be examples."""
+        """Return the dimension, None if the output has fewer than two, so that its elements may be examples."""
         dims = output.dim()
         if dims < 2:
             return None
-        said = self._said(module, dims)
-        if said is None:
+        unit_dim = self._by_class(module, dims)
+        if unit_dim is None:
             return self._known.get(output.shape, 1 if dims >= 4 else dims - 1)
         if len(self._known) >= self.MOST:
             self._known.clear()
-        self._known[output.shape] = said
-        return said
+        self._known[output.shape] = unit_dim
+        return unit_dim
 
-    def _said(self, module: torch.nn.Module, dims: int) -> int | None:
+    def _by_class(self, module: torch.nn.Module, dims: int) -> int | None:
         for kind, spatial in _SPATIAL.items():
             if isinstance(module, kind):
                 return max(0, dims - 1 - spatial)

@@ -24,13 +24,10 @@ from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.records import Inspected
 
-LAYERS = 8
-ELEMENTS = 1 << 24
-"""Layers, and elements of parameters, that a sample covers at most; one layer at least."""
+# Layers, and elements of parameters, that a sample covers at most; one layer at least.
+LAYERS, ELEMENTS = 8, 1 << 24
 
-
-WEIGHTS = "weights"
-"""The name of the inspection."""
+SOURCE = "weights"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +52,8 @@ class WeightProbe(Inspection):
         self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._next: dict[int, int] = {}
+        # By optimizer: the positions of some parameters, and their copies from before its step.
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
-        """By optimizer: the positions of some parameters, and their copies from before its step."""
 
     @torch.no_grad()
     def step_began(self, current: ArmedRound, optimizer: int) -> None:
@@ -82,31 +79,32 @@ class WeightProbe(Inspection):
                 torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
             ]
             spread, rows = self._spread(table, [(position, now) for position, now, _ in here])
-            told = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
-            ticket = self._transfer.send(torch.cat([torch.stack(norms), *rows, *told]))
+            skipped = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
+            ticket = self._transfer.send(torch.cat([torch.stack(norms), *rows, *skipped]))
             self._timer.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
                 measured = WeightMeasurement(table, positions, spread, left_out is not None)
-                self._mailbox.append(Inspected(WEIGHTS, current.number, (ticket,), measured))
+                self._mailbox.append(Inspected(SOURCE, current.number, (ticket,), measured))
 
     def release(self) -> None:
         """Drop the copies; idempotent, from any thread."""
         self._copies = {}
 
     def _spread(self, table: ParameterTable, here: list[tuple[int, torch.Tensor]]) -> tuple[IntArray, list[torch.Tensor]]:
-        """How the elements spread of those parameters that count in sums over ranks: whose each row is, and the rows end to end."""
+        """Measure the magnitudes of the parameters that this rank counts; return the position of each row, and the rows."""
         owners: list[int] = []
         rows: list[torch.Tensor] = []
         counted = [(position, now, table.tracked[position].flat) for position, now in here if table.counts[position]]
-        # FSDP1's padding is no element of the model.
+        # FSDP1's padding is not part of the model.
         for batch in batches(table, ((position, now if flat is None else flat.of(now)) for position, now, flat in counted)):
-            found = magnitudes(batch, wide(batch.tensors[0].device))
-            owners += batch.positions * (len(found) // len(batch.positions))
-            rows.append(found.reshape(-1))
+            measured = magnitudes(batch, wide(batch.tensors[0].device))
+            owners += batch.positions * (len(measured) // len(batch.positions))
+            rows.append(measured.reshape(-1))
         return np.array(owners, dtype=np.int64), rows
 
     def _choose(self, table: ParameterTable, optimizer: int, owners: IntArray) -> list[int]:
+        """Return the positions of the parameters of the next layers."""
         layers = np.unique(table.layer_of[owners == optimizer])
         chosen: list[int] = []
         elements = 0
@@ -122,5 +120,5 @@ class WeightProbe(Inspection):
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's own plain, real tensor of a parameter."""
+    """Return this rank's own plain, real tensor of a parameter."""
     return resolved(plain_local(parameter, keep_sparse=False))
