@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch_grad_exporter.actions.act.windows import ConditionError, SeriesWindow, Size
+from torch_grad_exporter.actions.act.windows import ConditionError, SeriesWindow, WindowSize
 from torch_grad_exporter.collectors.clipping import CLIPPING
 from torch_grad_exporter.collectors.gradients import GRAD_SAMPLE_STEP, GRADIENTS
 from torch_grad_exporter.collectors.weights import WEIGHTS
@@ -42,7 +42,7 @@ class Measurements:
         self._metrics = metrics
         self._feed = feed
         self._series: dict[Key, Series] = {}
-        self._windows: dict[tuple[Key, Size], SeriesWindow] = {}
+        self._windows: dict[tuple[Key, WindowSize], SeriesWindow] = {}
         self._values = Values(())
         self._now = 0.0
         self._stamp = 0.0
@@ -61,7 +61,7 @@ class Measurements:
                 fresh = [*fresh, value]
             window.add(fresh, now)
 
-    def _is_new(self, value: float, key: Key, size: Size, window: SeriesWindow, fresh: Sequence[float], *, same: bool) -> bool:
+    def _is_new(self, value: float, key: Key, size: WindowSize, window: SeriesWindow, fresh: Sequence[float], *, same: bool) -> bool:
         """Return whether the value of now goes behind the `fresh` ones. `same`: no sample came since the last evaluation."""
         if size.samples is None:
             # Without a new value the last one goes on.
@@ -84,22 +84,22 @@ class Measurements:
 
     def mean(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """The mean of the values in the window."""
-        size = Size.of(seconds, samples)
+        size = WindowSize.of(seconds, samples)
         return self._noted("mean", metric, labels, size, self._window(metric, labels, size).mean(self._now))
 
     def max(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """The largest value in the window; NaN if one of them is."""
-        size = Size.of(seconds, samples)
+        size = WindowSize.of(seconds, samples)
         return self._noted("max", metric, labels, size, self._window(metric, labels, size).max(self._now))
 
     def min(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """The smallest value in the window; NaN if one of them is."""
-        size = Size.of(seconds, samples)
+        size = WindowSize.of(seconds, samples)
         return self._noted("min", metric, labels, size, self._window(metric, labels, size).min(self._now))
 
     def increase(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """By how much the value has grown in the window."""
-        size = Size.of(seconds, samples)
+        size = WindowSize.of(seconds, samples)
         before = self._window(metric, labels, size).before(self._now)
         now = self._find(self._key(metric, labels))
         return self._noted("increase", metric, labels, size, math.nan if now is None else now - before)
@@ -126,7 +126,7 @@ class Measurements:
             raise ConditionError(f"{metric} has {len(found)} series here; choose one by {' and '.join(f'{n}=' for n in missing)}")
         return found[0] if found else None
 
-    def _window(self, metric: str, labels: Mapping[str, str], size: Size) -> SeriesWindow:
+    def _window(self, metric: str, labels: Mapping[str, str], size: WindowSize) -> SeriesWindow:
         key = self._key(metric, labels)
         window = self._windows.get((key, size))
         if window is None:
@@ -137,12 +137,12 @@ class Measurements:
                 series = self._feed.follow(self._metrics[metric], labels)
                 if series is not None:
                     self._series[key] = series
-            window = self._windows[key, size] = size.window()
+            window = self._windows[key, size] = SeriesWindow(size)
             value = self._find(key)
             window.add([] if value is None else [value], self._now)
         return window
 
-    def _noted(self, what: str, metric: str, labels: Mapping[str, str], size: Size | None, value: float) -> float:
+    def _noted(self, what: str, metric: str, labels: Mapping[str, str], size: WindowSize | None, value: float) -> float:
         more = [f"{name}={labels[name]}" for name in sorted(labels)] + ([] if size is None else [str(size)])
         self.read[f"{what}({', '.join((metric, *more))})"] = value
         return value

@@ -6,25 +6,24 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 # The largest windows.
 LONGEST_SECONDS, MOST_SAMPLES = 86_400.0, 100_000
 
 
 class ConditionError(ValueError):
-    """A condition asks for something that can never be there: it is switched off at once."""
+    """A condition asks for something that can never be there: it is disabled at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class WindowSize:
     """The length of a window, either in seconds or in samples."""
 
     seconds: float | None
     samples: int | None
 
     @classmethod
-    def of(cls, seconds: float | None, samples: int | None) -> Size:
+    def of(cls, seconds: float | None, samples: int | None) -> WindowSize:
         """Return the size.
 
         Raises:
@@ -38,76 +37,13 @@ class Size:
             raise ConditionError(f"samples={samples!r}: expected a whole number above 0, up to {MOST_SAMPLES}")
         return cls(seconds, samples)
 
-    def window(self) -> SeriesWindow:
-        """Return an empty window of this size."""
-        if self.samples is not None:
-            return SampleWindow(self.samples)
-        return TimeWindow(self.seconds or 0.0)
-
     def __str__(self) -> str:
         return f"samples={self.samples}" if self.seconds is None else f"seconds={self.seconds:g}"
 
 
-class SeriesWindow(Protocol):
-    """The values of one series over a window. Each answer is NaN until the window is full."""
-
-    last: float | None
-    """The newest value."""
-
-    def add(self, values: Sequence[float], now: float) -> None:
-        """Add the values since the last call, oldest first."""
-
-    def mean(self, now: float) -> float:
-        """Return the mean."""
-
-    def max(self, now: float) -> float:
-        """Return the largest value; NaN if one of them is NaN."""
-
-    def min(self, now: float) -> float:
-        """Return the smallest value; NaN if one of them is NaN."""
-
-    def before(self, now: float) -> float:
-        """Return the value right before the window."""
-
-
-class SampleWindow:
-    """The last `samples` values, and the one before them."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._values: deque[float] = deque(maxlen=samples + 1)
-        self.last: float | None = None
-
-    def add(self, values: Sequence[float], _now: float) -> None:
-        """See `SeriesWindow`."""
-        if values:
-            self._values.extend(values)
-            self.last = values[-1]
-
-    def mean(self, _now: float) -> float:
-        """See `SeriesWindow`."""
-        return mean(self._inside())
-
-    def max(self, _now: float) -> float:
-        """See `SeriesWindow`."""
-        return extreme(max, self._inside())
-
-    def min(self, _now: float) -> float:
-        """See `SeriesWindow`."""
-        return extreme(min, self._inside())
-
-    def before(self, _now: float) -> float:
-        """See `SeriesWindow`."""
-        return self._values[0] if len(self._values) > self._samples else math.nan
-
-    def _inside(self) -> list[float]:
-        values = [*self._values]
-        return values[-self._samples :] if len(values) >= self._samples else []
-
-
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The values between two evaluations."""
+    """Values that came together: one, or all between two evaluations."""
 
     at: float
     count: int
@@ -117,53 +53,60 @@ class _Span:
     last: float
 
 
-class TimeWindow:
-    """The values of the last `seconds`.
+class SeriesWindow:
+    """The values of one series over a window, and the last one before it. Each answer is NaN until the window is full.
 
-    They are kept as one summary per evaluation, so that memory does not grow with the number of
-    samples a second. The oldest summary is the last one before the window.
+    A window in seconds keeps one summary per evaluation, so that memory does not grow with the number of samples a second.
+
+    Attributes:
+        last: The newest value.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._spans: deque[_Span] = deque()
+    def __init__(self, size: WindowSize) -> None:
+        self._size = size
+        self._spans: deque[_Span] = deque(maxlen=None if size.samples is None else size.samples + 1)
         self.last: float | None = None
 
     def add(self, values: Sequence[float], now: float) -> None:
-        """See `SeriesWindow`."""
-        if not values:
+        """Add the values since the last call, oldest first."""
+        self.last = values[-1] if values else self.last
+        if self._size.seconds is None:
+            self._spans.extend(_Span(now, 1, value, value, value, value) for value in values)
             return
-        low, high, self.last = extreme(min, values), extreme(max, values), values[-1]
-        self._spans.append(_Span(now, len(values), mean(values), low, high, self.last))
-        while len(self._spans) > 1 and self._spans[1].at <= now - self._seconds:
+        if values:
+            self._spans.append(_Span(now, len(values), mean(values), extreme(min, values), extreme(max, values), values[-1]))
+        while len(self._spans) > 1 and self._spans[1].at <= now - self._size.seconds:
             self._spans.popleft()
 
     def mean(self, now: float) -> float:
-        """See `SeriesWindow`."""
+        """Return the mean."""
         spans = self._inside(now)
-        if all(span.count == 1 for span in spans):
-            return mean([span.mean for span in spans])
         total = sum(span.count for span in spans)
-        return _sum([span.mean * (span.count / total) for span in spans])
+        return _sum([span.mean * (span.count / total) for span in spans]) if spans else math.nan
 
     def max(self, now: float) -> float:
-        """See `SeriesWindow`."""
+        """Return the largest value; NaN if one of them is NaN."""
         return extreme(max, [span.high for span in self._inside(now)])
 
     def min(self, now: float) -> float:
-        """See `SeriesWindow`."""
+        """Return the smallest value; NaN if one of them is NaN."""
         return extreme(min, [span.low for span in self._inside(now)])
 
     def before(self, now: float) -> float:
-        """See `SeriesWindow`."""
-        full = self._spans and self._spans[0].at <= now - self._seconds
-        return self._spans[0].last if full else math.nan
+        """Return the value right before the window."""
+        return self._spans[0].last if self._has_older(now) else math.nan
+
+    def _has_older(self, now: float) -> bool:
+        """Return whether the first span is the one before the window."""
+        if self._size.seconds is None:
+            return len(self._spans) == self._spans.maxlen
+        return bool(self._spans) and self._spans[0].at <= now - self._size.seconds
 
     def _inside(self, now: float) -> list[_Span]:
-        first = now - self._seconds
-        if not self._spans or self._spans[0].at > first:
-            return []
-        return [span for span in self._spans if span.at > first]
+        """Return the spans of the window, none unless it is full."""
+        older = self._has_older(now)
+        full = older or len(self._spans) == self._size.samples
+        return [*self._spans][1 if older else 0 :] if full else []
 
 
 def mean(values: Sequence[float]) -> float:
