@@ -50,27 +50,30 @@ class Measurements:
         """What was read since `begin`, by the call that read it."""
 
     def begin(self, values: Values, now: float) -> None:
-        """An evaluation begins, with these values at this time."""
+        """Begin an evaluation, with these values at this time."""
         self._values, self._now, self.read = values, now, {}
         stamp, self._stamp = self._stamp, sum(step for _, step in values.rows(GRAD_SAMPLE_STEP))
         sampled = {key: series.take() for key, series in self._series.items()}
         for (key, size), window in self._windows.items():
             fresh = sampled.get(key, [])
             value = self._find(key)
-            if value is not None and self._is_new(value, key, size, window, fresh, same=stamp == self._stamp):
+            if value is not None and self._is_new(value, key, size, (*fresh, window.last), same=stamp == self._stamp):
                 fresh = [*fresh, value]
             window.add(fresh, now)
 
-    def _is_new(self, value: float, key: Key, size: WindowSize, window: SeriesWindow, fresh: Sequence[float], *, same: bool) -> bool:
-        """Return whether the value of now goes behind the `fresh` ones. `same`: no sample came since the last evaluation."""
+    def _is_new(self, value: float, key: Key, size: WindowSize, known: Sequence[float | None], *, same: bool) -> bool:
+        """Return whether the value of now is another one than those since the last evaluation.
+
+        `known`: those, then the newest of the window before; `same`: no sample came since the last evaluation.
+        """
         if size.samples is None:
             # Without a new value the last one goes on.
-            return not _contains(fresh, value)
+            return not _contains(known[:-1], value)
         if key in self._series:
-            # All samples are in `fresh` or before, but not the norms that `observe` was given.
-            return not _contains((*fresh, window.last), value)
+            # All samples are known, but not the norms that `observe` was given.
+            return not _contains(known, value)
         if self._metrics[key[0]] in _SAMPLED:
-            return not (same and _contains((window.last,), value))
+            return not (same and _contains(known[-1:], value))
         return True
 
     def forget(self) -> None:
@@ -78,27 +81,27 @@ class Measurements:
         self._windows, self._series = {}, {}
 
     def last(self, metric: str, **labels: str) -> float:
-        """The value of now."""
+        """Return the value of now."""
         value = self._find(self._key(metric, labels))
         return self._noted("last", metric, labels, None, math.nan if value is None else value)
 
     def mean(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
-        """The mean of the values in the window."""
+        """Return the mean of the values in the window."""
         size = WindowSize.of(seconds, samples)
         return self._noted("mean", metric, labels, size, self._window(metric, labels, size).mean(self._now))
 
     def max(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
-        """The largest value in the window; NaN if one of them is."""
+        """Return the largest value in the window; NaN if one of them is."""
         size = WindowSize.of(seconds, samples)
         return self._noted("max", metric, labels, size, self._window(metric, labels, size).max(self._now))
 
     def min(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
-        """The smallest value in the window; NaN if one of them is."""
+        """Return the smallest value in the window; NaN if one of them is."""
         size = WindowSize.of(seconds, samples)
         return self._noted("min", metric, labels, size, self._window(metric, labels, size).min(self._now))
 
     def increase(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
-        """By how much the value has grown in the window."""
+        """Return by how much the value has grown in the window."""
         size = WindowSize.of(seconds, samples)
         before = self._window(metric, labels, size).before(self._now)
         now = self._find(self._key(metric, labels))
@@ -120,11 +123,11 @@ class Measurements:
         metric, labels = key
         spec, wanted = self._metrics[metric], dict(labels)
         places = [(spec.labels.index(name), value) for name, value in wanted.items()]
-        found = [value for row, value in self._values.rows(spec) if all(row[place] == value for place, value in places)]
-        if len(found) > 1:
+        series = [value for row, value in self._values.rows(spec) if all(row[place] == label for place, label in places)]
+        if len(series) > 1:
             missing = [name for name in spec.labels if name not in wanted]
-            raise ConditionError(f"{metric} has {len(found)} series here; choose one by {' and '.join(f'{n}=' for n in missing)}")
-        return found[0] if found else None
+            raise ConditionError(f"{metric} has {len(series)} series here; choose one by {' and '.join(f'{n}=' for n in missing)}")
+        return series[0] if series else None
 
     def _window(self, metric: str, labels: Mapping[str, str], size: WindowSize) -> SeriesWindow:
         key = self._key(metric, labels)
@@ -149,11 +152,11 @@ class Measurements:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """What a wrong name may have meant, as the end of a sentence."""
-    found = difflib.get_close_matches(name, list(names), n=3)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    """Return what a wrong name may have meant, as the end of a sentence."""
+    matches = difflib.get_close_matches(name, list(names), n=3)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def _contains(values: Sequence[float | None], value: float) -> bool:
     """Return whether the value is one of them, where NaN equals NaN."""
-    return value in values or (math.isnan(value) and any(found is not None and math.isnan(found) for found in values))
+    return value in values or (math.isnan(value) and any(other is not None and math.isnan(other) for other in values))

@@ -12,29 +12,34 @@ from typing import Any
 
 from torch_grad_exporter.actions.act.measurements import Measurements, near
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError, Plan
-from torch_grad_exporter.actions.freeze.norms import LayerNorms, Windows
+from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
+from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.rules import Rule
 
 logger = logging.getLogger("torch_grad_exporter")
 
-THRESHOLD, AFTER, REVIVE = 1e-3, 100, 1000
-"""The defaults."""
-
-VERSION = 1
-"""Of the state."""
+THRESHOLD, AFTER, REVIVE = 1e-3, 100, 1000  # the defaults
+VERSION = 1  # of the state
 
 
 class Freeze(StepAction):
     """Stops training layers: their parameters get `requires_grad=False` and no gradient, so that no optimizer moves them.
 
-    `exporter.on(Freeze(threshold, after, revive))` freezes a layer whose mean gradient norm over the last `after` optimizer steps,
-    reduced over ranks, unscaled and before clipping, is below `threshold`; `layers` restricts it to the layers whose name the
-    regular expression finds. `exporter.on(rule_or_condition, Freeze(layers=...))` freezes these layers at
-    once when the rule or the condition holds, and without `layers` those that the rule's problems name.
+    `exporter.on(Freeze(threshold, after, revive))` freezes a layer whose mean gradient norm over the last `after` optimizer
+    steps, reduced over ranks, unscaled and before clipping, is below `threshold`. `exporter.on(rule_or_condition,
+    Freeze(layers=...))` freezes layers at once when the rule or the condition holds. One layer of each model and optimizer always
+    stays.
 
-    A layer is tried again `revive` optimizer steps later, never with `None`. One layer of each model and optimizer always stays.
+    Args:
+        threshold: The norm below which a layer is frozen.
+        after: Optimizer steps over which its mean is taken.
+        revive: Optimizer steps after which a layer is tried again, None for never.
+        layers: A regular expression that the names of the layers match. Without it a rule's problems name the layers.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument is wrong.
     """
 
     has_cause = each_step = True
@@ -51,23 +56,18 @@ class Freeze(StepAction):
         self.after = _steps("after", after)
         self.revive = None if revive is None else _steps("revive", revive, " or None for never")
         self.layers = _pattern(layers)
-        self._frozen: dict[str, int] = {}
-        """The layers that this one has frozen, and the step after which it did."""
-        self._windows = Windows(self.after)
+        self._norms = LayerNorms(self.after)
         self._layers: FrozenLayers | None = None
-        self._norms: LayerNorms | None = None
-        self._held: object = None
-        """All layers that were frozen when it was last looked whether its own still are."""
         self._own = False
+        # Optimizer steps since `on`, and those of other actions before it.
         self._steps = 0
-        """Of optimizers since `on`."""
         self._before: int | None = None
-        """Those of other actions before it."""
-        self._waiting: Mapping[str, int] = {}
-        """The layers of a state that was loaded before `on`, and how many steps ago they were frozen."""
+        # The layers that this one has frozen, with the step after which it did; all that are, when it last looked for lost ones.
+        self._frozen: dict[str, int] = {}
+        self._held: object = None
+        # The layers of a state that was loaded before `on`, and how many steps ago they were frozen.
+        self._loaded: Mapping[str, int] = {}
         self._due: dict[str, float] = {}
-        self._in_vain: object = None
-        """With what there was nothing to be done, though layers were due."""
         self._revived: deque[str] = deque()
 
     def __repr__(self) -> str:
@@ -79,26 +79,38 @@ class Freeze(StepAction):
     @property
     def frozen(self) -> Mapping[str, int]:
         """The layers that it has frozen, each with how many optimizer steps ago. Those of a loaded state count from `on` on."""
-        return {layer: self._steps - step for layer, step in self._frozen.items()} or dict(self._waiting)
+        return {layer: self._steps - step for layer, step in self._frozen.items()} or dict(self._loaded)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and texts: what is frozen, since how many steps, and the norms of the last `after` steps of the others."""
+        """Return plain numbers and texts: what is frozen, since how many steps, and the norms of the others that rank 0 has."""
         frozen = dict(self.frozen)
-        norms = {layer: window for layer, window in self._windows.state().items() if layer not in frozen}
+        norms = {layer: window for layer, window in self._norms.state().items() if layer not in frozen}
         return {"version": VERSION, "frozen": frozen, "norms": norms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state: its layers are frozen at once, or by the `exporter.on` that is yet to come.
+        """Go on from a state: its layers are frozen at once, or by the `exporter.on` that is yet to come.
 
-        Call it between two steps, on all ranks. Raises `ValueError` where it is no such state or a layer is unknown, and
-        `RuntimeError` where nothing would be left to train.
+        Call it between two steps, on all ranks.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: It is not a state, or a layer is unknown.
+            RuntimeError: Nothing would be left to train.
         """
-        frozen, windows = _state(state, self.after)
+        try:
+            if state["version"] != VERSION:
+                raise ValueError(f"version={state['version']!r}: expected {VERSION}, that of this version of torch-grad-exporter")
+            frozen = {str(layer): int(since) for layer, since in state["frozen"].items()}
+            LayerNorms(self.after).load(state["norms"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"state={state!r}: expected what Freeze.state_dict() has returned") from error
         if self._layers is not None:
             self._freeze_again(self._layers, frozen)
         else:
-            self._waiting = frozen
-        self._windows = windows
+            self._loaded = frozen
+        self._norms.load(state["norms"])
 
     # What `exporter.on` calls
 
@@ -110,115 +122,99 @@ class Freeze(StepAction):
         if self._layers is not None:
             raise ValueError(f"action={self!r}: it is in use; make another one for each on(), since it has a memory")
         layers.refuse()
-        self._check_known(layers, self._waiting)
+        self._check_known(layers, self._loaded)
         trained = layers.trained()
         if self.layers is not None and not any(map(self.layers.search, trained)):
-            raise ValueError(f"layers={self.layers.pattern!r}: it matches no layer that is trained; there are {_some(trained)}")
-        if own and layers.sharded().issuperset(trained):
-            raise RuntimeError(
-                f"action={self!r}: all layers are sharded, and no rank alone knows their norms; name layers instead: "
-                "exporter.on(rule_or_condition, Freeze(layers=...))"
-            )
+            names = ", ".join([*trained][:8]) + (f" and {len(trained) - 8} more" if len(trained) > 8 else "")
+            raise ValueError(f"layers={self.layers.pattern!r}: it matches no layer that is trained; there are {names}")
         if own:
-            return
-        if (self.threshold, self.after) != (THRESHOLD, AFTER):
+            if layers.sharded().issuperset(trained):
+                raise RuntimeError(
+                    f"action={self!r}: all layers are sharded, and no rank alone knows their norms; name layers instead: "
+                    "exporter.on(rule_or_condition, Freeze(layers=...))"
+                )
+        elif (self.threshold, self.after) != (THRESHOLD, AFTER):
             raise ValueError(
                 f"action={self!r}: threshold= and after= are for exporter.on(Freeze(...)), without a rule or a condition; "
                 "what holds freezes at once"
             )
-        if self.layers is not None:
+        elif self.layers is not None:
             try:
-                layers.plan(filter(self.layers.search, trained), self._follows)
+                layers.plan(filter(self.layers.search, trained))
             except NothingLeftError as error:
                 raise ValueError(f"layers={self.layers.pattern!r}: {error}") from error
         elif rule is None or (rule.alerts and not any(alert.by_layer for alert in rule.alerts)):
-            what = "a condition" if rule is None else f"the rule {rule.name}"
-            raise ValueError(f"layers=None: {what} names no layer; write Freeze(layers=...) with a regular expression of names")
+            cause = "a condition" if rule is None else f"the rule {rule.name}"
+            raise ValueError(f"layers=None: {cause} names no layer; write Freeze(layers=...) with a regular expression of names")
 
     def begin(self, training: Training, *, own: bool = False) -> None:
         """See `StepAction`."""
         layers = training.layers
         if layers is None:  # as `check` has said
             return
-        norms = LayerNorms(training.worker) if own and training.worker is not None else None
+        if own and training.worker is not None:
+            self._norms.watch(training.worker)
         self._own, self._frozen, self._steps, self._before = own, {}, 0, None
-        self._freeze_again(layers, self._waiting)
+        self._freeze_again(layers, self._loaded)
         layers.labels.in_use = True
-        self._norms, self._waiting, self._layers = norms, {}, layers
+        self._loaded, self._layers = {}, layers
 
     def end(self) -> None:
-        """See `StepAction`: gives back what is frozen."""
-        layers, self._layers, self._norms = self._layers, None, None
+        """Give back what is frozen."""
+        layers, self._layers = self._layers, None
         if layers is not None:
-            self._waiting = self.frozen  # for a `state_dict` after the end, and for another exporter
+            self._loaded = self.frozen  # for a `state_dict` after the end, and for another exporter
             self._frozen = {}
-            layers.thaw(self._waiting)
+            layers.thaw(self._loaded)
 
     # The thread that judges
 
     def holds(self, _measurements: Measurements) -> bool:
-        """Whether a layer's mean norm is below the threshold that can be frozen."""
-        layers, norms = self._layers, self._norms
-        if layers is None or norms is None:
+        """Return whether a layer that can be frozen has a mean norm below the threshold."""
+        layers = self._layers
+        if layers is None:
             return False
+        revived = {self._revived.popleft() for _ in range(len(self._revived))}
         try:
-            reading = norms.read()
-        except TimeoutError:  # the host's side is busy: the next evaluation has them
+            # One rank alone does not know the norm of a layer of which it has a part.
+            self._norms.read(layers.labels.frozen | layers.sharded(), revived)
+        except TimeoutError:  # the worker is busy: the next evaluation has them
+            self._revived.extend(revived)
             return False
-        afresh = {self._revived.popleft() for _ in range(len(self._revived))}
-        # One rank alone does not know the norm of a layer of which it has a part.
-        self._windows.take(reading, layers.labels.frozen | layers.sharded(), afresh)
-        due = self._windows.below(self.threshold)
+        due = self._norms.below(self.threshold)
         trained = layers.trained() if due else {}
-        self._due = {one: mean for one, mean in due.items() if one in trained and (not self.layers or self.layers.search(one))}
-        return bool(self._due) and self._state_of(layers) != self._in_vain
+        self._due = {name: mean for name, mean in due.items() if name in trained and (not self.layers or self.layers.search(name))}
+        return bool(self._due)
 
-    def _state_of(self, layers: FrozenLayers) -> object:
-        return frozenset(self._due), frozenset(layers.trained())
-
-    def choose(self, _training: Training, _named: Sequence[str]) -> str | None:
-        """The names of the layers, as JSON."""
+    def choose(self, _training: Training, named: Sequence[str]) -> str | None:
+        """Return the names of the layers, as JSON."""
         layers = self._layers
         if layers is None:
             return None
-        trained = layers.trained()
         if self._own:
-            plan = self._with_one_left(layers)
+            wanted = sorted(self._due, key=self._due.__getitem__)
         else:
-            wanted = (
-                [one for one in trained if self.layers.search(one)] if self.layers else [one for one in trained if one in _named]
-            )
-            if not wanted and not self.layers and not _named:
+            if not self.layers and not named:
                 raise RuntimeError("the rule's problems name no layer; write Freeze(layers=...) with a regular expression of names")
-            plan = layers.plan(wanted, self._follows)
-        return json.dumps([*plan.layers]) if plan.layers else None
-
-    def _with_one_left(self, layers: FrozenLayers) -> Plan:
-        """Those that are due, without the ones with the largest norms where nothing would be left to train."""
-        wanted = sorted(self._due, key=self._due.__getitem__)
+            wanted = [name for name in layers.trained() if (self.layers.search(name) if self.layers else name in named)]
         while wanted:
             try:
-                plan = layers.plan(wanted, self._follows)
+                planned = layers.plan(wanted).layers
             except NothingLeftError:
-                wanted.pop()
+                if not self._own:
+                    raise
+                wanted.pop()  # the layer with the largest norm stays
             else:
-                break
-        else:
-            plan = Plan()
-        self._in_vain = None if plan.layers else self._state_of(layers)
-        return plan
+                return json.dumps([*planned]) if planned else None
+        return None
 
     def prepare(self, _training: Training, choice: str) -> list[str]:
         """Return the layers to freeze. Raises `RuntimeError` if that would harm the training."""
         wanted: list[str] = json.loads(choice)
         if self._layers is not None:
-            self._layers.plan(wanted, self._follows)
+            self._layers.plan(wanted)
             self._layers.refuse()
         return wanted
-
-    def _follows(self, layer: str) -> bool:
-        """Whether a layer that has no norm of its own, since all its parameters are tied to others, goes with those."""
-        return self._own or self.layers is None or self.layers.search(layer) is not None
 
     # The thread that trains
 
@@ -227,7 +223,7 @@ class Freeze(StepAction):
         layers = self._layers
         if layers is None:
             return
-        frozen = layers.freeze(layers.plan(wanted, self._follows))
+        frozen = layers.freeze(layers.plan(wanted))
         self._frozen = self._frozen | dict.fromkeys(frozen, self._steps)
         if self._layers is not layers:  # it has just ended, and `end` may not have seen these
             layers.thaw(frozen)
@@ -235,7 +231,7 @@ class Freeze(StepAction):
             say(logger, logging.WARNING, "froze %s after %d steps", ", ".join(frozen), self._steps)
 
     def step_over(self, steps: int) -> None:
-        """See `StepAction`: tries again what has been frozen for long enough."""
+        """Try again what has been frozen for long enough."""
         if self._before is None:
             self._before = steps - 1
         self._steps = steps = steps - self._before
@@ -244,9 +240,7 @@ class Freeze(StepAction):
             return
         layers.look()
         self._drop_lost(layers)
-        if self.revive is None:
-            return
-        over = [layer for layer, step in self._frozen.items() if steps - step >= self.revive]
+        over = [layer for layer, step in self._frozen.items() if self.revive is not None and steps - step >= self.revive]
         if over:
             layers.thaw(over)
             self._revived.extend(over)
@@ -254,13 +248,12 @@ class Freeze(StepAction):
             say(logger, logging.WARNING, "train %s again after %d steps", ", ".join(over), steps)
 
     def _drop_lost(self, layers: FrozenLayers) -> None:
-        """Forgets what is not frozen any more, though this one has not thawed it: the script has, and any `Freeze` may notice."""
+        """Forget what is no longer frozen, though this one has not thawed it: the script has, and any `Freeze` may notice."""
         if self._held is layers.held:
             return
         self._held = layers.held
-        lost = [layer for layer in self._frozen if layer not in layers.held]
-        self._frozen = {layer: step for layer, step in self._frozen.items() if layer not in lost}
-        self._revived.extend(lost)
+        self._revived.extend(layer for layer in self._frozen if layer not in layers.held)
+        self._frozen = {layer: step for layer, step in self._frozen.items() if layer in layers.held}
 
     # States
 
@@ -271,34 +264,16 @@ class Freeze(StepAction):
                 raise ValueError(f"state: there is no layer {layer!r} that is trained{near(layer, known)}")
 
     def _freeze_again(self, layers: FrozenLayers, frozen: Mapping[str, int]) -> None:
-        """Freezes what a state names, and nothing else. Raises as `load_state_dict`."""
+        """Freeze what a state names, and nothing else. Raises as `load_state_dict`."""
         self._check_known(layers, frozen)
         layers.thaw([layer for layer in self._frozen if layer not in frozen])
-        ours = self._frozen = {layer: step for layer, step in self._frozen.items() if layer in frozen}
-        plan = layers.plan(frozen, self._follows)
+        ours = [layer for layer in self._frozen if layer in frozen]
+        plan = layers.plan(frozen)
         if plan.layers:
             layers.refuse()
-            ours = ours | dict.fromkeys(layers.freeze(plan), 0)
+            ours += layers.freeze(plan)
         # What the script or another `Freeze` has frozen is theirs.
         self._frozen = {layer: self._steps - frozen[layer] for layer in ours}
-
-
-def _state(state: Mapping[str, Any], after: int) -> tuple[dict[str, int], Windows]:
-    """What a state has."""
-    windows = Windows(after)
-    try:
-        if state["version"] != VERSION:
-            raise ValueError(f"version={state['version']!r}: expected {VERSION}, that of this version of torch-grad-exporter")
-        frozen = {str(layer): int(since) for layer, since in state["frozen"].items()}
-        windows.load(state["norms"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"state={state!r}: expected what Freeze.state_dict() has returned") from error
-    return frozen, windows
-
-
-def _some(names: Mapping[str, object]) -> str:
-    shown = [*names][:8]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
 def _threshold(value: object) -> float:
