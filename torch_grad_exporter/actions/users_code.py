@@ -9,8 +9,8 @@ from typing import TypeVar
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
+# Also as urllib3 tells them, in parts.
 _ADDRESSES = re.compile(r"\b[a-zA-Z][\w+.-]*://\S+|(?<=\burl: )\S+|(?<=\bhost=)'[^']*'")
-"""Also as urllib3 tells them, in parts."""
 
 
 def contained(function: Callable[[_Argument], _Result], argument: _Argument) -> _Result:

@@ -33,8 +33,8 @@ class Identity:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    # The launcher's name for the run, the same on all ranks and after a restart; empty if it has none.
     run: str = ""
-    """The launcher's name for the run, the same on all ranks and after a restart; empty if it has none."""
 
 
 def process_group() -> Identity | None:
@@ -114,8 +114,8 @@ def _variables(
     return read
 
 
+# From here on, Slurm's numbers of steps are names: of the batch script, of an interactive shell.
 _NO_TASKS = 0xFFFF_FF00
-"""From here on, Slurm's numbers of steps are names: of the batch script, of an interactive shell."""
 
 
 def _slurm(environment: Mapping[str, str]) -> Identity | None:

@@ -32,23 +32,23 @@ from torch_grad_exporter.torch_compat import replicas
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# Of all our keys.
 PREFIX = "torch_grad_exporter/"
-"""Of all our keys."""
 
+# How long the start of an exporter waits for the store, at most, in all.
 START_SECONDS = 5.0
-"""How long the start of an exporter waits for the store, at most, in all."""
 
+# How long anything else waits for an answer, at most.
 SECONDS = 2.0
-"""How long anything else waits for an answer, at most."""
 
+# A value that no key has.
 _ABSENT = "\x00absent"
-"""A value that no key has."""
 
 _T = TypeVar("_T")
 
 
+# A `torch.distributed.Store`, which not every build has. `compare_set`, `set` and `delete_key` never wait for a key.
 Connection = Any
-"""A `torch.distributed.Store`, which not every build has. `compare_set`, `set` and `delete_key` never wait for a key."""
 
 _Call = tuple[Future[Any], Callable[[Connection], Any]]
 

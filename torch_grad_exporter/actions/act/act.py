@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.sample_feed import SampleFeed
     from torch_grad_exporter.outputs.live.live import Judged
 
+# Between two evaluations.
 EVALUATION_SECONDS = 1.0
-"""Between two evaluations."""
 
+# Of the time that evaluations may take; if one takes long, the next one comes later.
 SHARE = 0.05
-"""Of the time that evaluations may take; if one takes long, the next one comes later."""
 
+# Without a judgement by Notify, if that is on, after which this judges itself.
 FED_SECONDS = 5.0
-"""Without a judgement by Notify, if that is on, after which this judges itself."""
 
+# How long the end waits for actions, at most, and where a user or a launcher waits for it.
 CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
-"""How long the end waits for actions, at most, and where a user or a launcher waits for it."""
 
 
 class RunJudge(Protocol):

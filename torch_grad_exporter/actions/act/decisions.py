@@ -36,26 +36,26 @@ from torch_grad_exporter.distributed.store import JobStore, StoreError
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
+# Between two reads of the store.
 POLL_SECONDS = 1.0
-"""Between two reads of the store."""
 
+# The steps of this time are those within which a rank reads a decision that it has answered.
 LEASE_SECONDS = 2.0
-"""The steps of this time are those within which a rank reads a decision that it has answered."""
 
+# Time for all ranks to answer.
 ANSWER_SECONDS = 60.0
-"""Time for all ranks to answer."""
 
+# The longest that a question waits for the store.
 STORE_SECONDS = 1.0
-"""The longest that a question waits for the store."""
 
+# Steps of which the pace is the median.
 PACE_STEPS = 32
-"""Steps of which the pace is the median."""
 
+# Seconds of a step; shorter ones end in a moment, and the training would not come to the step for long.
 FASTEST = 1e-4
-"""Seconds of a step; shorter ones end in a moment, and the training would not come to the step for long."""
 
+# Exporters of this process whose ranks act together, by job and rank: in the store, each one's decisions are apart.
 GENERATIONS: Counter[tuple[str, int]] = Counter()
-"""Exporters of this process whose ranks act together, by job and rank: in the store, each one's decisions are apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+# What schedulers keep in the parameter groups of an optimizer and compute learning rates from, in addition to `lr`.
 OF_GROUPS = ("initial_lr", "max_lr", "swa_lr")
-"""What schedulers keep in the parameter groups of an optimizer and compute learning rates from, in addition to `lr`."""
 
+# What they keep themselves: a list with a number for each group.
 OF_SCHEDULERS = ("base_lrs", "max_lrs")
-"""What they keep themselves: a list with a number for each group."""
 
+# What OneCycleLR keeps in the groups as well; others may call so what is no learning rate to be scaled.
 OF_ONE_CYCLE = "min_lr"
-"""What OneCycleLR keeps in the groups as well; others may call so what is no learning rate to be scaled."""
 
+# What those that follow a cosine keep: one number for all groups, towards which learning rates go.
 LEAST = "eta_min"
-"""What those that follow a cosine keep: one number for all groups, towards which learning rates go."""
 
 Found = Sequence[weakref.ref[Any]]
 

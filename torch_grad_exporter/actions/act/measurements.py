@@ -21,14 +21,14 @@ from torch_grad_exporter.rules.values import Values
 if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
 
+# Of one condition.
 MOST_WINDOWS = 1000
-"""Of one condition."""
 
+# Metrics that change with a sample of the gradients, of which there may be none between two evaluations.
 _SAMPLED = frozenset((*GRADIENTS.specs, *CLIPPING.specs, *WEIGHTS.specs))
-"""Metrics that change with a sample of the gradients, of which there may be none between two evaluations."""
 
+# A metric and labels.
 Key = tuple[str, tuple[tuple[str, str], ...]]
-"""A metric and labels."""
 
 
 class Measurements:
@@ -46,8 +46,8 @@ class Measurements:
         self._values = Values(())
         self._now = 0.0
         self._stamp = 0.0
+        # What was read since `begin`, by the call that read it.
         self.read: dict[str, float] = {}
-        """What was read since `begin`, by the call that read it."""
 
     def begin(self, values: Values, now: float) -> None:
         """Begin an evaluation, with these values at this time."""

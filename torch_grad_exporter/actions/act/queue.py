@@ -14,8 +14,8 @@ from torch_grad_exporter.actions.users_code import contained
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
+# Events that wait, at most.
 ROOM = 100
-"""Events that wait, at most."""
 
 
 class ActionQueue:

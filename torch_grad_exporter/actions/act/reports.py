@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# Of the failures of actions and conditions.
 SOURCE = "action"
-"""Of the failures of actions and conditions."""
 
 
 class ActionReports:

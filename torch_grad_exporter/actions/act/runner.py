@@ -27,8 +27,8 @@ from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
 
+# What a call of the hook takes before and after what a clock inside of it measures.
 HOOK_SECONDS = 2e-6
-"""What a call of the hook takes before and after what a clock inside of it measures."""
 
 
 class StepActionRunner:

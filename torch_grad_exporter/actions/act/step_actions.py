@@ -38,14 +38,14 @@ class Training:
 class StepAction:
     """An action that runs at the end of an optimizer's step. In a job of several ranks all run it after the same step."""
 
+    # Whether it knows by itself when it is due: `exporter.on(action)`.
     has_cause = False
-    """Whether it knows by itself when it is due: `exporter.on(action)`."""
 
+    # Whether `step_over` is called after each step.
     each_step = False
-    """Whether `step_over` is called after each step."""
 
+    # Whether ranks that differ in it train different models. If not, any rank may ask for it, and a late rank does it late.
     changes_weights = True
-    """Whether ranks that differ in it train different models. If not, any rank may ask for it, and a late rank does it late."""
 
     def check(self, training: Training, rule: Rule | None, *, own: bool) -> None:
         """Raise what is wrong with the call of `on`, before anything is registered.

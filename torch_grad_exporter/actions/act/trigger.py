@@ -15,8 +15,8 @@ from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values
 from torch_grad_exporter.rules.catalogue import promql_only
 
+# The defaults of `on`, in seconds.
 FOR, COOLDOWN = 0.0, 600.0
-"""The defaults of `on`, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
