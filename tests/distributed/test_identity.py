@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.tools import PATIENCE
-from torch_grad_exporter.distributed.identity import Identity, identity
+from torch_grad_exporter.distributed.identity import Identity, identity, process_group
 
 SRUN = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -62,7 +62,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], Identity]] = {
 def test_launcher(name: str) -> None:
     """Rank, size, place on the host and name of the run follow from what the launcher has set."""
     environment, expected = ENVIRONMENTS[name]
-    assert identity(environment, group=lambda: None) == expected
+    assert identity(environment, None) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,15 @@ def test_launcher(name: str) -> None:
 )  # fmt: skip
 def test_the_process_group_wins(environment: dict[str, str], place: Identity, expected: Identity) -> None:
     """Rank and size are the process group's; spawned ranks share the launched processes, or this host, equally."""
-    assert identity(environment, group=lambda: place) == expected
+    assert identity(environment, place) == expected
 
 
 def test_a_real_process_group_is_asked() -> None:
     """The default process group's rank and size are found as soon as there is one."""
-    assert identity({}) == Identity()
+    assert identity({}, process_group()) == Identity()
     dist.init_process_group("fake", rank=5, world_size=7, store=FakeStore())
     try:
-        assert identity({}) == Identity(5, 7, 5, 7)
+        assert identity({}, process_group()) == Identity(5, 7, 5, 7)
     finally:
         dist.destroy_process_group()
 
@@ -103,9 +103,9 @@ for name in set(dir(dist)) - {"is_available"}:
     if not name.startswith("__"):
         delattr(dist, name)
 dist.is_available = lambda: False
-from torch_grad_exporter.distributed.identity import Identity, identity
+from torch_grad_exporter.distributed.identity import Identity, identity, process_group
 from torch_grad_exporter.distributed.store import JobStore, StoreError
-assert identity({}) == Identity()
+assert identity({}, process_group()) == Identity()
 try:
     JobStore().agree("run", "x")
 except StoreError as error:

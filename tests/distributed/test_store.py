@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.support.ranks import FORKED, run_ranks
 from tests.support.tools import PATIENCE, eventually
-from torch_grad_exporter.distributed.identity import Identity, identity
+from torch_grad_exporter.distributed.identity import Identity, identity, process_group
 from torch_grad_exporter.distributed.store import JobStore, StoreError, connected, run_name
 from torch_grad_exporter.torch_compat import replicas
 
@@ -276,7 +276,7 @@ def test_a_name_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
 
 def elastic_main(folder: str) -> None:
     """Run one rank, which agrees on a name before there is a process group and after; the first attempt fails."""
-    who, attempt = identity(os.environ), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    who, attempt = identity(os.environ, process_group()), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     store, late = JobStore(), JobStore()
     early = run_name(who, "", store, seconds=PATIENCE)
     # The agent's store still has the addresses of the ranks that have ended; torch itself would sometimes connect to them.

@@ -13,7 +13,7 @@ from torch_grad_exporter.actions.clip.at_steps import ClipOptions
 from torch_grad_exporter.actions.clip.policy import OnFailure, policy_name
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
-from torch_grad_exporter.distributed.identity import Identity, identity
+from torch_grad_exporter.distributed.identity import Identity, identity, process_group
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
@@ -89,7 +89,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
         arguments.otlp_interval,
         environment=environment,
     )
-    place = identity(environment)
+    place = identity(environment, process_group())
     rank = place.rank if settings.rank is None else settings.rank
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
     _check_ownership(index, arguments.optimizers)

@@ -1,7 +1,7 @@
 """How Prometheus finds the ranks: a file each, for `file_sd_configs`, and a list of all of them at rank 0, for `http_sd_configs`.
 
 An entry stands for a running rank: a rank that ends cleanly removes its entry, one that is killed leaves it, so that `up` is 0.
-Files and the job's store may hang; so daemon threads, which `Discovery` owns, do all of it.
+Files and the job's store may hang, so daemon threads of `Discovery` do all of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOUCH_SECONDS = 60.0
 FEW = 256
 
 # The age since its last modification from which on the process of a file is taken to be gone. Prometheus sees a new time of
-# modification when it reads the file anew, by default every 5 minutes.
+# modification when it reads the file again, by default every 5 minutes.
 STALE_SECONDS = 900.0
 
 # How long the end of a rank waits until its entries are gone, at most.
@@ -57,7 +57,7 @@ class Target:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def group(self) -> _Group:
-        """As an element of the lists that Prometheus' file_sd and http_sd read."""
+        """Return it as an element of the lists that Prometheus' file_sd and http_sd read."""
         own = {"run": self.run, "rank": str(self.rank), "local_rank": str(self.local_rank), "host": self.host}
         scheme = {} if self.scheme == "http" else {"__scheme__": self.scheme}
         return {"targets": [self.address], "labels": {**self.labels, **own, **scheme}}
@@ -73,7 +73,7 @@ def address(
     route: Callable[[], str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Where Prometheus reaches a server that listens on `addr`: `advertise` if it is given, else `addr` if it is one address.
+    """Return where Prometheus reaches a server that listens on `addr`: `advertise` if given, else `addr` if it is one address.
 
     Else this host's name if that resolves to more than a loopback address, else the address from which this host reaches
     others. In a Kubernetes pod always the latter: no other host can resolve a pod's name.
@@ -87,26 +87,26 @@ def address(
 
 
 def _reachable(text: str) -> bool:
-    found = ipaddress.ip_address(text.partition("%")[0])
-    return not (found.is_loopback or found.is_link_local or found.is_unspecified)
+    ip = ipaddress.ip_address(text.partition("%")[0])
+    return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)
 
 
 def _addresses(name: str) -> list[str]:
     try:
-        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
         return []
 
 
 def _outward() -> str:
-    """This host's address on the way out, empty if there is no way. Nothing is sent: connecting UDP only chooses a route."""
+    """Return this host's address on the way out, empty without one. Nothing is sent: connecting UDP only chooses a route."""
     # Addresses that are reserved for documentation take the default route.
     for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((elsewhere, 9))
-            found = str(probe.getsockname()[0])
-            if _reachable(found):
-                return found
+            outward = str(probe.getsockname()[0])
+            if _reachable(outward):
+                return outward
     return ""
 
 
@@ -129,7 +129,7 @@ class TargetFile:
         self._next = -float("inf")
 
     def refresh(self) -> None:
-        """Writes the file, or one that is gone; else, once in a while, renews its time of modification.
+        """Write the file if it is missing; else, once in a while, renew its time of modification.
 
         A file of another process at the same address is removed: the process that had the port is gone.
         """
@@ -144,7 +144,7 @@ class TargetFile:
         self._remove_predecessors(fresh_ones=first)
 
     def _remove_predecessors(self, *, fresh_ones: bool) -> None:
-        """Removes other files with this address: stale ones, and of fresh ones only where there are few, each of which is read."""
+        """Remove other files with this address: stale ones, and fresh ones only if there are few, since each is read."""
         others = [file for file in self.path.parent.glob("*.json") if file != self.path]
         for file in others:
             # It may vanish at any moment, and reading or removing that of another user may be forbidden.
@@ -158,7 +158,7 @@ class TargetFile:
         return group is not None and _place(group) == _place(self._target.group())
 
     def close(self) -> None:
-        """Removes the file, unless a later process has written it anew."""
+        """Remove the file, unless a later process has written it again."""
         if self._inode is not None and self._is_ours():
             self.path.unlink(missing_ok=True)
 
@@ -171,13 +171,13 @@ class TargetFile:
 
 
 def _place(group: _Group) -> tuple[object, object]:
-    """Where a target is: its address, and the host that it gives as its own."""
+    """Return where a target is: its address, and the host that it gives as its own."""
     labels = group["labels"]
     return group["targets"], labels.get("host") if isinstance(labels, dict) else None
 
 
 def _age(file: Path) -> float:
-    """Seconds since it was modified."""
+    """Return the seconds since it was modified."""
     return time.time() - file.stat().st_mtime
 
 
@@ -196,7 +196,7 @@ class RankList:
         self._read: Mapping[int, _Group] = {}
 
     def refresh(self) -> None:
-        """Publishes this rank, and reads the others if this is rank 0. Does nothing where there is no store (yet)."""
+        """Publish this rank, and read the others if this is rank 0. Does nothing without a store."""
         with contextlib.suppress(NoStoreError):
             self._publish()
             self._collect()
@@ -209,15 +209,15 @@ class RankList:
     def _collect(self) -> None:
         if self._world_size > 1:
             ranks = {_key(rank): rank for rank in range(1, self._world_size)}
-            found = self._store.collect(ranks, seconds=READ_SECONDS)
-            self._read = {ranks[key]: group for key, value in found.items() if (group := _parsed(value)) is not None}
+            values = self._store.collect(ranks, seconds=READ_SECONDS)
+            self._read = {ranks[key]: group for key, value in values.items() if (group := _parsed(value)) is not None}
 
     def groups(self) -> list[_Group]:
-        """This rank's group and those that were last read, by rank; at once."""
+        """Return this rank's group and those that were last read, by rank, without waiting."""
         return [self._target.group(), *(group for _, group in sorted(self._read.items()))]
 
     def close(self) -> None:
-        """Takes this rank out of the list. Where the store is gone, so is the list."""
+        """Take this rank out of the list. If the store is gone, so is the list."""
         if self._published:
             with contextlib.suppress(StoreError):
                 self._store.remove(_key(self._target.rank))
@@ -228,11 +228,11 @@ def _key(rank: int) -> str:
 
 
 def _parsed(value: bytes) -> _Group | None:
-    """A group as published, `None` if it is none."""
+    """Return a group as published, None if it is not one."""
     with contextlib.suppress(ValueError):
-        found = json.loads(value)
-        if isinstance(found, dict) and isinstance(found.get("targets"), list) and isinstance(found.get("labels"), dict):
-            return found
+        group = json.loads(value)
+        if isinstance(group, dict) and isinstance(group.get("targets"), list) and isinstance(group.get("labels"), dict):
+            return group
     return None
 
 
@@ -240,7 +240,7 @@ def _parsed(value: bytes) -> _Group | None:
 
 
 class Discovery:
-    """Keeps this rank's entries as long as it runs; `close()` removes them. Nothing here waits, except `close` for a while."""
+    """Keeps this rank's entries while it runs; `close()` removes them. Nothing here waits, except `close` for a limited time."""
 
     def __init__(
         self,
@@ -256,22 +256,22 @@ class Discovery:
         entries, guard = [entry for entry in (file, ranks) if entry is not None], Guard(on_error)
         self._leave = False
         self._threads = [
-            BackgroundLoop("discovery", one.refresh, guard=guard, pause=interval, last=functools.partial(self._end, one))
-            for one in entries
+            BackgroundLoop("discovery", entry.refresh, guard=guard, pause=interval, last=functools.partial(self._end, entry))
+            for entry in entries
         ]
 
     def start(self) -> None:
-        """Starts a thread for each entry: one may hang. Raises `RuntimeError` where there are no more threads to be had."""
+        """Start a thread for each entry: one may hang. Raises `RuntimeError` if no thread can be started."""
         for thread in self._threads:
             thread.wake()
             thread.start()
 
     def body(self) -> bytes:
-        """What `/sd` answers, as `application/json`: the list of the ranks known here."""
+        """Return what `/sd` answers, as `application/json`: the list of the ranks known here."""
         return json.dumps([self._target.group()] if self._ranks is None else self._ranks.groups()).encode()
 
     def close(self, seconds: float = CLOSE_SECONDS, *, leave: bool = False) -> None:
-        """Removes the entries, unless they are to be left; idempotent, from any thread, never raises.
+        """Remove the entries, unless `leave` is set; idempotent, from any thread, never raises.
 
         What hangs is left behind after `seconds`.
         """
@@ -283,7 +283,7 @@ class Discovery:
             thread.join(give_up_at - time.monotonic())
 
     def after_fork_in_child(self) -> None:
-        """The entries are the parent's."""
+        """Leave the entries, which are the parent's."""
         self._threads = []
 
     def _end(self, entry: TargetFile | RankList) -> None:

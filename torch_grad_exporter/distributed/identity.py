@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -38,20 +38,14 @@ class Identity:
 
 
 def process_group() -> Identity | None:
-    """This process' rank among all of the default process group, `None` where there is none (yet)."""
+    """Return this process' rank among all of the default process group, None without one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return Identity(dist.get_rank(), dist.get_world_size())
 
 
-def came_late(known: Identity, *, group: Callable[[], Identity | None] = process_group) -> bool:
-    """Whether there is a process group of several ranks now that did not exist when this process' rank was read."""
-    now = group()
-    return now is not None and now.world_size > 1 == known.world_size
-
-
 class LateGroup:
-    """Logs, once, that there is a process group which came after the exporter."""
+    """Logs, once, that there is a process group of several ranks which came after the exporter."""
 
     def __init__(self, known: Identity, rank: int) -> None:
         self._known = known
@@ -59,59 +53,68 @@ class LateGroup:
         self._logged = False
 
     def check(self) -> None:
-        """Checks whether there is one, and logs that."""
-        if not self._logged and came_late(self._known):
+        """Log it if there is one."""
+        group = None if self._logged or self._known.world_size > 1 else process_group()
+        if group is not None and group.world_size > 1:
             self._logged = True
             say(logger, logging.WARNING, LATE_GROUP, self._rank)
 
 
-def identity(environment: Mapping[str, str], *, group: Callable[[], Identity | None] = process_group) -> Identity:
-    """Rank and size from the process group, else the launcher; place on the host and the run's name from the launcher.
+def identity(environment: Mapping[str, str], group: Identity | None) -> Identity:
+    """Return rank and size from the process group, else the launcher; place on the host and the run's name from the launcher.
 
-    Launchers, the first that has left its variables wins: torchrun, Open MPI and others of MPI, Slurm's srun, Kubernetes.
-    Where ranks outnumber what was launched, as with `torch.multiprocessing.spawn`, each launched process, or else this host,
-    is taken to have an equal, consecutive share of them. A variable that is no number raises `ValueError`.
+    If ranks outnumber what was launched, as with `torch.multiprocessing.spawn`, each launched process, or else this host, is
+    taken to have an equal, consecutive share of them.
+
+    Args:
+        environment: The variables of a launcher.
+        group: This process in the default process group, None without one.
+
+    Raises:
+        ValueError: A variable is not a number.
     """
-    launched = next((found for source in _LAUNCHERS if (found := source(environment)) is not None), Identity())
-    known = group()
-    if known is not None:
-        launched = _placed(known, launched, environment)
+    launched = _launched(environment)
+    if group is not None and (group.rank, group.world_size) != (launched.rank, launched.world_size):
+        share = max(1, group.world_size // max(1, launched.world_size // launched.local_world_size))
+        launched = Identity(
+            rank=group.rank,
+            world_size=group.world_size,
+            local_rank=_number(environment, "LOCAL_RANK", group.rank % share),
+            local_world_size=_number(environment, "LOCAL_WORLD_SIZE", share),
+        )
     return replace(launched, run=_launchers_name(environment, launched))
-
-
-def _placed(known: Identity, launched: Identity, environment: Mapping[str, str]) -> Identity:
-    """The place on the host of a rank that the process group knows."""
-    if (known.rank, known.world_size) == (launched.rank, launched.world_size):
-        return launched
-    hosts = max(1, launched.world_size // launched.local_world_size)
-    share = max(1, known.world_size // hosts)
-    return Identity(
-        rank=known.rank,
-        world_size=known.world_size,
-        local_rank=_number(environment, "LOCAL_RANK", known.rank % share),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", share),
-    )
 
 
 # Launchers
 
 
+def _launched(environment: Mapping[str, str]) -> Identity:
+    """Return what the first of these launchers has set: torchrun, Open MPI and others of MPI, Slurm's srun, Kubernetes."""
+    # mpirun starts a daemon on each host, under Slurm by srun: then Slurm's variables are the daemon's, and MPI's are right.
+    return (
+        _variables(environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        or _variables(environment, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+        or _variables(environment, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", also="MPI_LOCALRANKID")
+        or _variables(environment, "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", also="PMI_LOCAL_RANK")
+        or _slurm(environment)
+        or _variables(environment, "PMI_RANK", "PMI_SIZE")
+        or _kubernetes(environment)
+        or Identity()
+    )
+
+
 def _variables(
-    rank: str, world_size: str, local_rank: str = "", local_world_size: str = "", *, also: str = ""
-) -> Callable[[Mapping[str, str]], Identity | None]:
-    """A launcher that sets the variables with these names; it is recognised by the first one, and by `also` if that is given."""
-
-    def read(environment: Mapping[str, str]) -> Identity | None:
-        if not environment.get(rank) or (also and not environment.get(also)):
-            return None
-        return Identity(
-            rank=_number(environment, rank, 0),
-            world_size=max(1, _number(environment, world_size, 1)),
-            local_rank=_number(environment, local_rank, 0),
-            local_world_size=max(1, _number(environment, local_world_size, 1)),
-        )
-
-    return read
+    environment: Mapping[str, str], rank: str, size: str, local_rank: str = "", local_size: str = "", *, also: str = ""
+) -> Identity | None:
+    """Return what these variables say, None unless the first one is there, and `also` if that is given."""
+    if not environment.get(rank) or (also and not environment.get(also)):
+        return None
+    return Identity(
+        rank=_number(environment, rank, 0),
+        world_size=max(1, _number(environment, size, 1)),
+        local_rank=_number(environment, local_rank, 0),
+        local_world_size=max(1, _number(environment, local_size, 1)),
+    )
 
 
 # From here on, Slurm's numbers of steps are names: of the batch script, of an interactive shell.
@@ -119,7 +122,7 @@ _NO_TASKS = 0xFFFF_FF00
 
 
 def _slurm(environment: Mapping[str, str]) -> Identity | None:
-    """What srun set. The shell of sbatch or salloc has most of its variables too, for one process that is no task of many."""
+    """Return what srun set. The shell of sbatch or salloc has most of its variables too, and is not a task of many."""
     step = environment.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= _NO_TASKS or not environment.get("SLURM_PROCID"):
         return None
@@ -132,18 +135,18 @@ def _slurm(environment: Mapping[str, str]) -> Identity | None:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
-    """How many of the step's tasks are on this host; Slurm writes `4(x2),1` for 4, 4 and 1."""
+    """Return the number of the step's tasks on this host; Slurm writes `4(x2),1` for 4, 4 and 1."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is not None:
-            counts += [int(found[1])] * int(found[2] or 1)
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is not None:
+            counts += [int(match[1])] * int(match[2] or 1)
     node = _number(environment, "SLURM_NODEID", 0)
     return counts[node] if 0 <= node < len(counts) else max(1, _number(environment, "SLURM_NTASKS_PER_NODE", 1))
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Identity | None:
-    """One process in each pod of an indexed job. The index alone is no rank: the pods may work on things of their own."""
+    """Return the place in an indexed job with one process per pod. Without a size, the pods may work on things of their own."""
     index = environment.get("PET_NODE_RANK") or environment.get("JOB_COMPLETION_INDEX") or ""
     pods = environment.get("PET_NNODES") or environment.get("WORLD_SIZE") or ""
     if not index.isdecimal() or not pods.isdecimal() or not int(index) < int(pods):
@@ -151,23 +154,11 @@ def _kubernetes(environment: Mapping[str, str]) -> Identity | None:
     return Identity(rank=int(index), world_size=int(pods))
 
 
-# mpirun starts a daemon on each host, under Slurm by srun: then Slurm's variables are the daemon's, and MPI's are right.
-_LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
-    _variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _variables("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    _variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", also="MPI_LOCALRANKID"),
-    _variables("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", also="PMI_LOCAL_RANK"),
-    _slurm,
-    _variables("PMI_RANK", "PMI_SIZE"),
-    _kubernetes,
-)
-
-
 # Names
 
 
 def _launchers_name(environment: Mapping[str, str], identity: Identity) -> str:
-    """The `--rdzv-id` of torchrun, Slurm's job, or the job whose pods these are; none of them changes when the job restarts."""
+    """Return the `--rdzv-id` of torchrun, Slurm's job, or the job of these pods. None of them changes when the job restarts."""
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     if run not in ("", "none"):
         return run
@@ -177,7 +168,7 @@ def _launchers_name(environment: Mapping[str, str], identity: Identity) -> str:
 
 
 def _pods_job(environment: Mapping[str, str], *, several: bool) -> str:
-    """The name of the Kubernetes job, from this pod's; empty if it does not show, or if the pods are not one run."""
+    """Return the name of the Kubernetes job, from this pod's; empty if it does not show, or if the pods are not one run."""
     pod, index = environment.get("HOSTNAME", ""), environment.get("JOB_COMPLETION_INDEX") or environment.get("PET_NODE_RANK") or ""
     if not several or not environment.get("KUBERNETES_SERVICE_HOST"):
         return ""
@@ -188,12 +179,12 @@ def _pods_job(environment: Mapping[str, str], *, several: bool) -> str:
 
 
 def new_run_name(now: float) -> str:
-    """A name for a run without one: its start, UTC, and a few random characters."""
+    """Return a name for a run without one: its start, UTC, and a few random characters."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
 
 
 def hostname() -> str:
-    """This host's name."""
+    """Return this host's name."""
     return socket.gethostname()
 
 

@@ -1,10 +1,10 @@
 """The job's own key-value store, used so that the training never waits for it.
 
-The agent of torchrun has one, and so has every default process group. We use a connection of our own: on one that is shared,
-an operation of the training would wait behind ours. torch puts no limit on the time that a host which is stopped (SIGSTOP) or
-unreachable takes to answer; so all operations run in one daemon thread, and a caller waits for a given time at most. While the
-thread is stuck, every request fails at once; when the host goes on, so do we. A connection that broke is not made anew: the
-job ends with its store.
+The agent of torchrun has one, and so has every default process group. The exporter uses a connection of its own: on one that is
+shared, an operation of the training would wait behind it. torch puts no limit on the time that a host which is stopped (SIGSTOP) or
+unreachable takes to answer. So all operations run in one daemon thread, and a caller waits for a limited time. While the thread is
+stuck, every request fails at once; it goes on when the host does. A broken connection is not made again: the job ends with its
+store.
 
 Every failure is a `StoreError`. No operation waits for another rank.
 """
@@ -58,15 +58,15 @@ class StoreError(RuntimeError):
 
 
 class NoStoreError(StoreError):
-    """There is none, which may change: the process group may come."""
+    """There is no store yet: the process group may come."""
 
 
 class GoneError(StoreError):
-    """The connection has ended, and is not made anew."""
+    """The connection has ended, and is not made again."""
 
 
 class JobStore:
-    """Our connection to the store, made at the first request; that may fail, and the next one tries again. Thread-safe."""
+    """A connection to the store, made at the first request; if that fails, the next one tries again. Thread-safe."""
 
     def __init__(self, connect: Callable[[], Connection] | None = None) -> None:
         self._connect = connect or functools.partial(connected, os.environ)
@@ -79,16 +79,16 @@ class JobStore:
         self._over = ""
 
     def agree(self, key: str, value: str, *, seconds: float = SECONDS) -> str:
-        """The value that the first rank proposed, the same for all ranks."""
+        """Return the value that the first rank proposed, the same for all ranks."""
         agreed: bytes = self._ask(lambda store: store.compare_set(PREFIX + key, "", value), seconds)
         return agreed.decode()
 
     def publish(self, key: str, value: bytes, *, seconds: float = SECONDS) -> None:
-        """Sets a key, for `collect` of other ranks."""
+        """Set a key, for `collect` of other ranks."""
         self._ask(lambda store: store.set(PREFIX + key, value), seconds)
 
     def collect(self, keys: Iterable[str], *, seconds: float = SECONDS) -> dict[str, bytes]:
-        """The values of those keys that are there."""
+        """Return the values of those keys that are there."""
         wanted = tuple(keys)
 
         def read(store: Connection) -> dict[str, bytes]:
@@ -99,7 +99,7 @@ class JobStore:
         return self._ask(read, seconds)
 
     def remove(self, key: str, *, seconds: float = SECONDS) -> None:
-        """Removes a key, if it is there. Called at the end, when the store's host may have ended first."""
+        """Remove a key, if it is there. Called at the end, when the store's host may have ended first."""
 
         def delete(store: Connection) -> None:
             _knock(store)  # torch would write pages about a host that is gone
@@ -108,7 +108,7 @@ class JobStore:
         self._ask(delete, seconds)
 
     def close(self, seconds: float = SECONDS) -> None:
-        """Ends the connection and its thread; waits for what is under way. Idempotent, from any thread, never raises."""
+        """End the connection and its thread; wait for what is under way. Idempotent, from any thread, never raises."""
         with self._lock:
             self._over = self._over or "closed"
             thread = self._thread
@@ -118,12 +118,12 @@ class JobStore:
             thread.join(seconds)
 
     def after_fork_in_child(self) -> None:
-        """The connection is the parent's. It is not even freed: a file's store would count this as a rank that ended."""
+        """Leave the parent's connection. It is not even freed: a file's store would count this as a rank that ended."""
         _inherited.append(self._connection)
         self._lock, self._thread, self._over = threading.RLock(), None, "of another process"
 
     def _ask(self, question: Callable[[Connection], _T], seconds: float) -> _T:
-        """The answer; what fails is a `StoreError`."""
+        """Return the answer. Raises `StoreError` for whatever fails."""
         future: Future[_T] = Future()
         with self._lock:
             if self._over:
@@ -135,7 +135,7 @@ class JobStore:
                 thread = BackgroundThread("store", self._work)
                 try:
                     thread.start()
-                except RuntimeError as error:  # no more threads to be had
+                except RuntimeError as error:  # no thread can be started
                     raise StoreError(str(error)) from error
                 self._thread = thread
             self._calls.put((future, question))
@@ -147,7 +147,7 @@ class JobStore:
             raise StoreError(f"the job's store did not answer within {seconds:g} s") from None
 
     def _work(self) -> None:
-        """The thread: answers requests in their order, without those whose caller no longer waits."""
+        """Answer requests in their order, in the thread, without those whose caller no longer waits."""
         while (call := self._calls.get()) is not None:
             future, question = call
             if future.set_running_or_notify_cancel():
@@ -168,7 +168,7 @@ class JobStore:
         except Exception as error:
             if self._connection is not None and isinstance(error, _broken()):
                 self._over = "broken"
-            # torch appends where in its own code that was.
+            # torch appends a trace of its own code.
             raise StoreError(f"the job's store failed: {str(error).partition(chr(10))[0]}") from error
 
 
@@ -176,19 +176,22 @@ _inherited: list[Connection] = []
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """The error messages of a broken connection."""
+    """Return the exceptions of a broken connection."""
     return (ConnectionRefusedError, dist.DistNetworkError) if dist.is_available() else ()
 
 
 def groups_store() -> Connection:
-    """The default process group's store, with the group's prefix; `None` if there is no group."""
+    """Return the default process group's store, with the group's prefix; None without a group."""
     return replicas.default_store() if dist.is_initialized() else None
 
 
 def connected(environment: Mapping[str, str], *, group: Callable[[], Connection] = groups_store) -> Connection:
-    """A connection of our own to the store of torchrun's agent, else of the default process group. Raises `NoStoreError`.
+    """Connect to the store of torchrun's agent, else to that of the default process group.
 
     The agent's store comes first: it is there before the process group is, and it outlives a restart of the ranks.
+
+    Raises:
+        NoStoreError: There is neither.
     """
     if not dist.is_available():
         raise NoStoreError("this build of torch has no torch.distributed")
@@ -204,7 +207,7 @@ def connected(environment: Mapping[str, str], *, group: Callable[[], Connection]
 
 
 def _knock(connection: Connection) -> None:
-    """Raises `OSError` where the host of a connection is gone. For each new connection the host looks up who that is: not often."""
+    """Raise `OSError` if the host of a connection is gone. Not for every request: the host resolves the name of each new client."""
     bare = replicas.without_prefix(connection)
     host, port = getattr(bare, "host", None), getattr(bare, "port", None)
     if host is not None and port is not None:
@@ -219,9 +222,9 @@ def run_name(
     seconds: float = START_SECONDS,
     now: Callable[[], float] = time.time,
 ) -> str:
-    """The run's name: as chosen, else the launcher's, else a new one that all ranks agree on. Waits for `seconds` at most.
+    """Return the run's name: as chosen, else the launcher's, else a new one that all ranks agree on.
 
-    Where they cannot agree, this rank has a name of its own, and a warning says so.
+    If they cannot agree within `seconds`, this rank has a name of its own, and a warning says so.
     """
     if chosen or identity.run:
         return chosen or identity.run

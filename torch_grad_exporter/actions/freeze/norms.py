@@ -15,7 +15,7 @@ SAMPLES = 10  # that a window has at least: of fewer the mean says little, where
 PARTS = 16  # in which a window is remembered
 
 
-class Part(NamedTuple):
+class NormPart(NamedTuple):
     """A part of a window: the steps it spans, and of its samples the sum of norms, their number, and how many were not finite."""
 
     steps: float
@@ -33,20 +33,20 @@ class NormWindow:
 
     after: int
     # Replaced, never changed: the training thread may ask for the state meanwhile.
-    parts: tuple[Part, ...] = ()
+    parts: tuple[NormPart, ...] = ()
 
-    def add(self, part: Part) -> None:
+    def add(self, part: NormPart) -> None:
         """Add the next part, and forget what the window no longer needs."""
         parts = [*self.parts]
         if parts and not (parts[-1].steps >= self.after / PARTS and parts[-1].samples):
-            parts[-1] = Part(*map(sum, zip(parts[-1], part, strict=True)))
+            parts[-1] = NormPart(*map(sum, zip(parts[-1], part, strict=True)))
         else:
             parts.append(part)
         while len(parts) > 1 and self._is_full(parts[1:]):
             parts.pop(0)
         self.parts = tuple(parts)
 
-    def _is_full(self, parts: Sequence[Part]) -> bool:
+    def _is_full(self, parts: Sequence[NormPart]) -> bool:
         return sum(part.steps for part in parts) >= self.after and sum(part.samples for part in parts) >= SAMPLES
 
     @property
@@ -102,7 +102,7 @@ class LayerNorms:
             known = None if layer in restarted else self._windows.get(layer)
             window = windows[layer] = known or NormWindow(self._after)
             if layer not in restarted and (span or any(row)):
-                window.add(Part(span, *row))
+                window.add(NormPart(span, *row))
         self._windows = windows
 
     def below(self, threshold: float) -> dict[str, float]:
@@ -120,5 +120,5 @@ class LayerNorms:
         for layer, parts in state.items():
             for numbers in parts:
                 steps, total, samples, bad = map(float, numbers)
-                windows[layer].add(Part(steps, total, samples, bad))
+                windows[layer].add(NormPart(steps, total, samples, bad))
         self._windows, self._step = windows, None
