@@ -7,25 +7,30 @@ import pytest
 from torch_grad_exporter import version
 from torch_grad_exporter.cli import demo
 from torch_grad_exporter.cli import main as cli
+from torch_grad_exporter.cli.faults import KINDS, Injection
 
 
 def test_demo_arguments_reach_the_options() -> None:
     """Each argument sets the option of its name; what is not given is left to the environment, or is without end at port 9100."""
-    options = cli.parse(["demo"])
+    options = demo.options(cli.parse(["demo"]))
     assert (options.steps, options.port, options.every, options.inject, options.serving) == (0, 9100, "auto", (), {})
     arguments = "demo --steps 7 --port 0 --every 3 --seed 5 --batch-size 2 --context 16 --width 8 --layers 1 --device cpu"
-    assert cli.parse(arguments.split()) == demo.Options(
+    assert demo.options(cli.parse(arguments.split())) == demo.Options(
         steps=7, port=0, every=3, seed=5, batch_size=2, context=16, width=8, layers=1, device="cpu"
     )
     arguments = "demo --addr ::1 --web-config-file web.yml --no-collector.host --no-collector.gpu"
     collectors = {"host": False, "gpu": False}
-    assert cli.parse(arguments.split()).serving == {"addr": "::1", "web_config_file": "web.yml", "collectors": collectors}
+    assert demo.options(cli.parse(arguments.split())).serving == {
+        "addr": "::1",
+        "web_config_file": "web.yml",
+        "collectors": collectors,
+    }
 
 
 def test_injections_keep_their_order() -> None:
     """`--inject` may be given several times, and a stall may have a length."""
-    options = cli.parse(["demo", "--inject", "nan@5", "--inject", "stall@7", "--inject", "stall@9:1.5"])
-    assert options.inject == (demo.Injection("nan", 5), demo.Injection("stall", 7, 600.0), demo.Injection("stall", 9, 1.5))
+    options = demo.options(cli.parse(["demo", "--inject", "nan@5", "--inject", "stall@7", "--inject", "stall@9:1.5"]))
+    assert options.inject == (Injection("nan", 5), Injection("stall", 7, 600.0), Injection("stall", 9, 1.5))
 
 
 WRONG = [
@@ -67,6 +72,6 @@ def test_help_explains_every_injection(capsys: pytest.CaptureFixture[str]) -> No
         cli.main(["demo", "--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    for name, kind in demo.KINDS.items():
+    for name, kind in KINDS.items():
         assert f"  {name} " in text
         assert kind.watch in text

@@ -6,16 +6,18 @@ and rules is made from those here, so that there is one of each.
 
 from __future__ import annotations
 
+import argparse
 import importlib.resources
 import json
 import re
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from textwrap import indent
 
 import torch_grad_exporter
+from torch_grad_exporter.cli.arguments import matching
 
 JOB = "training"
 """The name of the scrape job in the files as they are shipped."""
@@ -42,33 +44,48 @@ class AssetsError(Exception):
     """Nothing has been written; the message says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Where to write, and what to change. `runbook_url`: where the user keeps the runbook; else nothing links to it."""
-
-    out: Path
-    prometheus_job: str = JOB
-    runbook_url: str | None = None
-    force: bool = False
+_JOB_NAME = matching(r"[A-Za-z_][A-Za-z0-9_./-]*", "not a name of letters, digits and any of _ . / -, with a letter first")
+_ADDRESS = matching(r"https?://[^\s\"'#{}$\\]+", "not the address of a page")  # an anchor is put behind it
 
 
-def write(options: Options) -> str:
-    """Writes all files and returns what to do with them. A file that is there with another content is only replaced by force."""
-    files = collect(options.prometheus_job, options.runbook_url)
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the arguments."""
+    parser = commands.add_parser(
+        "assets",
+        help="write the dashboards, the rules and what runs them",
+        description="Writes the Grafana dashboards, the rules of Prometheus, the configuration of Alertmanager, a compose file "
+        "with all three, manifests for Kubernetes, and the runbook.",
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if it is not there")
+    add("--prometheus-job", type=_JOB_NAME, default=JOB, metavar="NAME",
+        help=f"name of the scrape job, which the dashboards then begin with (default {JOB})")  # fmt: skip
+    add("--runbook-url", type=_ADDRESS, metavar="URL",
+        help="where you keep runbook.md, for links in alerts and dashboards (default: no links)")  # fmt: skip
+    add("--force", action="store_true", help="overwrite files that have another content")
+
+
+def run(values: argparse.Namespace) -> int:
+    """Write all files and print what to do with them. An existing file with another content is only replaced by force.
+
+    Raises:
+        AssetsError: Nothing was written, or not all.
+    """
+    files, out = collect(values.prometheus_job, values.runbook_url), values.out
     try:
-        _write(files, options)
+        _write(files, out, force=values.force)
     except OSError as error:
-        raise AssetsError(f"cannot write to {options.out}: {error}") from error
-    out = options.out
-    return (
+        raise AssetsError(f"cannot write to {out}: {error}") from error
+    sys.stdout.write(
         f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000\n"
         f"Alerts:     put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}\n"
-        f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}"
+        f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}\n"
     )
+    return 0
 
 
 def collect(job: str = JOB, runbook_url: str | None = None) -> dict[str, str]:
-    """The text of each file by its path, with the scrape job's name in it, and the address of the runbook if there is one."""
+    """Return the text of each file by its path, with the name of the scrape job, and the address of the runbook if given."""
     root = _root()
     files = {"compose.yaml": _read(root / "dashboards" / "compose.yaml"), "runbook.md": _read(root / "docs" / "runbook.md")}
     for folder in _FOLDERS:
@@ -83,14 +100,14 @@ def collect(job: str = JOB, runbook_url: str | None = None) -> dict[str, str]:
 
 
 def _root() -> Traversable:
-    """The folder with `dashboards` and `docs`: within the package where it was installed from a wheel, else above it."""
+    """Return the folder with `dashboards` and `docs`: in the package if it was installed from a wheel, else above it."""
     package = importlib.resources.files(torch_grad_exporter)
     shipped = package / "shipped"
     return shipped if shipped.is_dir() else package / ".."
 
 
 def _read(file: Traversable) -> str:
-    """The text as it is, whatever its line ends are."""
+    """Return the text with its own line ends."""
     return file.read_bytes().decode()
 
 
@@ -110,7 +127,7 @@ def _with_job(path: str, text: str, job: str) -> str:
 
 
 def _with_job_chosen(text: str, job: str) -> str:
-    """A dashboard whose variable `job` begins with this job instead of with all jobs."""
+    """Return a dashboard whose variable `job` begins with this job instead of with all jobs."""
     dashboard = json.loads(text)
     for variable in dashboard["templating"]["list"]:
         if variable["name"] == "job":
@@ -120,7 +137,7 @@ def _with_job_chosen(text: str, job: str) -> str:
 
 
 def _with_runbook(path: str, text: str, url: str) -> str:
-    """A file of alerts, each with its section of the runbook, or the overview, whose table of alerts leads there."""
+    """Return a file of alerts, each with its section of the runbook, or the overview, whose table of alerts leads there."""
     if path.endswith(".alerts.yml"):
         rule = re.compile(r"- alert: (\w+)\n(?:.*\n)*?( +)annotations:\n")
         return rule.sub(lambda found: f"{found[0]}{found[2]}  runbook_url: {url}#{found[1]}\n", text)
@@ -128,7 +145,7 @@ def _with_runbook(path: str, text: str, url: str) -> str:
 
 
 def _with_links(text: str, url: str) -> str:
-    """The overview with this address behind the name of each alert that fires."""
+    """Return the overview with this address behind the name of each alert that fires."""
     dashboard = json.loads(text)
     for panel in dashboard["panels"]:
         for override in panel.get("fieldConfig", {}).get("overrides", ()):
@@ -138,7 +155,7 @@ def _with_links(text: str, url: str) -> str:
 
 
 def _rules(files: dict[str, str]) -> str:
-    """A PrometheusRule for each file of rules: its `spec` is such a file."""
+    """Return a PrometheusRule for each file of rules: its `spec` is such a file."""
     return _SELECTED + "---\n".join(
         f"apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: {_name(path)}\n  {_LABELS}}}\n"
         f"spec:\n{indent(text, '  ')}"
@@ -148,7 +165,7 @@ def _rules(files: dict[str, str]) -> str:
 
 
 def _dashboards(files: dict[str, str]) -> str:
-    """A ConfigMap for each dashboard, labelled for the sidecar of Grafana's Helm chart."""
+    """Return a ConfigMap for each dashboard, labelled for the sidecar of Grafana's Helm chart."""
     return "---\n".join(
         f'apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {_name(path)}\n  {_LABELS}, grafana_dashboard: "1"}}\n'
         f"data:\n  {path.rpartition('/')[2]}: |\n{indent(text, '    ')}"
@@ -158,18 +175,18 @@ def _dashboards(files: dict[str, str]) -> str:
 
 
 def _name(path: str) -> str:
-    """The name of the object in Kubernetes: `torch-grad-exporter-ranks-rules` for `prometheus/ranks.rules.yml`."""
+    """Return the name of the object in Kubernetes: `torch-grad-exporter-ranks-rules` for `prometheus/ranks.rules.yml`."""
     file = path.rpartition("/")[2].rpartition(".")[0]
     return f"torch-grad-exporter-{file.replace('.', '-').replace('_', '-')}"
 
 
-def _write(files: dict[str, str], options: Options) -> None:
-    """All of the files or, where that would lose something of the user's, none."""
-    contents = {options.out / path: text.encode() for path, text in files.items()}
+def _write(files: dict[str, str], out: Path, *, force: bool) -> None:
+    """Write all files, or none if that would lose something of the user's."""
+    contents = {out / path: text.encode() for path, text in files.items()}
     different = [path for path, content in contents.items() if path.exists() and path.read_bytes() != content]
-    if different and not options.force:
-        names = ", ".join(str(path.relative_to(options.out)) for path in different)
-        raise AssetsError(f"{options.out} has files that differ: {names}; take another folder, or overwrite them with --force")
+    if different and not force:
+        names = ", ".join(str(path.relative_to(out)) for path in different)
+        raise AssetsError(f"{out} has files that differ: {names}; take another folder, or overwrite them with --force")
     for path, content in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -1,79 +1,88 @@
-"""Check: the verdict on a run, for a gate in CI. Prints a table, and writes JUnit's XML where that is asked for."""
+"""The command `check`: the verdict on a run, for a gate in CI, as a table and as JUnit's XML."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch_grad_exporter.gate.baseline import TOLERANCES
-from torch_grad_exporter.gate.limits import Limit, limit
-from torch_grad_exporter.gate.rows import GateError, Verdict
+from torch_grad_exporter.gate.limits import limit
+from torch_grad_exporter.gate.rows import GateError, RunVerdict
 from torch_grad_exporter.gate.shown import junit, one_line, table
 from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_tolerance, read
 from torch_grad_exporter.gate.verdict import verdict
 
-__all__ = ["FAIL_ON", "TOLERANCES", "GateError", "Options", "limit", "run", "tolerance"]
+__all__ = ["GateError", "add_to", "run"]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`sources`: each the address of an exporter, or a file that `exporter.save` has written. `baseline`: another one.
-
-    `fail_on`: severities and alerts. `tolerance`: pairs of what is compared and by which share it may be worse. `junit`: the file
-    to write. `cacert`: to trust in addition to the system's.
-    """
-
-    sources: Sequence[str]
-    baseline: str | None = None
-    tolerance: Sequence[tuple[str, float]] = ()
-    fail_on: Sequence[str] = FAIL_ON
-    limits: Sequence[Limit] = ()
-    junit: Path | None = None
-    cacert: str | None = None
-
-
-def run(options: Options) -> int:
-    """Judges each run, prints and writes. Returns the worst exit code: 0 healthy, 1 not, 2 where a run says nothing.
-
-    Raises `GateError` for wrong options, for a run that cannot be read, once the others are judged, and where the file cannot be
-    written.
-    """
-    found, errors = [], []
-    for source in options.sources:
-        try:
-            found.append(_verdict(source, options))
-            print(table(found[-1]))
-        except GateError as error:
-            found.append(Verdict("", (), str(error)))
-            errors.append(str(error))
-    _write(options.junit, found)
-    if errors:
-        raise GateError(one_line("; ".join(dict.fromkeys(errors))))
-    return max(one.code for one in found)
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the arguments."""
+    parser = commands.add_parser(
+        "check",
+        help="the verdict on a run, for CI: healthy or not",
+        description="Judges a run, which may still go on or is saved, by the rules of the alerts, by limits, and against another "
+        "run. Prints a table. The exit code is 0 where the run is healthy, 1 where it is not, 2 where nothing can be said of it.",
+    )
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="RUN",
+        help="saved runs, or addresses of running exporters, such as http://localhost:9100; the worst counts")  # fmt: skip
+    add("--baseline", metavar="RUN", help="another run, with which this one is compared")
+    add("--tolerance", type=tolerance, action="append", default=[], metavar="NAME=SHARE",
+        help="by what share the run may be worse than the baseline; "
+        + ", ".join(f"{name} (default {share:g})" for name, share in TOLERANCES.items()))  # fmt: skip
+    add("--fail-on", default=",".join(FAIL_ON), metavar="ALERT,...",
+        help="alerts and severities that make a run unhealthy, or none; others are only shown (default %(default)s)")  # fmt: skip
+    example = "'torch_grad_norm{layer=\"head\"}=10'"
+    for kind, text in (("max", "highest value at the end"), ("min", "lowest value at the end"), ("peak", "highest value ever")):
+        add(f"--{kind}", action="append", default=[], metavar="METRIC=VALUE",
+            help=f"{text} of a gauge or counter, such as {example}; may be given several times")  # fmt: skip
+    add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit's XML, too")
+    add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
 
 
 def tolerance(text: str) -> tuple[str, float]:
-    """What a text such as `final_loss=0.05` stands for. Raises `GateError`."""
+    """Return the comparison and its share that a text such as `final_loss=0.05` stands for."""
     name, _, share = text.partition("=")
     try:
-        found = float(share)
+        value = float(share)
     except ValueError:
-        found = math.nan
-    check_tolerance(name, found)
-    return name, found
+        value = math.nan
+    try:
+        check_tolerance(name, value)
+    except GateError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name, value
 
 
-def _verdict(source: str, options: Options) -> Verdict:
-    saved = read(source, options.cacert)
-    baseline = None if options.baseline is None else read(options.baseline, options.cacert)
-    return verdict(saved, Terms(options.fail_on, options.limits, baseline, dict(options.tolerance)))
+def run(values: argparse.Namespace) -> int:
+    """Judge each run, print and write. Returns the worst exit code: 0 healthy, 1 not, 2 if a run says nothing.
 
-
-def _write(path: Path | None, found: Sequence[Verdict]) -> None:
-    if path is not None:
+    Raises:
+        GateError: Wrong options; a run that cannot be read, once the others are judged; a file that cannot be written.
+    """
+    fail_on = [name.strip() for name in values.fail_on.split(",") if name.strip()]
+    limits = [limit(kind, text) for kind in ("max", "min", "peak") for text in getattr(values, kind)]
+    verdicts, errors = [], []
+    for source in values.sources:
         try:
-            path.write_bytes(junit(found))
-        except OSError as error:
-            raise GateError(f"cannot write {path}: {error}") from None
+            saved = read(source, values.cacert)
+            baseline = None if values.baseline is None else read(values.baseline, values.cacert)
+            verdicts.append(verdict(saved, Terms(fail_on, limits, baseline, dict(values.tolerance))))
+            print(table(verdicts[-1]))
+        except GateError as error:
+            verdicts.append(RunVerdict("", (), str(error)))
+            errors.append(str(error))
+    if values.junit is not None:
+        _write(values.junit, verdicts)
+    if errors:
+        raise GateError(one_line("; ".join(dict.fromkeys(errors))))
+    return max(one.code for one in verdicts)
+
+
+def _write(path: Path, verdicts: Sequence[RunVerdict]) -> None:
+    try:
+        path.write_bytes(junit(verdicts))
+    except OSError as error:
+        raise GateError(f"cannot write {path}: {error}") from None

@@ -1,20 +1,21 @@
 """The demo: a small character-level transformer learns Python from the source of the standard library.
 
 Written to be read as an example. The model does not refer to the exporter, and the training loop differs
-from any other by one `with start_exporter(...)`, one `observe`, and a look at `should_stop`. `Trouble` injects
-faults from outside, so that one can see how each fault shows in the metrics; `answers` lets actions answer them.
+from any other by one `with start_exporter(...)`, one `observe`, and a look at `should_stop`. `faults.py` injects
+faults from outside; `answer_faults` lets actions answer them.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import itertools
 import logging
 import math
+import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,17 +36,21 @@ from torch_grad_exporter.actions import (
     ZClip,
 )
 from torch_grad_exporter.actions.clip.policy import Policy
+from torch_grad_exporter.cli.arguments import number, option_help, whole
+from torch_grad_exporter.cli.faults import KINDS, Injection, Trouble
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.config.option import options_of
+from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.prometheus import series
 
 HEADS = 4
 LEARNING_RATE = 1e-3
-HORIZON_STEPS = 10_000  # Half of the cosine's period where the demo has no end.
-EXPLODE_STEPS = 5
+HORIZON_STEPS = 10_000  # half of the cosine's period if the demo has no end
 CANDIDATES = "torch_grad_clip_candidates_total"
 NONFINITE = "torch_grad_nonfinite_steps_total"
 
-
+# The clipping that `--clip` knows. The others are tried on the same run, without applying them.
 POLICIES: dict[str, Policy] = {
     "maxnorm": MaxNorm(1.0),
     "zclip": ZClip(),
@@ -53,10 +58,12 @@ POLICIES: dict[str, Policy] = {
     "agc": AGC(),
     "maxvalue": MaxValue(0.1),
 }
-"""The clipping that `--clip` knows. All others are tried on the same run, without doing it."""
 
+# With `--act`, exploding gradients multiply the learning rate by this.
 HALF = 0.5
-"""What is left of the learning rate where gradients have exploded and `--act` is given."""
+
+# Options that go to `start_exporter` as they are; if one is not given, the environment decides.
+SERVING = ("addr", "web_config_file", "collectors")
 
 
 class DemoError(Exception):
@@ -64,52 +71,15 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class DemoFault:
-    """A fault that can be injected: what happens, and which metrics show it."""
-
-    effect: str
-    watch: str
-
-
-KINDS: dict[str, DemoFault] = {
-    "nan": DemoFault(
-        "the gradient of one layer is NaN for one step while the loss is finite",
-        "torch_grad_nonfinite_steps_total, torch_grad_nonfinite_elements_total",
-    ),
-    "explode": DemoFault(
-        f"every gradient is 10,000 times as large for {EXPLODE_STEPS} steps",
-        "torch_grad_global_norm, torch_grad_global_norm_spikes_total, torch_grad_clip_coefficient",
-    ),
-    "vanish": DemoFault(
-        "from then on a billionth of the gradient reaches the first half of the model",
-        "torch_grad_norm by layer",
-    ),
-    "dead": DemoFault(
-        "from then on all ReLU units of one layer are dead",
-        "torch_grad_zero_units_ratio, torch_grad_dead_ratio",
-    ),
-    "stall": DemoFault(
-        "the loop hangs for ten minutes, or SECONDS with stall@STEP:SECONDS",
-        "torch_train_last_step_timestamp_seconds",
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Injection:
-    """A fault and the step, counted from 1, at which it begins; `seconds` is the length of a stall."""
-
-    kind: str
-    step: int
-    seconds: float = 600.0
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
-    """What a run of the demo is made of; `steps` 0 runs until Ctrl-C. `serving`: further arguments of `start_exporter`.
+    """The options of a run of the demo.
 
-    `clip`: one of `POLICIES`, instead of the loop's own clipping. `act`: whether actions answer faults. `notify`: the address of a
-    webhook, empty for the one in the environment; it is a secret.
+    Attributes:
+        steps: 0 runs until Ctrl-C.
+        clip: One of `POLICIES`, instead of the loop's own clipping.
+        act: Whether actions answer faults.
+        notify: Address of a webhook, empty for the one in the environment; a secret.
+        serving: Further arguments of `start_exporter`.
     """
 
     steps: int = 0
@@ -128,8 +98,93 @@ class Options:
     serving: Mapping[str, Any] = field(default_factory=dict)
 
 
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the arguments; each is called like its field of `Options`."""
+    kinds = "\n".join(f"  {name:<8} {kind.effect};\n           see {kind.watch}" for name, kind in KINDS.items())
+    parser = commands.add_parser(
+        "demo",
+        help="train a small model with the exporter on",
+        description="Trains a small transformer on the source of Python's standard library and serves its metrics.",
+        epilog=f"faults that --inject knows:\n{kinds}\n\nA fault is sure to be seen with --every 1. --act answers explode and nan.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Options(device="cuda" if torch.cuda.is_available() else "cpu")
+    helps = {option.name: option for option in options_of(Settings)}
+    add = parser.add_argument
+    add("--steps", type=whole(0), metavar="N", help="steps to train; 0, the default, until Ctrl-C")
+    add("--port", type=whole(0, 65535), metavar="PORT", help=option_help(helps["port"], default.port))
+    add("--every", type=_every, metavar="N|auto", help=option_help(helps["every"], default.every))
+    add("--inject", type=_injection, action="append", default=[], metavar="KIND@STEP",
+        help=f"spoil the training from a step on: {', '.join(KINDS)}; may be given several times")  # fmt: skip
+    add("--clip", choices=POLICIES, metavar="POLICY",
+        help=f"clip by a policy of start_exporter(clip=), and try the others on the same run: {', '.join(POLICIES)}")  # fmt: skip
+    add("--act", action="store_true",
+        help="let actions answer faults: exploding gradients halve the learning rate, a NaN or Inf in them ends the run",
+        )  # fmt: skip
+    add("--notify", nargs="?", const="", metavar="URL",
+        help="post problems to a webhook, by default to the one in TORCH_GRAD_EXPORTER_WEBHOOK_URL, which other users of this "
+        "machine cannot read")  # fmt: skip
+    add("--seed", type=whole(0, 2**63 - 1), metavar="N", help="random seed (default %(default)s)")
+    add("--batch-size", type=whole(1), metavar="N", help="texts in a step (default %(default)s)")
+    add("--context", type=whole(1, 4096), metavar="N", help="bytes in a text (default %(default)s)")
+    add("--width", type=_width, metavar="N", help=f"width of the model, a multiple of {HEADS} (default %(default)s)")
+    add("--layers", type=whole(1), metavar="N", help="layers of the model (default %(default)s)")
+    add("--addr", metavar="ADDRESS", help=option_help(helps["addr"]))
+    add("--web-config-file", metavar="FILE", help=option_help(helps["web_config_file"]))
+    add("--device", choices=("cpu", "cuda"), help="where to train (default here: %(default)s)")
+    switches = parser.add_argument_group("collectors", "all of these are on by default")
+    for name in REGISTRY.names:
+        switches.add_argument(f"--no-collector.{name}", dest="off", action="append_const", const=name,
+                              help=f"switch off the collector {name!r}")  # fmt: skip
+    parser.set_defaults(**{field.name: getattr(default, field.name) for field in fields(default) if field.name != "inject"})
+    parser.set_defaults(error=parser.error)
+
+
+def options(values: argparse.Namespace) -> Options:
+    """Return the options that the arguments stand for; wrong ones exit with 2."""
+    chosen = {field.name: getattr(values, field.name) for field in fields(Options)}
+    collectors = dict.fromkeys(values.off, False) if values.off else None
+    serving = {"addr": values.addr, "web_config_file": values.web_config_file, "collectors": collectors}
+    chosen["serving"] = {name: value for name, value in serving.items() if value is not None}
+    if values.device == "cuda" and not torch.cuda.is_available():
+        values.error("argument --device: no CUDA device is there; use --device cpu")
+    for injection in values.inject:
+        if 0 < values.steps < injection.step:
+            values.error(f"argument --inject: {injection.kind}@{injection.step} is never reached with --steps {values.steps}")
+    return Options(**{**chosen, "inject": tuple(values.inject)})
+
+
+def _every(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    return number(text, int, 1, float("inf"), f"{text!r} is neither 'auto' nor a whole number of at least 1")
+
+
+def _width(text: str) -> int:
+    width = whole(1)(text)
+    if width % HEADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {HEADS}, the number of attention heads")
+    return width
+
+
+def _injection(text: str) -> Injection:
+    kind, _, place = text.partition("@")
+    if kind not in KINDS:
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no fault {kind!r}; choose from {', '.join(KINDS)}, as in nan@100")
+    step, colon, length = place.partition(":")
+    wrong = f"{text!r}: the step after @ is a whole number of at least 1, as in {kind}@100"
+    begin = number(step, int, 1, float("inf"), wrong)
+    if not colon:
+        return Injection(kind, begin)
+    if kind != "stall":
+        raise argparse.ArgumentTypeError(f"{text!r}: only stall takes a length, as in stall@100:30")
+    # A day's limit keeps the number within what the system's clock can sleep.
+    wrong = f"{text!r}: a stall's length is a number of seconds up to 86400, as in stall@100:30"
+    return Injection(kind, begin, number(length, float, 1e-9, 86400.0, wrong))
+
+
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text at each of its bytes, from those before it."""
+    """A model that predicts the next byte of a text at each of its bytes, from those before it."""
 
     def __init__(self, *, width: int, layers: int, context: int) -> None:
         super().__init__()
@@ -143,7 +198,7 @@ class ByteTransformer(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Logits of shape (batch, time, 256) from bytes of shape (batch, time)."""
+        """Return logits, shape (batch, time, 256), of bytes, shape (batch, time)."""
         stream = self.bytes(text) + self.positions.weight[: text.shape[1]]
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
         for block in self.blocks:
@@ -153,7 +208,7 @@ class ByteTransformer(nn.Module):
 
 
 def read_corpus(folder: Path) -> Tensor:
-    """The bytes of the folder's Python modules in the order of their names, as uint8."""
+    """Return the bytes of the folder's Python modules in the order of their names, as uint8."""
     text = bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
     if len(text) < 100_000:
         raise DemoError(f"the demo learns from the source of Python's standard library, and {folder} holds none of it")
@@ -161,130 +216,25 @@ def read_corpus(folder: Path) -> Tensor:
 
 
 def draw(corpus: Tensor, batch_size: int, context: int, generator: torch.Generator) -> Tensor:
-    """Random excerpts of the corpus: int64 of shape (batch_size, context + 1)."""
+    """Return random excerpts of the corpus: int64 of shape (batch_size, context + 1)."""
     starts = torch.randint(len(corpus) - context, (batch_size, 1), generator=generator)
     return corpus[starts + torch.arange(context + 1)].long()
 
 
-class Trouble:
-    """Injects the chosen faults into the training, and prints when each begins."""
+def answer_faults(exporter: Exporter) -> None:
+    """Let actions answer faults: exploding gradients halve the learning rate, a NaN or Inf in them ends the run."""
 
-    def __init__(self, model: ByteTransformer, injections: tuple[Injection, ...], say: Callable[[str], None]) -> None:
-        middle = model.blocks[(len(model.blocks) - 1) // 2]
-        assert isinstance(middle, nn.TransformerEncoderLayer)  # noqa: S101 - tells the type checker
-        self._middle = middle
-        self._injections = injections
-        self._say = say
-
-    def begin(self, step: int) -> None:
-        """Switches on what begins at this step; a stall happens in here."""
-        for injection in self._injections:
-            if injection.step != step:
-                continue
-            kind = KINDS[injection.kind]
-            self._say(f"step {step}: {injection.kind}: {kind.effect}; watch {kind.watch}")
-            if injection.kind == "vanish":
-                self._middle.register_forward_hook(_vanish)
-            elif injection.kind == "dead":
-                with torch.no_grad():
-                    self._middle.linear1.bias.fill_(-1e4)
-            elif injection.kind == "stall":
-                time.sleep(injection.seconds)
-
-    def spoil(self, loss: Tensor, step: int) -> Tensor:
-        """The loss whose gradient is taken instead of the true one's."""
-        for injection in self._injections:
-            if injection.kind == "nan" and injection.step == step:
-                # A classic: a penalty on the distance to a copy of the weight. It is 0, and so harmless in
-                # the loss, but the square root's slope at 0 is infinite, and infinity times 0 is NaN.
-                weight = self._middle.linear2.weight
-                loss = loss + (weight - weight.detach()).square().sum().sqrt()
-            if injection.kind == "explode" and injection.step <= step < injection.step + EXPLODE_STEPS:
-                loss = loss * 1e4
-        return loss
-
-
-def _vanish(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-    if output.requires_grad:
-        output.register_hook(lambda gradient: gradient * 1e-9)  # type: ignore[no-untyped-call] # torch leaves it untyped
-
-
-class Progress:
-    """Shows how far the training is: a bar of tqdm, or where that is not installed a line every second."""
-
-    def __init__(self, steps: int) -> None:
-        self._end = f"/{steps}" if steps else ""
-        self._step = 0
-        self._shown = time.monotonic()
-        try:
-            from tqdm import tqdm  # noqa: PLC0415 - optional
-        except ImportError:
-            self._bar = None
-        else:
-            self._bar = tqdm(total=steps or None, unit=" steps", dynamic_ncols=True)
-
-    def advance(self, loss: Tensor) -> None:
-        """One more step, with its loss, which is read once a second: on a GPU, reading it means waiting for it."""
-        self._step += 1
-        if self._bar is not None:
-            self._bar.update()
-        now = time.monotonic()
-        if now - self._shown >= 1.0:
-            self._shown = now
-            if self._bar is not None:
-                self._bar.set_postfix(loss=f"{loss.item():.3f}")
-            else:
-                self.say(f"step {self._step}{self._end}, loss {loss.item():.3f}")
-
-    def say(self, text: str) -> None:
-        """One line on standard output, without spoiling the bar."""
-        with contextlib.nullcontext() if self._bar is None else self._bar.external_write_mode():
-            print(text, flush=True)
-
-    def close(self) -> None:
-        """Ends the bar."""
-        if self._bar is not None:
-            self._bar.close()
-
-
-def answers(exporter: Exporter) -> None:
-    """Lets actions answer faults: exploding gradients halve the learning rate, a NaN or Inf in them ends the run."""
-
-    def spoilt(m: Measurements) -> bool:
+    def nonfinite(m: Measurements) -> bool:
         # Of any outcome: this loop skips such a step, so the rule TrainingNonFiniteGradients has nothing to say.
         return any(m.last(NONFINITE, outcome=outcome) > 0 for outcome in ("skipped", "stepped", "unknown"))
 
     exporter.on("GradientExploding", ScaleLearningRate(HALF))
-    exporter.on(spoilt, Stop(), name="non-finite gradients")
+    exporter.on(nonfinite, Stop(), name="non-finite gradients")
 
 
-class Said(logging.Handler):
-    """Shows what the exporter logs, such as what an action did, without spoiling the bar."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """One line."""
-        self._say(record.getMessage())
-
-
-@contextlib.contextmanager
-def said(say: Callable[[str], None]) -> Iterator[None]:
-    """Shows what the exporter logs meanwhile."""
-    handler = Said(say)
-    log = logging.getLogger("torch_grad_exporter")
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-
-
-def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Exporter, progress: Progress) -> None:
-    """An ordinary training loop, with one line for the exporter."""
-    trouble = Trouble(model, options.inject, progress.say)
+def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Exporter) -> Iterator[Tensor]:
+    """Run an ordinary training loop, with one line for the exporter. Yields the loss of each step."""
+    trouble = Trouble(model.blocks, options.inject)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     limit = 1.0 if options.clip is None else math.inf  # which clips nothing: the exporter does
     horizon = options.steps or HORIZON_STEPS
@@ -307,44 +257,51 @@ def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Ex
             if schedule.last_epoch < horizon:  # the cosine would rise again
                 schedule.step()
         optimizer.zero_grad()
-        progress.advance(loss)
+        yield loss.detach()
         if exporter.should_stop:
             break
 
 
-def run(options: Options) -> int:
-    """Trains, serves and sums up. Returns the exit code: 0, or 130 where Ctrl-C came before the last step."""
-    torch.manual_seed(options.seed)
+def run(values: argparse.Namespace) -> int:
+    """Train, serve and sum up. Returns the exit code: 0, or 130 if Ctrl-C came before the last step."""
+    chosen = options(values)
+    torch.manual_seed(chosen.seed)
     corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
-    model = ByteTransformer(width=options.width, layers=options.layers, context=options.context).to(options.device)
+    model = ByteTransformer(width=chosen.width, layers=chosen.layers, context=chosen.context).to(chosen.device)
+    clipping: dict[str, Any] = {}
+    if chosen.clip is not None:
+        others = [policy for name, policy in POLICIES.items() if name != chosen.clip]
+        clipping = {"clip": POLICIES[chosen.clip], "dry_run": others}
     try:
-        alerts = None if options.notify is None else [Webhook(options.notify or None)]
-        exporter = start_exporter(
-            model, port=options.port, every=options.every, alerts=alerts, **_clipping(options), **options.serving
-        )
+        alerts = None if chosen.notify is None else [Webhook(chosen.notify or None)]
+        exporter = start_exporter(model, port=chosen.port, every=chosen.every, alerts=alerts, **clipping, **chosen.serving)
     except (TypeError, ValueError) as error:
         raise DemoError(str(error)) from error
+    log, handler = logging.getLogger("torch_grad_exporter"), logging.StreamHandler(sys.stdout)
     interrupted = False
     with exporter:
-        print(_introduction(model, corpus, options, exporter.url), flush=True)
-        if options.act:
-            answers(exporter)
-        with contextlib.closing(Progress(options.steps)) as progress, said(progress.say):
-            try:
-                train(model, corpus, options, exporter, progress)
-            except KeyboardInterrupt:
-                interrupted = True
+        print(_introduction(model, corpus, chosen, exporter.url), flush=True)
+        if chosen.act:
+            answer_faults(exporter)
+        log.addHandler(handler)  # shows faults and actions
+        try:
+            _show_progress(train(model, corpus, chosen, exporter), chosen.steps)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            log.removeHandler(handler)
         families = exporter.collect()
         print(summary(families) + comparison(families), flush=True)
-    return 130 if interrupted and options.steps else 0
+    return 130 if interrupted and chosen.steps else 0
 
 
-def _clipping(options: Options) -> dict[str, Any]:
-    """The chosen policy, and what the others would do."""
-    if options.clip is None:
-        return {}
-    others = [policy for name, policy in POLICIES.items() if name != options.clip]
-    return {"clip": POLICIES[options.clip], "dry_run": others}
+def _show_progress(losses: Iterable[Tensor], steps: int) -> None:
+    """Print a line each second. Not more often: on a GPU, reading a loss means waiting for it."""
+    shown = time.monotonic()
+    for step, loss in enumerate(losses, 1):
+        if (now := time.monotonic()) - shown >= 1.0:
+            shown = now
+            print(f"step {step}{f'/{steps}' if steps else ''}, loss {loss.item():.3f}", flush=True)
 
 
 def _introduction(model: nn.Module, corpus: Tensor, options: Options, url: str | None) -> str:
@@ -381,7 +338,7 @@ SUMMARY = (
 
 
 def summary(families: Iterable[Family]) -> str:
-    """The last values, as a scrape would show them now; several series of a metric are added up."""
+    """Return the last values, as a scrape would show them now; several series of a metric are added up."""
     shown = {family.spec.name: series.table(family) for family in families if family.series}
     lines = [
         f"  {title:<17} {form.format(shown[name].sum()) if name in shown else 'no value yet':<14} {name}"
@@ -391,8 +348,11 @@ def summary(families: Iterable[Family]) -> str:
 
 
 def comparison(families: Iterable[Family]) -> str:
-    """Which steps other policies would have clipped, in lines; empty where none is tried."""
-    found = next((one for one in families if one.spec.name == CANDIDATES), None)
-    counts = [] if found is None else zip(series.present_rows(found), series.table(found)[:, 0].tolist(), strict=True)
-    lines = [f"  {policy:<17} {count:,.0f}" for (policy,), count in counts]
+    """Return the number of steps that each other policy would have clipped, in lines; empty if none is tried."""
+    lines = [
+        f"  {policy:<17} {count:,.0f}"
+        for family in families
+        if family.spec.name == CANDIDATES
+        for (policy,), count in zip(series.present_rows(family), series.table(family)[:, 0].tolist(), strict=True)
+    ]
     return "\n".join(["\nSteps that other policies would have clipped:", *lines]) if lines else ""

@@ -1,67 +1,81 @@
-"""Pictures of a run, from a running exporter or a saved history: a PNG for a paper, or the live page as one HTML file."""
+"""The command `plot`: a run, from a running exporter or a saved history, as a PNG or as the live page in one HTML file."""
 
 from __future__ import annotations
 
+import argparse
 import html
 import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
 from torch_grad_exporter.outputs.live.saved import PlotError, Saved, has_moments, loaded
 
-__all__ = ["Options", "PlotError", "Saved", "loaded", "page", "run"]
+__all__ = ["PlotError", "Saved", "add_to", "loaded", "page", "run"]
 
+# Of a file that has everything in it.
 CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-"""Of a file that has everything in it."""
 
+# Layers that an error names, at most.
 NAMED = 8
-"""Layers that an error names, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`source`: the address of an exporter, or a file that `exporter.save` has written. `out`: ends in .png or .html.
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the arguments."""
+    parser = commands.add_parser(
+        "plot",
+        help="draw a run: a PNG, or the live page as one HTML file",
+        description="Draws what a running exporter shows on its live page, or what exporter.save(path) has kept of one.",
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="address of a running exporter, such as http://localhost:9100, or a saved history")
+    add("--out", type=_picture, required=True, metavar="FILE", help="a .png, which needs matplotlib, or a .html")
+    add("--quantity", choices=QUANTITIES, default="norm", help="what the heatmap of a PNG shows (default norm)")
+    add("--moments", action="append", default=[], metavar="LAYER",
+        help="a panel with mean and standard deviation of a layer's gradient, in a PNG of a run with moments=True; may be given "
+        "several times")  # fmt: skip
+    add("--recent", action="store_true", help="the last records instead of the whole run, in a PNG")
+    add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
 
-    `quantity`: of the heatmap in a PNG. `moments`: layers whose mean and standard deviation a PNG shows. `recent`: instead of
-    the whole run. `cacert`: to trust in addition to the system's.
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".png", ".html"):
+        raise argparse.ArgumentTypeError(f"{text!r} ends neither in .png nor in .html")
+    return path
+
+
+def run(values: argparse.Namespace) -> int:
+    """Draw the run, and print where.
+
+    Raises:
+        PlotError: A source that cannot be read, or a file that cannot be written.
     """
-
-    source: str
-    out: Path
-    quantity: str = "norm"
-    moments: Sequence[str] = ()
-    recent: bool = False
-    cacert: str | None = None
-
-
-def run(options: Options) -> Path:
-    """Draws and returns where. Raises `PlotError`."""
-    saved = loaded(options.source, options.cacert)
+    saved = loaded(values.source, values.cacert)
     try:
-        if options.out.suffix == ".html":
-            options.out.write_text(page(saved), encoding="utf-8")
+        if values.out.suffix == ".html":
+            values.out.write_text(page(saved), encoding="utf-8")
         else:
-            _draw(saved, options)
+            _draw(saved, values)
     except OSError as error:
-        raise PlotError(f"cannot write {options.out}: {error}") from None
-    return options.out
+        raise PlotError(f"cannot write {values.out}: {error}") from None
+    sys.stdout.write(f"{values.out}\n")
+    return 0
 
 
-def _draw(saved: Saved, options: Options) -> None:
+def _draw(saved: Saved, values: argparse.Namespace) -> None:
     try:
         from torch_grad_exporter.cli import picture  # noqa: PLC0415 - matplotlib is optional
     except ImportError:
         raise PlotError("a PNG needs matplotlib; pip install 'torch-grad-exporter[plot]', or write a .html") from None
-    _check_moments(saved, options.moments)
-    picture.draw(saved, options.quantity, "recent" if options.recent else "whole", options.out, options.moments)
+    _check_moments(saved, values.moments)
+    picture.draw(saved, values.quantity, "recent" if values.recent else "whole", values.out, values.moments)
 
 
 def _check_moments(saved: Saved, layers: Sequence[str]) -> None:
-    if not layers:
-        return
-    if not has_moments(saved):
+    if layers and not has_moments(saved):
         raise PlotError(f"--moments {layers[0]}: this run has no means and deviations; it takes start_exporter(moments=True)")
     known = saved["layer"]
     for name in layers:
@@ -70,9 +84,9 @@ def _check_moments(saved: Saved, layers: Sequence[str]) -> None:
 
 
 def page(saved: Saved) -> str:
-    """The page with all of its files, and what it shows, in one text."""
+    """Return the live page with all of its files, and what it shows, in one text."""
     text = STYLE.sub(lambda m: f"<style>{_file(m[1])}</style>", _file(INDEX))
-    # In JSON a character may be written by its number: so no layer's name can end the element.
+    # In JSON a character may be written by its number, so that no layer's name can end the element.
     data = json.dumps(saved, separators=(",", ":")).replace("<", "\\u003c")
     first = f'<script type="application/json" id="saved">{data}</script>\n'
     policy = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(CSP)}">\n'
@@ -81,10 +95,10 @@ def page(saved: Saved) -> str:
 
 
 def _file(name: str) -> str:
-    found = source(name)
-    if found is None:
+    content = source(name)
+    if content is None:
         raise PlotError(f"the package has lost its file {name}")
-    return found.decode()
+    return content.decode()
 
 
 def _script(name: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.cli import script
+from torch_grad_exporter.cli.arguments import option_help
 from torch_grad_exporter.config.option import Option, from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import say
@@ -207,9 +208,8 @@ def _metavar(one: Option) -> str:
     return "[=VALUE]" if one.is_switch else "VALUE"
 
 
-def _help(one: Option) -> str:
-    several = "; may be given several times" if one.may_be_several else ""
-    return f"{one.help} (default: {one.shown}){several}".replace("`", "").replace("%", "%%")
+def _help(option: Option) -> str:
+    return option_help(option) + "; may be given several times" * option.may_be_several
 
 
 def _file(text: str) -> Path:

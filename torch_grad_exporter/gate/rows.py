@@ -31,7 +31,7 @@ class VerdictRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """The verdict on a run. `about`: which one, in a sentence. `unusable`: why it says nothing, `None` where it does."""
 
     about: str

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from torch_grad_exporter.gate.rows import Result, Verdict, VerdictRow
+from torch_grad_exporter.gate.rows import Result, RunVerdict, VerdictRow
 
 ORDER = (Result.FAILED, Result.NOTED, Result.OK, Result.NOT_JUDGED)
 WIDTH = 120
@@ -28,7 +28,7 @@ def one_line(text: str) -> str:
     return _clean(_CONTROLS.sub(" ", text))
 
 
-def table(verdict: Verdict) -> str:
+def table(verdict: RunVerdict) -> str:
     """What was judged, the failures first, and the verdict in the last line."""
     rows = [row for result in ORDER for row in verdict.of(result)]
     reasons = dict.fromkeys(row.text for row in verdict.of(Result.NOT_JUDGED))
@@ -38,7 +38,7 @@ def table(verdict: Verdict) -> str:
     )
 
 
-def junit(verdicts: Sequence[Verdict]) -> bytes:
+def junit(verdicts: Sequence[RunVerdict]) -> bytes:
     """A suite for each run with a test case for each row, as Jenkins and GitLab read it; of an unusable run one with an error."""
     root = Element("testsuites")
     for number, verdict in enumerate(verdicts, 1):
@@ -48,7 +48,7 @@ def junit(verdicts: Sequence[Verdict]) -> bytes:
     return text + b"\n"
 
 
-def _suite(verdict: Verdict, name: str) -> Element:
+def _suite(verdict: RunVerdict, name: str) -> Element:
     cases = [_case(row) for row in verdict.rows] if verdict.unusable is None else [_unusable(verdict.unusable)]
     counts = {
         "tests": str(len(cases)),
@@ -76,7 +76,7 @@ def _paragraph(begin: str, names: list[str]) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=INDENT, break_on_hyphens=False)
 
 
-def _sum(verdict: Verdict) -> str:
+def _sum(verdict: RunVerdict) -> str:
     if verdict.unusable is not None:
         return f"UNUSABLE: {one_line(verdict.unusable)}"
     failed, judged = len(verdict.of(Result.FAILED)), len(verdict.rows) - len(verdict.of(Result.NOT_JUDGED))

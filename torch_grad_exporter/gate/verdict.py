@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch_grad_exporter.gate.baseline import compared
-from torch_grad_exporter.gate.rows import GateError, Result, Verdict, VerdictRow
+from torch_grad_exporter.gate.rows import GateError, Result, RunVerdict, VerdictRow
 from torch_grad_exporter.gate.terms import Terms, check_names
 from torch_grad_exporter.outputs.live.judged import JudgedRule, RunJudgement, judged_of, metrics_of
 from torch_grad_exporter.outputs.live.saved import Saved, status
@@ -21,7 +21,7 @@ NAMED = 8
 SERVER = "only Prometheus judges it"
 
 
-def verdict(saved: Saved, terms: Terms) -> Verdict:
+def verdict(saved: Saved, terms: Terms) -> RunVerdict:
     """The verdict. Raises `GateError` where the terms ask for what there is not, or where the run was not judged."""
     try:
         return _verdict(saved, terms)
@@ -29,7 +29,7 @@ def verdict(saved: Saved, terms: Terms) -> Verdict:
         raise GateError(f"the run, or the baseline, is damaged: {type(error).__name__}: {error}") from None
 
 
-def _verdict(saved: Saved, terms: Terms) -> Verdict:
+def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
     judged, metrics = judged_of(saved), metrics_of(saved)
     if judged is None:
         raise GateError("an earlier version has saved the run, without what was wrong in it; save it anew")
@@ -38,7 +38,7 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
         raise GateError(f"tolerance {next(iter(terms.tolerances))!r}: there is no baseline to compare with")
     about = _about(saved, judged)
     if judged.samples == 0:
-        return Verdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
+        return RunVerdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
     rows = [_of_rule(rule, judged, terms.fail_on) for rule in judged.rules]
     known = {rule.name for rule in judged.rules}
     rows += [
@@ -54,7 +54,9 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
         rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
     rows = [_wanted(row, {*terms.fail_on, *terms.tolerances}) for row in rows]
     nothing = all(row.result is Result.NOT_JUDGED for row in rows)
-    return Verdict(about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None)
+    return RunVerdict(
+        about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None
+    )
 
 
 def _wanted(row: VerdictRow, names: Collection[str]) -> VerdictRow:
