@@ -315,7 +315,7 @@ class Stages:
         if (registry := checked.arguments.registry) is not None:
             registered = RegistryCollector(
                 scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs,
-                on_error=errors.count,
+                errors=errors,
             )  # fmt: skip
             self.at_end(registered.close)
             registered.register(registry)

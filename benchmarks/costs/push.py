@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from statistics import median
 from unittest import mock
 
-import numpy as np
 import torch
 
 from benchmarks import record
@@ -26,6 +25,7 @@ from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import Delivery
+from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 
@@ -90,7 +90,7 @@ def measure(seconds: float) -> record.Table:
 
 def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[record.Cell]]:
     made = Points({"run": "benchmark", "rank": "0"}, {}, version="0", delta=(), on_error=_fail)
-    export_times = ExportTimes(1, lambda family: np.ones(len(family.labels), dtype=np.int64), 2)
+    export_times = ExportTimes(1, Deltas((), began=1), 2)
     plain = Delivery(PushSettings(endpoint=endpoint), 30.0)
     with mock.patch.dict(os.environ, {"OTEL_EXPORTER_OTLP_COMPRESSION": "gzip"}):
         compressed = Delivery(PushSettings(endpoint=endpoint), 30.0)

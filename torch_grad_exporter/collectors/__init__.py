@@ -15,10 +15,10 @@ from torch_grad_exporter.collectors.registry import Declaration, Registry
 
 def _declared() -> Iterator[Declaration]:
     for module in pkgutil.iter_modules(__path__):
-        found = getattr(importlib.import_module(f"{__name__}.{module.name}"), "COLLECTOR", None)
-        if isinstance(found, Declaration):
-            yield found
+        declaration = getattr(importlib.import_module(f"{__name__}.{module.name}"), "COLLECTOR", None)
+        if isinstance(declaration, Declaration):
+            yield declaration
 
 
+# All registered collectors.
 REGISTRY = Registry(_declared())
-"""All registered collectors."""

@@ -143,7 +143,7 @@ class GpuCollector:
         self._totals: dict[Spec, dict[_Row, Rising[_Row]]] = {spec: {} for spec in SPECS if spec.kind is Kind.COUNTER}
 
     def collect(self) -> list[Family]:
-        """Return the families as of now."""
+        """Return the families of now."""
         try:
             # One at a time: a collection that fails closes what the other one is using.
             with self._lock:
@@ -189,8 +189,8 @@ class GpuCollector:
 
     def _ask(self, library: Library, device: str, uuid: str, values: _Values) -> None:
         """Add the values of one GPU, all or none; one that NVML does not know has none."""
-        if uuid not in self._gpus and (found := library.device(uuid)) is not None:
-            self._gpus[uuid] = found
+        if uuid not in self._gpus and (listed := library.device(uuid)) is not None:
+            self._gpus[uuid] = listed
         if (gpu := self._gpus.get(uuid)) is None:
             return
         answers = [(question, answer) for question in QUESTIONS if (answer := library.ask(gpu, *question.calls)) is not None]

@@ -1,4 +1,4 @@
-"""Announcement: tells Prometheus where this rank is served, as soon as a server is there."""
+"""Announcement: publishes where this rank is served, for Prometheus' service discovery."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundThread
 
+# How long the start waits for the name service, at most.
 NAME_SECONDS = 1.0
-"""How long the start waits for the name service, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which process the values belong to. `labels`: those of every series."""
+    """The process that the values belong to. `labels`: those of every series."""
 
     run: str
     number: int
@@ -31,8 +31,14 @@ class Rank:
 class Announcement:
     """The entries of one rank for discovery, from `start` until `close`.
 
-    `addr`: what the server listens on. `advertise`: the host to publish instead, empty for none. `sd_dir`: the directory of the
-    files for file_sd, empty for none. `labels`: the user's. `store`: the job's, for the list of ranks.
+    Attributes:
+        rank: This process.
+        store: The job's, for the list of ranks.
+        errors: Counts failures.
+        addr: The address that the server listens on.
+        advertise: The host to publish instead, empty for none.
+        sd_dir: The directory of the files for file_sd, empty for none.
+        labels: The user's.
     """
 
     rank: Rank
@@ -45,7 +51,7 @@ class Announcement:
     _discovery: Discovery | None = field(default=None, init=False)
 
     def start(self, port: int, scheme: str) -> None:
-        """Begins to publish where the server is. Raises `RuntimeError` where there are no more threads to be had."""
+        """Begin to publish the server. Raises `RuntimeError` if no more threads can be started."""
         rank = self.rank
         target = Target(
             address=self._address(port),
@@ -66,27 +72,25 @@ class Announcement:
         self._discovery.start()
 
     def body(self) -> bytes:
-        """What http_sd reads: the ranks known here, this one first; empty before the start."""
+        """Return the body for http_sd: the ranks known here, this one first; empty before the start."""
         return b"[]" if self._discovery is None else self._discovery.body()
 
     def close(self, seconds: float, *, leave: bool) -> None:
-        """Removes the entries, unless they are to be left; waits for so long at most. Idempotent."""
+        """Remove the entries unless `leave`; waits for this many seconds at most. Idempotent."""
         if self._discovery is not None:
             self._discovery.close(seconds, leave=leave)
 
     def after_fork_in_child(self) -> None:
-        """The entries are the parent's."""
+        """Leave the entries to the parent."""
         if self._discovery is not None:
             self._discovery.after_fork_in_child()
 
     def _address(self, port: int) -> str:
-        """Where the server is reached. Another thread asks the name service, which may hang while the training waits here."""
-        found: list[str] = []
+        """Return the address of the server. Another thread asks the name service, which may hang while the training waits here."""
+        answers: list[str] = []
         guard = self.errors.boundary("discovery", limit=None)
-        thread = BackgroundThread(
-            "address", functools.partial(guard, lambda: found.append(address(self.addr, port, self.advertise)))
-        )
-        with contextlib.suppress(RuntimeError):  # no more threads to be had
+        thread = BackgroundThread("address", lambda: guard(lambda: answers.append(address(self.addr, port, self.advertise))))
+        with contextlib.suppress(RuntimeError):  # no more threads can be started
             thread.start()
             thread.join(NAME_SECONDS)
-        return found[0] if found else f"{distributed.hostname()}:{port}"
+        return answers[0] if answers else f"{distributed.hostname()}:{port}"

@@ -9,12 +9,12 @@ from torch_grad_exporter.metrics.families import REMOVED, Family, Kind
 
 
 def flat(families: Iterable[Family], match: str | re.Pattern[str] = "") -> dict[str, float]:
-    """Gauges and counters, each under the name of its metric and the values of its labels, such as `torch_grad_norm/encoder.0`.
+    """Return gauges and counters, each under the name of its metric and the values of its labels: `torch_grad_norm/encoder.0`.
 
-    `match`: a regular expression that is searched in these names. Left out are histograms, which are no numbers, metrics that are
-    facts in labels (`..._info`), and the sums over removed layers.
+    Left out are histograms, which are not single numbers, metrics that are facts in labels (`..._info`), and the sums over removed
+    layers. `match`: a regular expression that is searched in these names.
     """
-    pattern, found = re.compile(match), {}
+    pattern, values = re.compile(match), {}
     for family in families:
         if family.spec.kind is Kind.HISTOGRAM or family.spec.name.endswith("_info"):
             continue
@@ -22,5 +22,5 @@ def flat(families: Iterable[Family], match: str | re.Pattern[str] = "") -> dict[
             labels = family.labels.rows[row]
             name = "/".join((family.spec.name, *filter(None, labels)))
             if REMOVED not in labels and pattern.search(name):
-                found[name] = float(family.values[row])
-    return found
+                values[name] = float(family.values[row])
+    return values

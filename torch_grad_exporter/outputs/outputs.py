@@ -1,4 +1,4 @@
-"""Outputs: how values leave the process: the server, the entries that say where it is, and the files and pushes at the end."""
+"""Outputs: the server, its entries for discovery, the push, and the file at the end."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Outputs:
         return push
 
     def _not_pushed(self, error: Exception) -> None:
-        # A variable may be wrong in ways that only the code that reads it can tell.
+        # Some variables are read by OpenTelemetry's exporters only.
         self._errors.tell("otlp", RuntimeError(f"no metrics are pushed: {error}"))
 
     def _serve(self, port: int, web_config: WebConfigFile | None) -> MetricsServer | None:

@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import NO_LABELS, Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
@@ -32,16 +33,9 @@ FAMILIES = (
 )
 
 
-class Errors(list[tuple[str, BaseException]]):
-    """Records the calls of `on_error`."""
-
-    def add(self, source: str, error: BaseException) -> None:
-        self.append((source, error))
-
-
-def collector(scrape: Callable[[], Iterable[Family]] = lambda: FAMILIES, errors: Errors | None = None) -> RegistryCollector:
+def collector(scrape: Callable[[], Iterable[Family]] = lambda: FAMILIES, errors: ErrorLog | None = None) -> RegistryCollector:
     """A collector over known families."""
-    return RegistryCollector(scrape, CONSTANT, SPECS, on_error=(Errors() if errors is None else errors).add)
+    return RegistryCollector(scrape, CONSTANT, SPECS, errors=errors or ErrorLog(()))
 
 
 def described(text: str, parse: Callable[[str], Iterable[Metric]]) -> list[tuple[object, ...]]:
@@ -96,12 +90,12 @@ def test_a_failing_scrape_leaves_the_users_metrics() -> None:
         yield FAMILIES[0]
         raise failure
 
-    registry, errors = CollectorRegistry(), Errors()
+    registry, errors = CollectorRegistry(), ErrorLog(())
     Counter("mine", "The user's.", registry=registry).inc()
     before = generate_latest(registry)
     collector(scrape, errors).register(registry)
     assert generate_latest(registry) == before
-    assert errors == [("request", failure)]
+    assert errors.counts() == {"request": 1}
 
 
 def test_common_metrics_are_left_to_the_registry() -> None:
@@ -109,7 +103,7 @@ def test_common_metrics_are_left_to_the_registry() -> None:
     mine, busy = CollectorRegistry(), CollectorRegistry()
     Counter("busy_seconds", "Somebody else's.", registry=busy).inc(7)
     for registry, expected in ((mine, 2.5), (busy, 7.0)):
-        RegistryCollector(lambda: FAMILIES, {}, SPECS, common={BUSY, TIMES}, on_error=Errors().add).register(registry)
+        RegistryCollector(lambda: FAMILIES, {}, SPECS, common={BUSY, TIMES}, errors=ErrorLog(())).register(registry)
         assert registry.get_sample_value("busy_seconds_total") == expected
         assert registry.get_sample_value("norm", {"layer": "a"}) == 1.0
     assert mine.get_sample_value("time_seconds_count", {"layer": "a"}) == 6.0

@@ -1,8 +1,7 @@
 """Clients: accepts connections, reads one request from each and sends its answer, all in the thread of the event loop.
 
-Tornado reads and writes. What is added to it: no more than `MAX_CLIENTS` at a time; TLS as the web configuration says at the moment
-of the connection; each phase of a connection ends after the timeout, the handshake and the head of the request together, also the
-one in which the answer is computed and the one in which the client reads it.
+Tornado reads and writes. This adds limits: no more than `MAX_CLIENTS` at a time; the TLS of the web configuration at the moment of
+the connection; a timeout for each phase: handshake and head of the request together, computing the answer, and reading it.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ MAX_CLIENTS = 128
 MAX_HEAD = 16_384
 ACCEPTED_AT_ONCE = 32
 
-# After a failure to accept, as without free file descriptors: the socket stays readable, and this
-# must not spin.
+# After a failure to accept, such as without free file descriptors: the socket stays readable, and this must not spin.
 PAUSE_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """A connection. `answering`: its request is complete; `overdue`: ends it while it reads its answer."""
+    """A connection. `answering`: its request is complete. `overdue`: closes it if it does not read its answer."""
 
     sock: socket.socket
     stream: IOStream | None = None
@@ -58,7 +56,7 @@ class Client:
 
 
 class Clients(HTTPServerConnectionDelegate):
-    """All connections of a server. Everything but `abandon` is for the thread of the loop.
+    """All connections of a server. All methods but `abandon` are for the thread of the loop.
 
     Args:
         listener: A listening socket, which belongs to this from now on.
@@ -160,7 +158,7 @@ class Clients(HTTPServerConnectionDelegate):
         client.close()
 
     def start_request(self, server_conn: object, request_conn: HTTPConnection) -> HTTPMessageDelegate:
-        """See `HTTPServerConnectionDelegate`: a request begins to come in."""
+        """See `HTTPServerConnectionDelegate`: a request begins."""
         return _Head(self, server_conn.context, request_conn)  # type: ignore[attr-defined]
 
     def respond(self, client: Client, request: Request, connection: HTTPConnection) -> None:

@@ -34,7 +34,7 @@ OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-enc
 # Characters of what an exporter says.
 NAMED = 300
 
-# For what is to be kept out of the log, like what OpenTelemetry says itself.
+# For lines that are kept out of the log, like those of OpenTelemetry itself.
 _logger = logging.getLogger("opentelemetry.torch_grad_exporter")
 
 
@@ -135,7 +135,7 @@ class _Session(requests.Session):
 
 
 def _shown(said: str) -> str:
-    """What an exporter says, in one line, without the user and the password of a URL, and without its query."""
+    """Return the text of an exporter in one line, without the user and the password of a URL, and without its query."""
     line = " ".join(re.sub(r"//[^/?#\s]*@", "//...@", said).split())
     return re.sub(r"\?[^\s'\")]*", "", line)[:NAMED]
 
@@ -146,7 +146,7 @@ _SAID = create_key("torch_grad_exporter")
 
 
 class _Unheard(logging.Filter):
-    """Keeps what libraries log of requests of ours: a dead receiver would fill the log of the training, and show its keys."""
+    """Keeps what libraries log of our requests: a dead receiver would fill the log of the training, and show its keys."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         said = get_value(_SAID)
@@ -171,7 +171,7 @@ def mute(*libraries: str) -> None:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[list[str]]:
-    """What this thread does meanwhile is in no log and in no trace of the user's; yields the warnings that there were."""
+    """Keep this thread out of the user's log and traces meanwhile; yields the warnings of libraries."""
     said: list[str] = []
     token = attach(set_value("suppress_instrumentation", True, set_value(_SAID, said)))
     try:

@@ -1,8 +1,8 @@
 """A few values as observable instruments of a `MeterProvider` of the user's: global ones, progress and resources.
 
-Nothing per layer is among them: OpenTelemetry's SDKs fold what has more than 2000 sets of attributes. A provider keeps an
-instrument permanently, so there is one of each name per provider, for all exporters. The last values of an exporter that has ended
-are shown once more: a provider whose readers collect every minute, or only at its end, has no others of a short run.
+No metric by layer is among them: OpenTelemetry's SDKs fold more than 2000 sets of attributes. A provider keeps an instrument
+permanently, so there is one of each name per provider, for all exporters. The last values of an exporter that has ended are shown
+once more: a provider whose readers collect every minute, or only at its end, has no other values of a short run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch_grad_exporter.outputs.otlp.points import SCOPE, UNITS
 from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.version import __version__
 
+# The metrics of the instruments, under the names that they have everywhere.
 SPECS = (
     gradients.GRAD_GLOBAL_NORM,
     clipping.GRAD_GLOBAL_NORM_AFTER_CLIP,
@@ -49,10 +50,9 @@ SPECS = (
     host.HOST_MEMORY_AVAILABLE,
     exporter.EXPORTER_OVERHEAD_RATIO,
 )
-"""What the instruments show, by the names that the metrics have everywhere."""
 
+# Seconds for which all instruments show the values of one scrape, since one collection is to show one moment.
 MAX_AGE = 1.0
-"""Seconds for which all instruments show the values of one scrape, as those of one collection are to."""
 
 
 _of_provider: WeakKeyDictionary[MeterProvider, list[Instruments]] = WeakKeyDictionary()
@@ -64,7 +64,7 @@ _lock = threading.RLock()
 class Instruments:
     """The values of one exporter in the instruments of `provider`, from now on until `close`. `labels`: of every value.
 
-    After that each instrument shows the last ones, so many times as there are readers, and then they are gone.
+    After that each instrument shows the last values once for each reader, and then they are gone.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Instruments:
         self._sources = _sources(provider)
         with _lock:
             # The next exporter of the same rank of the same run has newer values.
-            self._sources[:] = [one for one in self._sources if one._left is None or one._who != self._who]
+            self._sources[:] = [other for other in self._sources if other._left is None or other._who != self._who]
             self._sources.append(self)
 
     @property
@@ -97,7 +97,7 @@ class Instruments:
         return self._labels["run"], self._labels["rank"]
 
     def observations(self, spec: Spec) -> list[Observation]:
-        """The values of one metric as of now; never raises. A forked child reports no last values of its parent."""
+        """Return the present values of one metric; never raises. A forked child reports no last values of its parent."""
         if self._left is None:
             return self._guard.result(lambda: self._of(self._latest(), spec)) or []
         if os.getpid() != self._process:
@@ -110,10 +110,10 @@ class Instruments:
             return shown
 
     def close(self) -> None:
-        """Leaves the values as of now in the instruments, for each reader's next collection and no further one; idempotent."""
+        """Leave the present values in the instruments, for each reader's next collection and no further one; idempotent."""
         if self not in self._sources or self._left is not None:
             return
-        # Without our own lock: the code that holds it may be what this one has interrupted.
+        # Without our own lock: a signal's handler may have interrupted the code that holds it.
         scrape, times = self._scrape, _readers(self._provider())
 
         def last() -> dict[Spec, list[Observation]]:
@@ -126,7 +126,7 @@ class Instruments:
             self._families = {}
 
     def drop(self) -> None:
-        """Takes the values out of the instruments at once, without a lock, as a forked child needs it; idempotent."""
+        """Remove the values from the instruments at once, without a lock, since a forked child calls it; idempotent."""
         if self in self._sources:
             self._sources.remove(self)
 
@@ -147,13 +147,13 @@ class Instruments:
 
 
 def _readers(provider: MeterProvider | None) -> int:
-    """How many readers a provider has that its end collects for: 1 where that is not known: the interface does not say."""
+    """Return the number of readers for which the end of a provider collects, 1 if unknown: the interface does not show it."""
     older = getattr(getattr(provider, "_sdk_config", None), "metric_readers", ())
     return max(1, len(getattr(provider, "_metric_readers", older)))
 
 
 def _sources(provider: MeterProvider) -> list[Instruments]:
-    """Those that the instruments of this provider show; the instruments are made with the first."""
+    """Return the exporters that this provider's instruments show; the instruments are made with the first."""
     with _lock:
         if provider not in _of_provider:
             sources = _of_provider[provider] = []
@@ -166,5 +166,5 @@ def _sources(provider: MeterProvider) -> list[Instruments]:
 
 
 def _observe(spec: Spec, sources: list[Instruments], _options: CallbackOptions) -> list[Observation]:
-    """What an instrument shows at a collection."""
+    """Return the values of an instrument at a collection."""
     return [observation for source in list(sources) for observation in source.observations(spec)]

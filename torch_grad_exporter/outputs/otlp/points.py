@@ -30,24 +30,22 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, IntArray, Kind, LabelRows, by_spec
+from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, Kind, LabelRows, by_spec
+from torch_grad_exporter.outputs.otlp.delta import Deltas
 
 # The name of the instrumentation scope.
 SCOPE = "torch_grad_exporter"
 
-# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and
-# a few hundred kB.
+# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB.
 POINTS = 2_000
 
-# Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours
-# become one.
+# Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours become one.
 WIDTH = 160
 
 # UCUM's signs of the units that end a metric's name.
 UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J"}
 
-# The smallest and the largest observation of a histogram, which nothing keeps; in the SDK's types
-# they are never absent.
+# The smallest and the largest observation of a histogram, which are not kept; in the SDK's types they are never absent.
 UNKNOWN: Any = None
 
 Attributes = Mapping[str, str]
@@ -55,7 +53,7 @@ Attributes = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one request carries. `rows`: which families it has points of, and of which rows among the present ones."""
+    """One request. `rows`: its families, and for each which of the present rows."""
 
     data: MetricsData
     rows: tuple[tuple[Family, slice], ...]
@@ -63,16 +61,16 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class ExportTimes:
-    """When numbers are as they are, and from when on they count; in nanoseconds since 1970.
+    """The times of an export, in nanoseconds since 1970.
 
     Attributes:
-        start: Of cumulative numbers.
-        since: Of the differences of a family, row by row, shape (rows,).
-        at: Now.
+        start: Start of cumulative numbers.
+        deltas: Know the start of differences.
+        at: The time of all numbers.
     """
 
     start: int
-    since: Callable[[Family], IntArray]
+    deltas: Deltas
     at: int
 
 
@@ -87,7 +85,7 @@ class Points:
         resource: Attributes of the process.
         version: Of the instrumentation scope.
         delta: The kinds of metrics that are sent as differences.
-        on_error: Gets why a metric cannot be sent, which costs that metric alone.
+        on_error: Gets the failure to encode a metric, which costs that metric alone.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class Points:
         return Guard(left_out).result(self._metric, family, piece, times)
 
     def _metric(self, family: Family, piece: slice, times: ExportTimes) -> Metric:
-        """The points of some of the present rows."""
+        """Return the points of some of the present rows."""
         spec, rows = family.spec, family.row_numbers[piece]
         prepared = self._prepared(family)
         attributes = [prepared[row] for row in rows]
@@ -165,12 +163,12 @@ class Points:
     def _starts(self, family: Family, rows: Sequence[int], times: ExportTimes) -> list[int]:
         """Return from when on each row counts, 0 where that is not known."""
         if family.spec.kind in self._delta:
-            starts: list[int] = times.since(family)[rows].tolist()
+            starts: list[int] = times.deltas.since(family)[rows].tolist()
             return starts
         return [0 if family.spec.older else times.start] * len(rows)
 
     def _prepared(self, family: Family) -> list[Attributes]:
-        """The attributes of each row, kept while the rows are."""
+        """Return the attributes of each row, kept as long as the rows are."""
         names, kept = family.spec.labels, self._attributes.setdefault(family.labels, {})
         if names not in kept:
             constant = {name: text(value) for name, value in self._constant_labels.items() if name not in names}

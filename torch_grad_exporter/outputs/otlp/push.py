@@ -1,9 +1,8 @@
 """Push: the metrics on their way to an OTLP receiver, in a thread of their own.
 
-A receiver may be dead, slow or faulty: each export runs in a thread that may hang, and one that takes longer than allowed
-is left behind. No export waits in a queue: the next one carries the same totals, and newer ones. An export of several
-requests may arrive in part; of differences the next one carries what has not. The end of the run has its own, which carries how
-the run ended.
+A receiver may be dead, slow or faulty: each export runs in a thread that may hang, and one that takes too long is left behind. No
+export waits in a queue: the next one has the same totals, and newer ones. An export of several requests may arrive in part; the
+next one has the differences that have not arrived. The end of the run has an export of its own, with the state of the run.
 """
 
 from __future__ import annotations
@@ -32,26 +31,22 @@ from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
 
-# The `service.name` of a process that has none, as the job is called in the shipped configuration of
-# Prometheus.
+# The `service.name` of a process that has none: the name of the job in the shipped configuration of Prometheus.
 SERVICE = "training"
 
-# Until the first export, where the interval is longer: a wrong endpoint is logged while the user
-# still watches the start.
+# Until the first export, if the interval is longer: a wrong endpoint is logged while the user still watches the start.
 FIRST_SECONDS = 2.0
 
 # For the last export of a run, all of its requests together.
 LAST_SECONDS = 1.1
 
-# The seconds of these that one more request needs.
+# The part of these seconds that one more request needs.
 LAST_REQUEST_SECONDS = 0.05
 
-# For an export that is under way when the run ends: differences that it carries are not to be sent
-# twice.
+# For an export that is under way when the run ends: its differences must not be sent twice.
 GRACE = 0.25
 
-# Exports that hang, at most; where there are so many, no further one begins until one of them has
-# finished.
+# Exports that hang, at most; then no further one begins until one of them has finished.
 LEFT_BEHIND = 3
 
 # In a forked child: connections of the parent, which gRPC must not end here.
@@ -59,10 +54,16 @@ _inherited: list[object] = []
 
 
 class Push:
-    """Exports what `scrape` gives: soon after `start`, every `interval` seconds, and once more at `close`.
+    """Exports all metrics: soon after `start`, every `interval` seconds, and once more at `close`.
 
-    `labels`: of every point. `on_error` takes what an export has failed of. Raises what `Delivery` raises, as
-    where a certificate cannot be used.
+    Args:
+        scrape: Returns the metrics.
+        settings: Where to, and how often.
+        labels: Of every point.
+        on_error: Gets the failure of an export.
+
+    Raises:
+        Exception: See `Delivery`.
     """
 
     def __init__(
@@ -94,27 +95,22 @@ class Push:
         self._thread = BackgroundLoop("push", self._export_in_turn, guard=guard, pause=self._until_due, last=self._export_last)
 
     def start(self) -> None:
-        """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
+        """Start the thread. Raises `RuntimeError` if no more threads can be started."""
         self._due = time.monotonic() + min(self._settings.interval, FIRST_SECONDS)
         self._thread.start()
-        say(
-            logger,
-            logging.INFO,
-            "pushing metrics to %s every %g s",
-            without_password(self._settings.endpoint),
-            self._settings.interval,
-        )
+        endpoint = without_password(self._settings.endpoint)
+        say(logger, logging.INFO, "pushing metrics to %s every %g s", endpoint, self._settings.interval)
 
     def end(self) -> None:
-        """Marks the run as over; the last export begins, with the values as of now."""
+        """Mark the run as over; the last export begins, with the present values."""
         self._thread.stop()
 
     def close(self, seconds: float) -> None:
-        """Waits for the last export, for so long at most. Idempotent."""
+        """Wait for the last export, for this many seconds at most. Idempotent."""
         self._thread.close(seconds)
 
     def after_fork_in_child(self) -> None:
-        """The child has no thread that would send anything, and does not touch the parent's connection."""
+        """Keep the parent's connection, which must not be touched; the child has no thread that would send anything."""
         _inherited.append(self._delivery)
 
     # The thread
@@ -128,7 +124,7 @@ class Push:
         self._export()
 
     def _export(self) -> None:
-        """One export, in a thread that is left behind where it takes too long, or the run is over."""
+        """Export once, in a thread that is left behind if it takes too long, or the run is over."""
         self._hanging = [thread for thread in self._hanging if thread.running]
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
@@ -141,7 +137,8 @@ class Push:
             thread.join(0.05)
         if self._over():
             thread.join(GRACE)
-        transfer.stopped, late, outcomes = True, None, list(transfer.outcomes)  # not what closing the connection makes fail
+        # Without the failures that closing the connection causes.
+        transfer.stopped, late, outcomes = True, None, list(transfer.outcomes)
         if thread.running:
             self._hanging.append(thread)
             if not self._over():  # else the last export closes the connection, which ends a pause between two tries
@@ -151,17 +148,17 @@ class Push:
         self._judge(outcomes, late)
 
     def _export_last(self) -> None:
-        """The end of the run: first the metrics of the whole process, with its state, and then those of each layer.
+        """Export the end of the run: first the metrics of the whole process, with its state, and then those by layer.
 
-        Each request goes over a connection of its own, which has what is left of the time: the one of the exports before may be
-        in use, or in a pause between two tries.
+        Each request has a connection of its own and the remaining time: the earlier connection may be in use, or in a pause between
+        two tries.
         """
         transfer, late = _Transfer(self._over), None
         with ExitStack() as ways:
             if self._delivery is not None:
                 ways.callback(self._delivery.close)
             families = self._values()
-            parts = [[one for one in families if ("layer" in one.spec.labels) is by_layer] for by_layer in (False, True)]
+            parts = [[family for family in families if ("layer" in family.spec.labels) is by_layer] for by_layer in (False, True)]
             give_up_at = time.monotonic() + LAST_SECONDS
             for portion in itertools.chain.from_iterable(map(self._portions, parts)):
                 left = give_up_at - time.monotonic()
@@ -175,20 +172,20 @@ class Push:
             self._judge(transfer.outcomes, late)
 
     def _over(self) -> bool:
-        """Whether the run is."""
+        """Return whether the run is over."""
         return self._thread.stopping
 
     def _values(self) -> list[Family]:
-        """All metrics as of now. Where the clock is set back, that is the time of the export before."""
+        """Return all present metrics. If the clock is set back, their time is that of the export before."""
         self._at = max(time.time_ns(), self._at)
         return self._deltas.of(self._scrape(), at=self._at)
 
     def _portions(self, families: list[Family]) -> Iterator[Portion]:
-        """Metrics that `_values` gave last."""
-        return self._points.portions(families, ExportTimes(self._began, self._deltas.since, self._at))
+        """Return the metrics that `_values` returned last as requests."""
+        return self._points.portions(families, ExportTimes(self._began, self._deltas, self._at))
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
-        """Notes what has become of an export until now. What a thread that is left behind still does is not noted."""
+        """Note the outcome of an export until now. Later requests of a thread that is left behind are not noted."""
         for family, rows in (row for portion, failure in outcomes if _arrived(failure) for row in portion.rows):
             self._deltas.arrived(family, rows)
         failures = [failure for _, failure in [*outcomes, (None, late)] if failure is not None]
@@ -196,14 +193,14 @@ class Push:
             self._on_error(failures[0])
 
 
-# What was sent, and what that has failed of, if it has.
+# A request, and its failure if it has failed.
 Outcome = tuple[Portion, Exception | None]
 
 
 class _Transfer:
     """Portions on their way, one after the other, until `stopped`. `over`: whether the run is.
 
-    `outcomes`: what each has failed of, if it has; `began_at`: since when the one that is on its way is, in monotonic time.
+    `began_at`: the monotonic time at which the present one was sent.
     """
 
     def __init__(self, over: Callable[[], bool]) -> None:
@@ -227,12 +224,12 @@ class _Transfer:
 
 
 def _arrived(failure: Exception | None) -> bool:
-    """Whether a portion is not to be sent again."""
+    """Return whether a portion must not be sent again."""
     return failure is None or isinstance(failure, RejectedError)
 
 
 def resource(run: str, rank: str) -> dict[str, object]:
-    """The attributes of this process: run and rank, what OpenTelemetry's variables say, and host, process and runtime."""
+    """Return the attributes of this process: run and rank, those of OpenTelemetry's variables, and host, process and runtime."""
     own: dict[str, object] = {
         SERVICE_NAME: SERVICE,
         SERVICE_INSTANCE_ID: f"{run}/{rank}",

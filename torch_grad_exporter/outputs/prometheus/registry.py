@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
@@ -10,7 +9,7 @@ import prometheus_client.samples
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Exemplar, Family, Spec, by_spec
 from torch_grad_exporter.outputs.prometheus import series
 
@@ -18,9 +17,15 @@ from torch_grad_exporter.outputs.prometheus import series
 class RegistryCollector:
     """Shows the same series as `/metrics` in a `CollectorRegistry`, from `register` until `close`.
 
-    A scrape that raises yields nothing here and goes to `on_error` with the source `"request"`: the
-    user's own metrics in the registry stay. Where a family has a label of the same name as a constant
-    one, the family's own is shown. `common`: specs that are left to the registry where it has some of these names.
+    A scrape that raises yields nothing here: the user's own metrics in the registry stay. If a family has a label of the same name
+    as a constant one, the family's own is shown.
+
+    Args:
+        scrape: Returns the metrics.
+        constant_labels: Of every series.
+        specs: All metrics that may come.
+        common: Metrics that are left to the registry if it has some of these names.
+        errors: Counts failures under `request`.
     """
 
     def __init__(
@@ -30,37 +35,37 @@ class RegistryCollector:
         specs: Iterable[Spec],
         *,
         common: Collection[Spec] = (),
-        on_error: Callable[[str, BaseException], None],
+        errors: ErrorLog,
     ) -> None:
         self._scrape = scrape
         self._constant_labels = dict(constant_labels)
         self._specs = tuple(specs)
         self._common = common
-        self._guard = Guard(functools.partial(on_error, "request"))
+        self._guard = errors.boundary("request", limit=None)
         self._registry: CollectorRegistry | None = None
 
     def register(self, registry: CollectorRegistry) -> None:
-        """Adds the collector. Raises ValueError if the registry has a metric of one of these names already."""
+        """Add the collector. Raises ValueError if the registry has a metric of one of these names already."""
         try:
             registry.register(self)
         except ValueError:
-            # Most registries have a process collector of their own, the default one has from the start.
+            # Most registries have a process collector of their own; the default one has it from the start.
             self._specs = tuple(spec for spec in self._specs if spec not in self._common)
             registry.register(self)
         self._registry = registry
 
     def close(self) -> None:
-        """Takes the collector out of the registry. Idempotent."""
+        """Remove the collector from the registry. Idempotent."""
         registry, self._registry = self._registry, None
         if registry is not None:
             registry.unregister(self)
 
     def describe(self) -> Iterable[Metric]:
-        """All metrics that may come, without series: the registry needs the names and must not start a scrape."""
+        """Return all metrics, without series: the registry needs the names and must not start a scrape."""
         return [_metric(spec) for spec in self._specs]
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics as of now, without those that have no present row."""
+        """Return the present metrics, without those that have no present row."""
         return self._guard.result(self._metrics) or []
 
     def _metrics(self) -> list[Metric]:
@@ -85,11 +90,11 @@ class RegistryCollector:
             yield {**self._constant_labels, **own}
 
 
-def _exemplar(one: Exemplar | None) -> prometheus_client.samples.Exemplar | None:
-    if one is None:
+def _exemplar(exemplar: Exemplar | None) -> prometheus_client.samples.Exemplar | None:
+    if exemplar is None:
         return None
-    labels = {"trace_id": one.trace_id.hex(), "span_id": one.span_id.hex()}
-    return prometheus_client.samples.Exemplar(labels, one.value, one.at)
+    labels = {"trace_id": exemplar.trace_id.hex(), "span_id": exemplar.span_id.hex()}
+    return prometheus_client.samples.Exemplar(labels, exemplar.value, exemplar.at)
 
 
 def _metric(spec: Spec) -> Metric:

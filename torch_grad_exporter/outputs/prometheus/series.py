@@ -1,4 +1,4 @@
-"""How a family becomes series: what the Prometheus outputs have in common.
+"""The series of a family, for all Prometheus outputs.
 
 A row of a family yields one series per column: one for a gauge or a counter, and for a histogram its
 cumulated buckets, `_sum` and `_count`.
@@ -17,7 +17,7 @@ from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, K
 
 
 class Column(NamedTuple):
-    """One series of a row: what is added to the metric's name, and the `le` label of a bucket."""
+    """One series of a row: the suffix of the metric's name, and the `le` label of a bucket."""
 
     suffix: str
     le: str | None = None
@@ -25,7 +25,7 @@ class Column(NamedTuple):
 
 @cache
 def columns(spec: Spec) -> tuple[Column, ...]:
-    """The series that each row of the metric yields, in the order of the scrape."""
+    """Return the series of each row of the metric, in the order of the scrape."""
     if spec.kind is not Kind.HISTOGRAM:
         return (Column(""),)
     bounds = (*map(bound_text, spec.buckets), "+Inf")
@@ -33,7 +33,7 @@ def columns(spec: Spec) -> tuple[Column, ...]:
 
 
 def bound_text(bound: float) -> str:
-    """A finite bucket bound as `le` value, in the canonical form of OpenMetrics: `0.0001`, `1.0`, `1e+06`.
+    """Return a finite bucket bound as `le` value, in the canonical form of OpenMetrics: `0.0001`, `1.0`, `1e+06`.
 
     Two spellings of one bound would be two series. prometheus_client has this one too, but not in all its releases.
     """
@@ -44,7 +44,7 @@ def bound_text(bound: float) -> str:
 
 
 def table(family: Family) -> FloatArray:
-    """The values of all present rows, shape (present rows, columns); buckets are cumulated."""
+    """Return the values of all present rows, shape (present rows, columns); buckets are cumulated."""
     if family.spec.kind is not Kind.HISTOGRAM:
         values = family.values[:, np.newaxis]
     elif family.sums is None:
@@ -56,28 +56,28 @@ def table(family: Family) -> FloatArray:
 
 
 def exemplars(family: Family) -> dict[int, Exemplar]:
-    """The exemplars of present rows by their place in the flattened `table`."""
+    """Return the exemplars of present rows by their place in the flattened `table`."""
     if family.exemplars is None:
         return {}
     width = len(columns(family.spec))
     return {
-        number * width + bucket: one
+        number * width + bucket: exemplar
         for number, row in enumerate(family.row_numbers)
-        for bucket, one in family.exemplars[row].items()
+        for bucket, exemplar in family.exemplars[row].items()
     }
 
 
 def present_rows(family: Family) -> Iterable[tuple[str, ...]]:
-    """The label values of all present rows, in the order of `table`."""
+    """Return the label values of all present rows, in the order of `table`."""
     rows = family.labels.rows
     return rows if family.present is None else compress(rows, family.present.tolist())
 
 
 def family_name(spec: Spec) -> str:
-    """The name of the metric family in OpenMetrics: a counter's without `_total`."""
+    """Return the name of the metric family in OpenMetrics: a counter's without `_total`."""
     return spec.name.removesuffix("_total") if spec.kind is Kind.COUNTER else spec.name
 
 
 def unit(spec: Spec) -> str:
-    """The unit if it may be declared, which needs a family name that ends in it, else an empty text."""
+    """Return the unit if it may be declared, which needs a family name that ends in it, else an empty text."""
     return spec.unit if spec.unit and family_name(spec).endswith(f"_{spec.unit}") else ""

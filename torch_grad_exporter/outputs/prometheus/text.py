@@ -1,8 +1,8 @@
 """Families as Prometheus text 0.0.4 and OpenMetrics 1.0.0, and which of them a client asks for.
 
-The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is
-prepared once per metric and `LabelRows` object; a scrape formats the numbers and nothing else. The lines of
-series are equal in both formats but for exemplars, which only OpenMetrics has, and the comment lines differ.
+The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is prepared once per metric and
+`LabelRows` object; a scrape only formats the numbers. The lines of series are equal in both formats except for exemplars, which
+only OpenMetrics has; the comment lines differ.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _NON_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 class Renderer:
     """Renders families, each series with the constant labels first and the family's own labels after.
 
-    Every metric's lines stand together, even if several families bring them. A metric without a
-    present row does not appear at all. Where a family has a label of the same name as a constant one,
-    the family's own is shown. Text that is no valid Unicode is shown with `?` in its place.
+    Every metric's lines are together, even if they come from several families. A metric without a present row does not appear. If a
+    family has a label of the same name as a constant one, the family's own is shown. Invalid Unicode is shown as `?`.
     """
 
     def __init__(self, constant_labels: Mapping[str, str]) -> None:
@@ -45,7 +44,7 @@ class Renderer:
         self._prepared: WeakKeyDictionary[LabelRows, dict[Spec, list[str]]] = WeakKeyDictionary()
 
     def render(self, families: Iterable[Family], form: Format) -> bytes:
-        """The scrape's body. Raises what iterating `families` raises, and on arrays that do not fit their rows."""
+        """Return the body of a scrape. Raises what iterating `families` raises, and on arrays that do not fit their rows."""
         blocks = [self._block(spec, members, form) for spec, members in by_spec(families).items()]
         if form is Format.OPENMETRICS:
             blocks.append(b"# EOF\n")
@@ -80,7 +79,7 @@ class Renderer:
         frames = {labelled: _frames(spec, labelled=labelled) for labelled in (False, True)}
         prefixes: list[str] = []
         for row in labels.rows:
-            # An empty value is the same as no label, to Prometheus and to a reader.
+            # An empty value is equal to no label, for Prometheus and for a reader.
             own = [_pair(name, value) for name, value in zip(spec.labels, row, strict=True) if value]
             pairs = ",".join((*constant, *own))
             prefixes += [before + pairs + after for before, after in frames[bool(pairs)]]
@@ -88,7 +87,7 @@ class Renderer:
 
 
 def _frames(spec: Spec, *, labelled: bool) -> list[tuple[str, str]]:
-    """What stands before and after the labels of a row, per column.
+    """Return the texts before and after the labels of a row, per column.
 
     Each line begins with the line break that ends the one before: one piece less to join per series.
     """
@@ -119,9 +118,10 @@ def _header(spec: Spec, form: Format) -> str:
     return f"{help_line}# TYPE {name} {spec.kind.value}" + (f"\n# UNIT {name} {unit}" if unit else "")
 
 
-def _exemplar(one: Exemplar) -> str:
-    """What follows a bucket's number."""
-    return f' # {{trace_id="{one.trace_id.hex()}",span_id="{one.span_id.hex()}"}} {one.value!r} {one.at!r}'
+def _exemplar(exemplar: Exemplar) -> str:
+    """Return the text after a bucket's number."""
+    trace, span = exemplar.trace_id.hex(), exemplar.span_id.hex()
+    return f' # {{trace_id="{trace}",span_id="{span}"}} {exemplar.value!r} {exemplar.at!r}'
 
 
 def _numbers(values: FloatArray) -> list[str]:

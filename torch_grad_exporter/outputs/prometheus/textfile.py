@@ -16,8 +16,8 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 class LastValues:
     """The file of one rank of a run, written with `content` when the run ends; a later run of that name and rank overwrites it.
 
-    A thread does so, since a file system may hang. It waits from the start, when it removes what an earlier process of the same run
-    and rank has left, since its values are outdated: no thread begins at the end of a program. `guard` takes what fails.
+    A thread writes it, since a file system may hang. The thread begins at the start, since none can begin at the end of a program,
+    and first removes the file of an earlier process of the same run and rank, whose values are outdated. `guard` counts failures.
     """
 
     def __init__(self, path: Path, content: Callable[[], bytes], guard: Guard) -> None:
@@ -28,16 +28,16 @@ class LastValues:
         self._thread = BackgroundLoop("textfile", self._remove, guard=guard, last=self._write)
 
     def start(self) -> None:
-        """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
+        """Start the thread. Raises `RuntimeError` if no more threads can be started."""
         self._thread.wake()
         self._thread.start()
 
     def end(self) -> None:
-        """Marks the run as over: the values as of now are written."""
+        """Mark the run as over: the present values are written."""
         self._thread.stop()
 
     def close(self, seconds: float) -> None:
-        """Waits until they are written, for so long at most. Idempotent."""
+        """Wait until they are written, for this many seconds at most. Idempotent."""
         self._thread.close(seconds)
 
     def _remove(self) -> None:
@@ -52,5 +52,5 @@ class LastValues:
 
 
 def text_file(directory: str, run: str, rank: int) -> Path:
-    """Where the file of a rank lies."""
+    """Return the path of the file of a rank."""
     return Path(directory) / f"torch_grad_exporter-{files.file_name(run, rank, '.prom')}"
