@@ -59,7 +59,8 @@ class Deltas:
         present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
         known, before = table.known[places], table.numbers[places]
         if family.spec.older:
-            table.take(_Sent(table, family, places, now, at), np.flatnonzero(present & ~known))
+            first = np.flatnonzero(present & ~known)
+            table.take(_Sent(table, family, places, now, at, first, table.since[places]), first)
             present &= known
         goes_on = known & (before[:, :-1] <= now[:, :-1]).all(axis=1)  # else it began again
         added = np.subtract(now, before, out=now.copy(), where=goes_on[:, None])
@@ -73,9 +74,6 @@ class Deltas:
         )
         self._sent[difference] = _Sent(table, family, places, now, at, np.flatnonzero(present), table.since[places])
         return difference
-
-
-_NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,8 +95,8 @@ class _Sent:
     places: IntArray
     numbers: FloatArray
     at: int
-    present: IntArray = _NO_ROWS
-    since: IntArray = _NO_ROWS
+    present: IntArray
+    since: IntArray
 
 
 class _Table:
