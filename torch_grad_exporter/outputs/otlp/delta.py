@@ -27,7 +27,7 @@ class Deltas:
         self._kinds = kinds
         self._at = began
         self._tables: dict[Spec, _Table] = {}
-        self._sent: dict[Family, _Sent] = {}
+        self._sent: dict[Family, _SentRows] = {}
 
     def of(self, families: Iterable[Family], *, at: int) -> list[Family]:
         """Return the families to be sent, with the numbers at this time."""
@@ -60,7 +60,7 @@ class Deltas:
         known, before = table.known[places], table.numbers[places]
         if family.spec.older:
             first = np.flatnonzero(present & ~known)
-            table.take(_Sent(table, family, places, now, at, first, table.since[places]), first)
+            table.take(_SentRows(table, family, places, now, at, first, table.since[places]), first)
             present &= known
         goes_on = known & (before[:, :-1] <= now[:, :-1]).all(axis=1)  # else it began again
         added = np.subtract(now, before, out=now.copy(), where=goes_on[:, None])
@@ -72,12 +72,12 @@ class Deltas:
             exponential=None if family.exponential is None else tuple(table.exponential_since(family.exponential, places, goes_on)),
             exemplars=None if family.exemplars is None else tuple(table.exemplars_since(family.exemplars, places)),
         )
-        self._sent[difference] = _Sent(table, family, places, now, at, np.flatnonzero(present), table.since[places])
+        self._sent[difference] = _SentRows(table, family, places, now, at, np.flatnonzero(present), table.since[places])
         return difference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sent:
+class _SentRows:
     """A family on its way.
 
     Attributes:
@@ -166,7 +166,7 @@ class _Table:
             self._free.append(place)
             self._places.clear()
 
-    def take(self, sent: _Sent, rows: IntArray) -> None:
+    def take(self, sent: _SentRows, rows: IntArray) -> None:
         """Note rows of an export as arrived."""
         places = sent.places[rows]
         self.known[places] = True
