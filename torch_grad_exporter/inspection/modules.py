@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_grad_exporter.model.folding import WHOLE, fold
-from torch_grad_exporter.model.names import LayerFilter, clean
-from torch_grad_exporter.torch_compat.compiler import is_compiled
+from torch_grad_exporter.model.names import LayerFilter, clean, uncompiled
+from torch_grad_exporter.torch_compat.compiler import compiles_its_call, is_compiled
 from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
 # Modules that use their children without calling them, so that they count as a leaf.
@@ -137,3 +137,39 @@ def _walked(raw: str, module: torch.nn.Module, *, compiled: bool, seen: set[int]
     for attribute, child in children.items():
         if child is not None and id(child) not in seen:
             yield from _walked(f"{raw}.{attribute}" if raw else attribute, child, compiled=compiled, seen=seen)
+
+
+@dataclass(slots=True)
+class VisibleModules:
+    """The modules of a root that can be hooked, each once under its first name; compiled ones in them by `id`, which cannot."""
+
+    root: torch.nn.Module
+    modules: list[InnerModule] = field(default_factory=list)
+    labels: dict[int, str] = field(default_factory=dict)
+    hidden: dict[int, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, root: torch.nn.Module, name: str) -> VisibleModules:
+        """Walk the modules of a root. `name`: of the model, empty for a single one."""
+        visible = cls(root)
+        visible._add(root, name, name or type(root).__name__)
+        return visible
+
+    def _add(self, module: torch.nn.Module, path: str, label: str) -> None:
+        self.modules.append(InnerModule(label, weakref.ref(module)))
+        self.labels[id(module)] = label
+        if hides_its_inside(module):
+            return
+        for attribute, child in children_in(module).items():
+            if child is None or id(child) in self.labels:
+                continue
+            below = f"{path}.{attribute}" if path else attribute
+            if compiles_its_call(child):
+                self.hidden.setdefault(id(module), []).append(clean(below))
+            else:
+                self._add(child, below, clean(below) or label)
+
+
+def hides_its_inside(module: torch.nn.Module) -> bool:
+    """Return whether modules below it are compiled or scripted with it, so their hooks are not called."""
+    return uncompiled(module) is not module or compiles_its_call(module)

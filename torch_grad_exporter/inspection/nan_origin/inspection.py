@@ -16,8 +16,9 @@ from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
+from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.origins import SentTape
-from torch_grad_exporter.inspection.nan_origin.recording import Recording, VisibleModules
+from torch_grad_exporter.inspection.nan_origin.recording import Recording
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.mailbox import Mailbox

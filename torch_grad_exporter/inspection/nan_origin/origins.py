@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.nan_origin.flags import SentFlags
-from torch_grad_exporter.inspection.nan_origin.tape import Tape
-from torch_grad_exporter.inspection.nan_origin.verdict import FlaggedTape, Origin, origin_of
+from torch_grad_exporter.inspection.nan_origin.sentences import Origin
+from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, Tape
+from torch_grad_exporter.inspection.nan_origin.verdict import origin_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.pending_samples import CountedSample

@@ -13,13 +13,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
-from torch_grad_exporter.inspection.modules import InnerModule
+from torch_grad_exporter.inspection.modules import VisibleModules, hides_its_inside
 from torch_grad_exporter.inspection.nan_origin.flags import Flags, tensors_in
 from torch_grad_exporter.inspection.nan_origin.tape import (
     LEAF,
@@ -35,42 +34,10 @@ from torch_grad_exporter.inspection.nan_origin.tape import (
 )  # fmt: skip
 from torch_grad_exporter.model.names import clean, uncompiled
 from torch_grad_exporter.torch_compat.autograd import graph_task, next_sequence, number_of, started_from, version_of
-from torch_grad_exporter.torch_compat.compiler import compiles_its_call
-from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
+from torch_grad_exporter.torch_compat.modules import parameters_in
 
 # Calls of modules, and nodes of the graph, in one recording at most.
 CALLS, NODES = 1 << 14, 1 << 15
-
-
-@dataclass(slots=True)
-class VisibleModules:
-    """The modules of a root that can be hooked, each once under its first name; compiled ones in them by `id`, which cannot."""
-
-    root: torch.nn.Module
-    modules: list[InnerModule] = field(default_factory=list)
-    labels: dict[int, str] = field(default_factory=dict)
-    hidden: dict[int, list[str]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, root: torch.nn.Module, name: str) -> VisibleModules:
-        """Walk the modules of a root. `name`: of the model, empty for a single one."""
-        visible = cls(root)
-        visible._add(root, name, name or type(root).__name__)
-        return visible
-
-    def _add(self, module: torch.nn.Module, path: str, label: str) -> None:
-        self.modules.append(InnerModule(label, weakref.ref(module)))
-        self.labels[id(module)] = label
-        if _hides_its_inside(module):
-            return
-        for attribute, child in children_in(module).items():
-            if child is None or id(child) in self.labels:
-                continue
-            below = f"{path}.{attribute}" if path else attribute
-            if compiles_its_call(child):
-                self.hidden.setdefault(id(module), []).append(clean(below))
-            else:
-                self._add(child, below, clean(below) or label)
 
 
 class Recording:
@@ -124,7 +91,7 @@ class Recording:
         self._times[key] = number = self._times.get(key, 0) + 1
         parent = self._stack[-1][1] if self._stack else -1
         hidden = tuple(self._visible.hidden.get(key, ()))
-        kind, compiled = type(uncompiled(module)).__name__, _hides_its_inside(module)
+        kind, compiled = type(uncompiled(module)).__name__, hides_its_inside(module)
         tape.calls.append(TapedCall(label, kind, parent, number, key, module.training, hidden, compiled))
         call = len(tape.calls) - 1
         self._stack.append((key, call))
@@ -280,8 +247,3 @@ def _leads_to_leaf(node: Any) -> bool:  # noqa: ANN401 - a node
             return False
         node = behind[0][0]
     return True
-
-
-def _hides_its_inside(module: torch.nn.Module) -> bool:
-    """Return whether modules below it are compiled or scripted with it, so their hooks are not called."""
-    return uncompiled(module) is not module or compiles_its_call(module)

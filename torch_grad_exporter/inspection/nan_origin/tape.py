@@ -6,8 +6,12 @@ which autograd counts up on each thread.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from torch_grad_exporter.metrics.families import FloatArray
 
 # The sequence number of a node and the number of its output; `LEAF` and the number of a parameter, -1 if it is unknown.
 Value = tuple[int, int]
@@ -125,3 +129,32 @@ class Tape:
     ranks: bool = False
     scaled: bool = False
     full: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlaggedTape:
+    """A tape with the smallest and largest value of each slot."""
+
+    tape: Tape
+    low: FloatArray
+    high: FloatArray
+
+    def kind(self, slot: int) -> str:
+        """Return "nan", "inf", or an empty string where all values are finite."""
+        low, high = float(self.low[slot]), float(self.high[slot])
+        if math.isnan(low) or math.isnan(high):
+            return "nan"
+        return "inf" if math.isinf(low) or math.isinf(high) else ""
+
+    def is_mask(self, slot: int) -> bool:
+        """Return whether it looks like a mask that is added: -inf, and nothing above zero."""
+        return self.low[slot] == -math.inf and self.high[slot] in (0.0, -math.inf)
+
+    def sinks(self, slot: int) -> bool:
+        """Return whether its only values that are not finite are -inf."""
+        return self.low[slot] == -math.inf and self.high[slot] != math.inf and not math.isnan(self.high[slot])
+
+    def any_of(self, slots: Iterable[int]) -> str:
+        """Return the worst kind of these."""
+        kinds = {self.kind(slot) for slot in slots}
+        return "nan" if "nan" in kinds else "inf" if "inf" in kinds else ""

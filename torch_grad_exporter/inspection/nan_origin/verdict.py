@@ -9,12 +9,10 @@ first operation that gave a gradient which is not finite.
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, HeldTensor, Tape, TensorPlace, Value, operation
-from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.inspection.nan_origin.sentences import NAMES, Origin, OriginWriter
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, FlaggedTape, HeldTensor, TensorPlace, Value, operation
 
 # Operations by which a mask puts -inf where it wants it, or passes it on.
 FILLS = frozenset((
@@ -24,60 +22,6 @@ FILLS = frozenset((
 
 # Buffers that a module in training does not use.
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
-
-UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The place where NaN or Inf began.
-
-    Attributes:
-        layer: The module, or "batch", "loss" or "unknown".
-        stage: The label `pass`.
-        kind: "nan" or "inf".
-        step: Optimizer steps before it.
-        text: A sentence.
-        parameter: The full name of the parameter or buffer, if it is one.
-        routine: A gradient scaler skips such steps, and causes them by its search for the largest scale.
-    """
-
-    layer: str
-    stage: str
-    kind: str
-    step: int
-    text: str
-    parameter: str = ""
-    routine: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FlaggedTape:
-    """A tape with the smallest and largest value of each slot."""
-
-    tape: Tape
-    low: FloatArray
-    high: FloatArray
-
-    def kind(self, slot: int) -> str:
-        """Return "nan", "inf", or an empty string where all values are finite."""
-        low, high = float(self.low[slot]), float(self.high[slot])
-        if math.isnan(low) or math.isnan(high):
-            return "nan"
-        return "inf" if math.isinf(low) or math.isinf(high) else ""
-
-    def is_mask(self, slot: int) -> bool:
-        """Return whether it looks like a mask that is added: -inf, and nothing above zero."""
-        return self.low[slot] == -math.inf and self.high[slot] in (0.0, -math.inf)
-
-    def sinks(self, slot: int) -> bool:
-        """Return whether its only values that are not finite are -inf."""
-        return self.low[slot] == -math.inf and self.high[slot] != math.inf and not math.isnan(self.high[slot])
-
-    def any_of(self, slots: Iterable[int]) -> str:
-        """Return the worst kind of these."""
-        kinds = {self.kind(slot) for slot in slots}
-        return "nan" if "nan" in kinds else "inf" if "inf" in kinds else ""
 
 
 def origin_of(flagged: FlaggedTape, *, loss_was_nonfinite: bool = False) -> Origin | None:
@@ -92,7 +36,7 @@ class _Search:
     """One search through one tape."""
 
     def __init__(self, flagged: FlaggedTape) -> None:
-        self._flagged = flagged
+        self._flagged, self._write = flagged, OriginWriter(flagged)
         self._tape = tape = flagged.tape
         self._starts = [start for start, _ in tape.began]
         self._by_value: dict[Value, list[int]] = {}
@@ -145,7 +89,7 @@ class _Search:
     def _forward(self, ends: Iterable[Value | None], kind: str) -> Origin | None:
         places, held = self._behind([end for end in ends if end is not None])
         if held:
-            return self._of_held(held[0])
+            return self._write.of_held(held[0])
         if places:
             return self._blame(next((number for number in places if not self._is_intended(number)), places[0]))
         outputs = self._outputs()
@@ -154,8 +98,8 @@ class _Search:
         if not kind:
             return None
         if not self._tape.losses:
-            return self._unknown(kind, "the loss was not finite, and the model's outputs were")
-        return self._outside(kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets")
+            return self._write.unknown(kind, "the loss was not finite, and the model's outputs were")
+        return self._write.of_loss(kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets")
 
     def _behind(self, ends: list[Value]) -> tuple[list[int], list[HeldTensor]]:
         """Return what is not finite and has led to these values: places in the order of execution, and parameters."""
@@ -197,7 +141,7 @@ class _Search:
         tape = self._tape
         place = tape.places[number]
         if not place.output and tape.calls[place.call].parent == -1:
-            return self._batch(place)
+            return self._write.of_batch(place)
         call = place.call if place.output else tape.calls[place.call].parent
         kind = self._flagged.kind(place.slot)
         inputs = (other for other in tape.places if other.call == call and not other.output and other.value is None)
@@ -205,9 +149,9 @@ class _Search:
         if loose is not None and place.value is not None:
             return self._outside_of_graph(loose, call)
         if (own := self._own(call)) is not None:
-            return self._of_held(own)
+            return self._write.of_held(own)
         name = self._operation(place) if place.output else ""
-        return self._of_call(call, "forward", kind, f"gave {_NAMES[kind]} for finite inputs", name)
+        return self._write.of_call(call, "forward", kind, f"gave {NAMES[kind]} for finite inputs", name)
 
     def _is_wrong(self, place: TensorPlace) -> bool:
         """Return whether it is not finite, and not a mask."""
@@ -221,7 +165,7 @@ class _Search:
         number = next((at for at in loose if self._root_of(tape.places[at].call) == root), tape.places.index(place))
         first = tape.places[number]
         is_batch = not first.output and tape.calls[first.call].parent == -1
-        return self._batch(first) if is_batch else self._blame(number)
+        return self._write.of_batch(first) if is_batch else self._blame(number)
 
     def _root_of(self, call: int) -> int:
         while self._tape.calls[call].parent != -1:
@@ -248,14 +192,14 @@ class _Search:
             if kind:
                 return self._gave(event.node, kind)
         if not leaves and new:
-            return self._reduced(new)
+            return self._write.of_reduction(new)
         return None
 
     def _gave(self, node: int, kind: str) -> Origin:
         call, name = self._call_of(node), operation(self._tape.nodes[node].name)
         if call == -1:
-            return self._outside(kind, "an operation after the model gave it in the backward", name)
-        return self._of_call(call, "backward", kind, f"gave {_NAMES[kind]} in the backward for finite gradients", name)
+            return self._write.of_loss(kind, f"an operation after the model gave it in the backward ({name})")
+        return self._write.of_call(call, "backward", kind, f"gave {NAMES[kind]} in the backward for finite gradients", name)
 
     def _arrived(self, node: int, kind: str) -> Origin:
         """Return who gave a gradient that is not finite to a node, where all that was seen to be given before was finite."""
@@ -263,12 +207,12 @@ class _Search:
         fired = {event.node for event in self._tape.events if not event.arrives}
         silent = {self._call_of(giver) for giver in givers if giver not in fired}
         if silent == {-1} or not (givers or self._tape.losses):
-            return self._outside(kind, "the gradient that came back to the model was not finite, its outputs were")
+            return self._write.of_loss(kind, "the gradient that came back to the model was not finite, its outputs were")
         if len(silent) == 1:
-            return self._of_call(silent.pop(), "backward", kind, f"gave {_NAMES[kind]} in the backward", "")
+            return self._write.of_call(silent.pop(), "backward", kind, f"gave {NAMES[kind]} in the backward")
         if not silent and kind == "inf" and len(givers) > 1:
-            return self._of_call(self._call_of(node), "backward", kind, "got gradients whose sum overflows", "")
-        return self._unknown(kind, "a gradient came from operations that were not seen")
+            return self._write.of_call(self._call_of(node), "backward", kind, "got gradients whose sum overflows")
+        return self._write.unknown(kind, "a gradient came from operations that were not seen")
 
     def _givers(self, node: int) -> list[int]:
         """Return the nodes that give gradients to this one, also through operations that only move values."""
@@ -281,58 +225,7 @@ class _Search:
                     (ends if operation(other.name) in MOVES else givers).append(number)
         return givers
 
-    def _reduced(self, new: list[str]) -> Origin:
-        """Return the origin where this process computed finite gradients only, and has others in the end."""
-        kind = self._flagged.any_of(self._tape.after[name] for name in new)
-        if not self._tape.ranks or self._tape.full:
-            return self._unknown(kind, "a gradient is not finite, and nothing was seen that made it so")
-        layer = next((held.layer for held in self._tape.held if held.name == new[0]), new[0])
-        overflow = " or the sum over ranks overflows" if kind == "inf" else ""
-        text = f"{_NAMES[kind]} came with the reduction over ranks: the gradients of this rank were finite, another rank's were not"
-        return Origin(layer, "reduction", kind, self._tape.step, f"{text}{overflow}")
-
     def _call_of(self, node: int) -> int:
         """Return the innermost call that has made a node, -1 if none has."""
         place = bisect.bisect_right(self._starts, node) - 1
         return -1 if place < 0 else self._tape.began[place][1]
-
-    # The sentences
-
-    def _of_call(self, number: int, stage: str, kind: str, action: str, name: str) -> Origin:
-        call = self._tape.calls[number]
-        parts = [f"{call.layer} ({call.kind}) {action}"]
-        if name and name not in call.kind:
-            parts.append(f"in {name}")
-        if call.number > 1:
-            parts.append(f"in its {_ordinal(call.number)} call")
-        if call.compiled:
-            parts.append("it is compiled, so its inside is not seen")
-        elif call.hidden:
-            parts.append(f"or it was {' or '.join(call.hidden)}, which is compiled")
-        routine = stage == "backward" and self._tape.scaled
-        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
-
-    def _of_held(self, held: HeldTensor) -> Origin:
-        kind, stage = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
-        text = f"{stage} {held.name} was {_NAMES[kind]} before the forward"
-        return Origin(held.layer, stage, kind, self._tape.step, text, held.name)
-
-    def _batch(self, place: TensorPlace) -> Origin:
-        kind, call = self._flagged.kind(place.slot), self._tape.calls[place.call]
-        return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}")
-
-    def _outside(self, kind: str, text: str, name: str = "") -> Origin:
-        text = f"{text}{f' ({name})' if name else ''}; outside of any module"
-        return Origin("loss", "loss", kind, self._tape.step, text + _SCALED * self._tape.scaled, routine=self._tape.scaled)
-
-    def _unknown(self, kind: str, why: str) -> Origin:
-        return Origin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
-
-
-_NAMES = {"nan": "NaN", "inf": "Inf"}
-_SCALED = "; a gradient scaler skips such a step, which is routine as long as it is rare"
-
-
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
-    return f"{number}{ending}"
