@@ -1,4 +1,4 @@
-"""Which tensor of a module's output is measured, and along which dimension its units lie."""
+"""The tensors in a module's output: which is measured, and along which dimension its units lie."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_grad_exporter.capture.module_tensors import VISITED
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.torch_compat.tensors import local
+
+# Tensors of an input or output that are looked at, and items that are visited, at most: it may be a cache of thousands.
+TENSORS, VISITED = 16, 64
 
 # Modules whose channels come before this many dimensions of space.
 _SPATIAL: dict[type[torch.nn.Module], int] = {
@@ -36,28 +38,32 @@ _FEATURES_LAST = (
 )  # fmt: skip
 
 
-def first_of(output: object) -> torch.Tensor | None:
-    """Return the first floating-point or complex tensor in a module's output; containers are searched level by level."""
-    level: deque[object] = deque([output])
+def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in what a module got or gave, with their place in it; containers are searched level by level.
+
+    An object of the user's own is searched as well, but not those within it.
+    """
+    if isinstance(value, torch.Tensor):
+        yield "", value
+        return
+    count = 0
+    known = isinstance(value, dict | list | tuple)
+    level: deque[tuple[str, object]] = deque([("", value if known else getattr(value, "__dict__", None))])
     for _ in range(VISITED):
-        if not level:
-            return None
-        item = level.popleft()
+        if not level or count == TENSORS:
+            return
+        where, item = level.popleft()
         if isinstance(item, torch.Tensor):
-            if item.is_floating_point() or item.is_complex():
-                return item
-        else:
-            level.extend(_inside(item))
-    return None
+            count += 1
+            yield where, item
+        elif isinstance(item, dict | list | tuple):
+            inside = item.items() if isinstance(item, dict) else enumerate(item)
+            level.extend((f"{where}.{key}" if where else str(key), part) for key, part in itertools.islice(inside, VISITED))
 
 
-def _inside(item: object) -> Iterator[object]:
-    if isinstance(item, dict):
-        return itertools.islice(item.values(), VISITED)
-    if isinstance(item, list | tuple):
-        return itertools.islice(item, VISITED)
-    # A dataclass, or an object of the user's own; not those of torch, which have a module's parameters or a store in them.
-    return itertools.islice(getattr(item, "__dict__", {}).values(), VISITED)
+def first_of(output: object) -> torch.Tensor | None:
+    """Return the first floating-point or complex tensor in a module's output."""
+    return next((tensor for _, tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()), None)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -6,9 +6,6 @@ copy of it; nothing is read, so nothing synchronises.
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +19,6 @@ from torch_grad_exporter.torch_compat.tensors import is_plain, local
 
 # Tensors that are flagged in one tape, at most.
 MOST = 1 << 15
-
-# Tensors of an input or output that are flagged, and items that are visited, at most: it may be a cache of thousands.
-TENSORS, VISITED = 16, 64
 
 FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
@@ -86,23 +80,3 @@ class Flags:
             tickets.append(ticket)
             sent.append(np.array(slots, dtype=np.int64))
         return SentFlags(tuple(tickets), tuple(sent), len(self._ends)) if tickets else None
-
-
-def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in what a module got or gave, with their place in it; containers are searched level by level."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    count = 0
-    known = isinstance(value, dict | list | tuple)
-    level: deque[tuple[str, object]] = deque([(name, value if known else getattr(value, "__dict__", None))])
-    for _ in range(VISITED):
-        if not level or count == TENSORS:
-            return
-        where, item = level.popleft()
-        if isinstance(item, torch.Tensor):
-            count += 1
-            yield where, item
-        elif isinstance(item, dict | list | tuple):
-            inside = item.items() if isinstance(item, dict) else enumerate(item)
-            level.extend((f"{where}.{key}" if where else str(key), part) for key, part in itertools.islice(inside, VISITED))

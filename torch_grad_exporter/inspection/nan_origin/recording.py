@@ -19,7 +19,7 @@ import torch
 
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.inspection.modules import VisibleModules, hides_its_inside
-from torch_grad_exporter.inspection.nan_origin.flags import Flags, tensors_in
+from torch_grad_exporter.inspection.nan_origin.flags import Flags
 from torch_grad_exporter.inspection.nan_origin.tape import (
     LEAF,
     MOVES,
@@ -32,6 +32,7 @@ from torch_grad_exporter.inspection.nan_origin.tape import (
     Value,
     operation,
 )  # fmt: skip
+from torch_grad_exporter.inspection.tensors import tensors_in
 from torch_grad_exporter.model.names import clean, uncompiled
 from torch_grad_exporter.torch_compat.autograd import graph_task, next_sequence, number_of, started_from, version_of
 from torch_grad_exporter.torch_compat.modules import parameters_in
