@@ -163,6 +163,37 @@ def test_a_fused_step_that_raises(ended_by: str) -> None:
         assert errors(exporter) == {}
 
 
+class Twice(torch.optim.AdamW):
+    """An optimizer that evaluates its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - as its base
+        closure()
+        return super().step(closure)
+
+
+def test_the_last_evaluation_decides_the_skip() -> None:
+    """Of two evaluations in a step of a fused optimizer the last one decides whether it is skipped."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = Twice(model.parameters(), lr=0.01, fused=True)
+    with start(model, clip=SkipAbove(1.0)) as exporter:
+        for factors in ((1000, 0.1), (0.1, 1000)):
+            rest = list(factors)
+
+            def evaluate(rest: list[float] = rest) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(batch()).square().mean() * rest.pop(0)
+                loss.backward()
+                return loss
+
+            before = copy.deepcopy(model.state_dict())
+            optimizer.step(evaluate)
+            same = [torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True)]
+            assert all(same) is (factors[1] > 1)
+            assert not hasattr(optimizer, "found_inf")
+        assert errors(exporter) == {}
+
+
 # Observed losses
 
 

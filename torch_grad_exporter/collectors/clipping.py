@@ -35,7 +35,7 @@ GRAD_CLIPPED_STEPS = CLIPPING.counter(
 )
 GRAD_CLIP_THRESHOLD = CLIPPING.gauge(
     "torch_grad_clip_threshold",
-    "Largest norm, or element, that a policy of clip= or dry_run= leaves alone, less than a second old; by layer if each has its own, the smallest of its units or of what is folded into its row; absent while no norm is too large.",
+    "Largest norm, or element, that a policy of clip= or dry_run= leaves alone at a recent step; by layer if each has its own, the smallest of its units or of what is folded into its row; absent while no norm is too large.",
     "layer",
     "policy",
     "optimizer",

@@ -27,6 +27,7 @@ from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.torch_hooks import HookHandle
 from torch_grad_exporter.collectors.clipping import ClipReports
 from torch_grad_exporter.errors import ErrorLog, raised_by_handler
+from torch_grad_exporter.model.optimizers import owned_by
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, stop_compiling
@@ -217,8 +218,10 @@ class ClipAtSteps:
         changed, around = None, stepping_around(sys._getframe(1))
         with self._guarded():
             record = None if self._guard.off else self._optimizers.of(optimizer)
-            if record is None or self._optimizers.steps_for_another(optimizer, around):
+            if record is None:
                 return None
+            if around is not None and (around is optimizer or owned_by(optimizer) <= owned_by(around)):
+                return None  # the gradients were clipped when the step of that one began
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             if closure is None:
                 self._clip(record, optimizer)

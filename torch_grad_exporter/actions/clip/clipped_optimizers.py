@@ -92,10 +92,6 @@ class ClippedOptimizers:
         """Return the clippings by name of the optimizer."""
         return {record.name: record.clipping for _, record in [*self._known.values()] if record.clipping is not None}
 
-    def steps_for_another(self, optimizer: torch.optim.Optimizer, around: torch.optim.Optimizer | None) -> bool:
-        """Return whether it steps within the step of `around` on what that one owns, so that its gradients are clipped already."""
-        return around is not None and (around is optimizer or owned_by(optimizer) <= owned_by(around))
-
     def begin(self, optimizer: torch.optim.Optimizer, record: ClippedOptimizer, clipping: Clipping) -> Mapping[str, Any] | None:
         """Give an optimizer its name and clipping at its first step. Returns what was saved for it."""
         record.name, record.clipping = self._name(optimizer), clipping

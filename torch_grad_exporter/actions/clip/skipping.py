@@ -31,6 +31,7 @@ class SkipFlag:
 
     def set(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
         """Tell the optimizer whether to skip the step that it is about to take; joins the flag of a gradient scaler."""
+        self.clear(optimizer)  # a closure may be evaluated several times
         self._before = before = getattr(optimizer, "found_inf", None)
         ours = skip.to(torch.float32)
         self._ours = ours if before is None else torch.maximum(before, ours.to(before.device).reshape(before.shape))
@@ -82,9 +83,10 @@ class FusedSteps:
             self._ended(optimizer)
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
-        self._ended(optimizer)  # a step that raised has left the flag
         skip = self._pending.pop(id(optimizer), None)
-        if skip is not None:
+        if skip is None:
+            self._ended(optimizer)  # a step that raised has left the flag
+        else:
             self._flags[id(optimizer)].set(optimizer, skip)
 
     def _ended(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
