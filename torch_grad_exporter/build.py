@@ -275,7 +275,7 @@ class Stages:
         feed = None
         if "gradients" in settings.enabled_collectors:
             of_samples = GradientCollector(
-                lambda: host.snapshot().gradients, optimizers.names, dead_window=settings.dead_window,
+                snapshots, optimizers.names, dead_window=settings.dead_window,
                 moments=settings.moments, local_norms=local_norms,
                 clip=None if checked.clip is None else ClipReports(),
             )  # fmt: skip

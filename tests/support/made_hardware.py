@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pynvml
@@ -55,9 +56,10 @@ class Hardware:
 
     def collectors(self) -> dict[str, Collector]:
         """Return the collectors that read from it."""
+        memory: Any = SimpleNamespace(snapshot=lambda: (self.memory,))
         return {
-            "gpu": GpuCollector(SimpleNamespace(snapshot=lambda: (self.memory,)), nvml=pynvml),
-            "cuda_memory": CudaMemoryCollector(lambda: (self.memory,)),
+            "gpu": GpuCollector(memory, nvml=pynvml),
+            "cuda_memory": CudaMemoryCollector(memory),
             "container": ContainerCollector(root=self._root),
         }
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows
-from torch_grad_exporter.resources.devices import DeviceStatistics
+from torch_grad_exporter.resources.devices import DeviceMemory
 
 METRICS = Section("Memory of CUDA devices")
 
@@ -73,13 +73,13 @@ _VALUES = {
 class CudaMemoryCollector:
     """Families of the devices that the training thread saw last; none before it has seen one."""
 
-    def __init__(self, snapshot: Callable[[], tuple[DeviceStatistics, ...]]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
         self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
         """Yield the families, all of one reading."""
-        devices = self._snapshot()
+        devices = self._memory.snapshot()
         for spec, name in _VALUES.items():
             counted = {(device.device,): value for device in devices if (value := getattr(device, name)) is not None}
             yield self._rows.family(spec, counted)
@@ -88,7 +88,7 @@ class CudaMemoryCollector:
 COLLECTOR = Declaration(
     "cuda_memory",
     (METRICS,),
-    lambda context: CudaMemoryCollector(context.memory.snapshot),
+    lambda context: CudaMemoryCollector(context.memory),
     place=40,
     reads_devices=True,
     judged=False,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from torch_grad_exporter.store.records import Outcome
 
 if TYPE_CHECKING:
     from torch_grad_exporter.collectors.clipping import ClipReports
+    from torch_grad_exporter.collectors.context import Snapshots
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.weight_totals import WeightTotals
     from torch_grad_exporter.store.histograms import Counts, Records
@@ -223,7 +224,7 @@ class GradientCollector:
 
     def __init__(
         self,
-        snapshot: Callable[[], GradientSnapshot],
+        snapshots: Snapshots,
         names: Sequence[str],
         *,
         dead_window: int,
@@ -235,7 +236,7 @@ class GradientCollector:
     ) -> None:
         self._clip = None if clip is None else ClipFamilies(clip)
         self._frozen, self._frozen_rows = frozen or FrozenLabels(), LabelledRows()
-        self._snapshot = snapshot
+        self._snapshots = snapshots
         self._names = names
         self._dead_from = dead_from(dead_window)
         self._moments = moments
@@ -245,7 +246,7 @@ class GradientCollector:
 
     def collect(self) -> Iterator[Family]:
         """Yield the families, all of one sample."""
-        snapshot = self._snapshot()
+        snapshot = self._snapshots.latest.gradients
         yield from self._per_layer(snapshot)
         yield from self._per_optimizer(snapshot)
         if self._clip is not None:
@@ -365,7 +366,7 @@ COLLECTOR = Declaration(
     "gradients",
     (GRADIENTS, CLIPPING, WEIGHTS),
     lambda context: GradientCollector(
-        lambda: context.snapshots.latest.gradients,
+        context.snapshots,
         context.optimizers,
         dead_window=context.dead_window,
         moments=context.moments,

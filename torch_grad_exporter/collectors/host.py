@@ -58,11 +58,11 @@ class BusyShare:
     gets the same share. For one thread at a time.
     """
 
-    def __init__(self, times: Callable[[], Mapping[str, float] | None], clock: Callable[[], float]) -> None:
-        self._times = times
+    def __init__(self, machine: ModuleType, clock: Callable[[], float]) -> None:
+        self._machine = machine
         self._clock = clock
         self._since = clock()
-        self._before = times()
+        self._before = self._times()
         self._share: float | None = None
 
     def __call__(self) -> float | None:
@@ -77,6 +77,9 @@ class BusyShare:
         if before is not None:
             self._share = _busy_share(before, times, self._share)
         return self._share
+
+    def _times(self) -> Mapping[str, float] | None:
+        return attempt(lambda: self._machine.cpu_times()._asdict(), ABSENT)
 
 
 def _busy_share(before: Mapping[str, float], now: Mapping[str, float], otherwise: float | None) -> float | None:
@@ -106,7 +109,7 @@ class HostCollector:
         self._block_devices = block_devices
         self._network_interfaces = network_interfaces
         self._has_hardware = False
-        self._busy = BusyShare(self._cpu_times, clock)
+        self._busy = BusyShare(machine, clock)
         self._totals: dict[Spec, Rising[str]] = {
             spec: Rising() for spec in (HOST_DISK_READ, HOST_DISK_WRITE, HOST_NETWORK_RECEIVE, HOST_NETWORK_TRANSMIT)
         }
@@ -123,9 +126,6 @@ class HostCollector:
         yield scalar(HOST_CPU, self._busy())
         yield scalar(HOST_MEMORY_TOTAL, memory["total"] if memory else None)
         yield scalar(HOST_MEMORY_AVAILABLE, memory["available"] if memory else None)
-
-    def _cpu_times(self) -> Mapping[str, float] | None:
-        return attempt(lambda: self._machine.cpu_times()._asdict(), ABSENT)
 
     def _disks(self) -> Iterator[Family]:
         disks = attempt(self._disk_counters, ABSENT) or {}

@@ -123,7 +123,7 @@ class Scrape:
         """Return the result of each collector. They run in another thread, since a call that hangs cannot be stopped."""
         results: dict[str, _Result] = {}
         while names:
-            walk = _Walk(names, self._run)
+            walk = _Walk(names, self)
             walk.begin()
             late = self._wait(walk)
             results |= walk.results
@@ -147,7 +147,8 @@ class Scrape:
                 return current
         return None
 
-    def _run(self, name: str) -> _Result:
+    def run(self, name: str) -> _Result:
+        """Run one collector, for the thread of a walk."""
         start, collect = self._clock(), self._collectors[name].collect
         families = Guard(functools.partial(self._failed, name)).result(lambda: list(collect()))
         return _Result(families, self._clock() - start)
@@ -168,12 +169,12 @@ class Scrape:
 class _Walk:
     """One thread that runs collector after collector, until the last one or until it is given up."""
 
-    def __init__(self, names: list[str], run: Callable[[str], _Result]) -> None:
+    def __init__(self, names: list[str], scrape: Scrape) -> None:
         self.thread = BackgroundThread("collect", self._walk)
         self.results: dict[str, _Result] = {}
         self.current: str | None = None
         self._names = names
-        self._collect = run
+        self._scrape = scrape
         self._given_up = False
         self._lock = threading.Lock()
 
@@ -193,7 +194,7 @@ class _Walk:
     def _walk(self) -> None:
         for name in self._names:
             self.current = name
-            result = self._collect(name)
+            result = self._scrape.run(name)
             with self._lock:
                 if self._given_up:
                     return

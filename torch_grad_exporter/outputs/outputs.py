@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog, Guard, say
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
@@ -57,7 +58,7 @@ class Outputs:
 
     def __init__(
         self,
-        scrape: Callable[[], list[Family]],
+        scrape: Scrape,
         rank: Rank,
         options: OutputOptions,
         errors: ErrorLog,

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 from torch_grad_exporter.collectors import clipping, cuda_memory, exporter, gpu, gradients, host, process, training
+from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.points import SCOPE, UNITS
@@ -70,7 +71,7 @@ class Instruments:
     def __init__(
         self,
         provider: MeterProvider,
-        scrape: Callable[[], list[Family]],
+        scrape: Scrape,
         labels: Mapping[str, str],
         *,
         on_error: Callable[[BaseException], None],

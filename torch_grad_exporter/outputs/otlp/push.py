@@ -19,6 +19,7 @@ from contextlib import ExitStack
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
 
+from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
@@ -68,7 +69,7 @@ class Push:
 
     def __init__(
         self,
-        scrape: Callable[[], list[Family]],
+        scrape: Scrape,
         settings: PushSettings,
         labels: Mapping[str, str],
         *,
@@ -129,19 +130,19 @@ class Push:
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
         way = self._delivery = self._delivery or Delivery(self._settings, self._settings.timeout)
-        transfer = _Transfer(self._over)
+        transfer = _Transfer(self._thread)
         thread = BackgroundThread("export", functools.partial(transfer.run, way, list(self._portions(self._values()))))
         thread.start()
         limit = 2 * self._settings.timeout + 1
-        while thread.running and not self._over() and time.monotonic() < transfer.began_at + limit:
+        while thread.running and not self._thread.stopping and time.monotonic() < transfer.began_at + limit:
             thread.join(0.05)
-        if self._over():
+        if self._thread.stopping:
             thread.join(GRACE)
         # Without the failures that closing the connection causes.
         transfer.stopped, late, outcomes = True, None, list(transfer.outcomes)
         if thread.running:
             self._hanging.append(thread)
-            if not self._over():  # else the last export closes the connection, which ends a pause between two tries
+            if not self._thread.stopping:  # else the last export closes the connection, which ends a pause between two tries
                 self._delivery = None
                 way.close()
                 late = TimeoutError(f"a request did not finish within {limit:g} s")
@@ -153,7 +154,7 @@ class Push:
         Each request has a connection of its own and the remaining time: the earlier connection may be in use, or in a pause between
         two tries.
         """
-        transfer, late = _Transfer(self._over), None
+        transfer, late = _Transfer(self._thread), None
         with ExitStack() as ways:
             if self._delivery is not None:
                 ways.callback(self._delivery.close)
@@ -170,10 +171,6 @@ class Push:
                 if not transfer.sent(way, portion):
                     break
             self._judge(transfer.outcomes, late)
-
-    def _over(self) -> bool:
-        """Return whether the run is over."""
-        return self._thread.stopping
 
     def _values(self) -> list[Family]:
         """Return all present metrics. If the clock is set back, their time is that of the export before."""
@@ -198,13 +195,13 @@ Outcome = tuple[Portion, Exception | None]
 
 
 class _Transfer:
-    """Portions on their way, one after the other, until `stopped`. `over`: whether the run is.
+    """Portions on their way, one after the other, until `stopped`. `loop`: ends with the run.
 
     `began_at`: the monotonic time at which the present one was sent.
     """
 
-    def __init__(self, over: Callable[[], bool]) -> None:
-        self._over = over
+    def __init__(self, loop: BackgroundLoop) -> None:
+        self._loop = loop
         self.outcomes: list[Outcome] = []
         self.stopped = False
         self.began_at = time.monotonic()
@@ -212,7 +209,7 @@ class _Transfer:
     def run(self, way: Delivery, portions: list[Portion]) -> None:
         """Send portions, up to one that fails, or until the run is over: the last export has what is left."""
         for portion in portions:
-            if self._over() or self.stopped or not self.sent(way, portion):
+            if self._loop.stopping or self.stopped or not self.sent(way, portion):
                 break
 
     def sent(self, way: Delivery, portion: Portion) -> bool:
