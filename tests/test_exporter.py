@@ -17,7 +17,8 @@ from tests.support.tools import eventually
 from tests.support.torch_hooks import module_hooks
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Log
-from torch_grad_exporter.outputs.live.saved import lines, loaded
+from torch_grad_exporter.outputs.live.fetch import loaded
+from torch_grad_exporter.outputs.live.saved import lines
 
 
 def training(steps: int, exporter: Exporter, model: torch.nn.Module) -> dict[str, float]:

@@ -220,7 +220,7 @@ def test_wrong_options_suggest_names(runs: Path, capsys: pytest.CaptureFixture[s
         (["--max", "torch_grad_norm"], "write METRIC=VALUE"),
         (["--max", "torch_grad_norm{layer=head}=1"], "write METRIC=VALUE"),
         (["--max", "torch_grad_norm=nan"], "write METRIC=VALUE"),
-        (["--max", 'torch_grad_norm{layer=~"("}=1'], "no regular expression"),
+        (["--max", 'torch_grad_norm{layer=~"("}=1'], "not a regular expression"),
         (["--peak", "torch_train_steps_total=1"], "--peak takes"),
         (["--tolerance", "loss=1"], "final_loss"),
         (["--tolerance", "final_loss=x"], "a number of at least 0"),

@@ -206,13 +206,13 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert cli.main(["plot", written(tmp_path, content), "--out", str(out)]) == 2, name
         told = capsys.readouterr()
         assert told.err.startswith("torch-grad-exporter plot: error: "), name
-        assert "no history of torch_grad_exporter; exporter.save(path) writes one" in told.err, name
+        assert "is not a history of torch_grad_exporter; exporter.save(path) writes one" in told.err, name
         assert (told.err.count("\n"), told.out, out.exists()) == (1, "", False), name
 
 
 def test_other_servers_are_refused() -> None:
     """A server that is not an exporter, or breaks its answer off, is named by its address."""
-    with answering(b"<html>") as address, pytest.raises(PlotError, match="no history"):
+    with answering(b"<html>") as address, pytest.raises(PlotError, match="not a history"):
         plot.loaded(address)
     with answering(b"{}", Content_Length="1000") as address, pytest.raises(PlotError, match=re.escape(address)):
         plot.loaded(address)

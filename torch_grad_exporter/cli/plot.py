@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_grad_exporter.outputs.live.fetch import PlotError, loaded
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
-from torch_grad_exporter.outputs.live.saved import PlotError, Saved, has_moments, loaded
+from torch_grad_exporter.outputs.live.saved import Saved, has_moments
 
 __all__ = ["PlotError", "Saved", "add_to", "loaded", "page", "run"]
 

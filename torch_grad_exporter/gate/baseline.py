@@ -10,8 +10,7 @@ import numpy as np
 
 from torch_grad_exporter.gate.rows import Result, VerdictRow
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.judged import Metric
-from torch_grad_exporter.outputs.live.saved import Saved, grid, lines
+from torch_grad_exporter.outputs.live.saved import Metric, Saved, grid, lines
 
 TOLERANCES: Mapping[str, float] = {
     "final_loss": 0.15,

@@ -14,8 +14,7 @@ from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.gate.rows import GateError, Result, VerdictRow
 from torch_grad_exporter.metrics.families import REMOVED, Kind
 from torch_grad_exporter.outputs.live.history import VIEWS
-from torch_grad_exporter.outputs.live.judged import Metric
-from torch_grad_exporter.outputs.live.saved import Saved, grid, lines
+from torch_grad_exporter.outputs.live.saved import Metric, Saved, grid, lines
 
 OF_THE_RUN = {
     "torch_train_loss": "loss",
@@ -130,7 +129,7 @@ def _labels(text: str, wrong: str) -> Iterator[tuple[str, re.Pattern[str]]]:
         try:
             yield found[1], re.compile(re.escape(value) if found[2] == "=" else value)
         except re.error as error:
-            raise GateError(f"{wrong}; {value!r} is no regular expression: {error}") from None
+            raise GateError(f"{wrong}; {value!r} is not a regular expression: {error}") from None
         at = found.end() + 1
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import Limit
 from torch_grad_exporter.gate.rows import GateError
-from torch_grad_exporter.outputs.live.saved import PlotError, Saved, loaded
+from torch_grad_exporter.outputs.live.fetch import PlotError, loaded
+from torch_grad_exporter.outputs.live.saved import Saved
 from torch_grad_exporter.rules import RULES
 from torch_grad_exporter.rules.catalogue import promql_only
 from torch_grad_exporter.rules.declaration import SEVERITIES

@@ -8,8 +8,7 @@ from dataclasses import replace
 from torch_grad_exporter.gate.baseline import compared
 from torch_grad_exporter.gate.rows import GateError, Result, RunVerdict, VerdictRow
 from torch_grad_exporter.gate.terms import Terms, check_names
-from torch_grad_exporter.outputs.live.judged import JudgedRule, RunJudgement, judged_of, metrics_of
-from torch_grad_exporter.outputs.live.saved import Saved, status
+from torch_grad_exporter.outputs.live.saved import JudgedRule, RunJudgement, Saved, judged_of, metrics_of, status
 from torch_grad_exporter.rules import RULES, Wrong
 from torch_grad_exporter.rules.catalogue import promql_only
 from torch_grad_exporter.rules.context import duration, times

@@ -15,6 +15,7 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.outputs.live import saved as reading
+from torch_grad_exporter.outputs.live.fetch import loaded
 from torch_grad_exporter.outputs.live.track import RECENT
 
 Told = Literal["before the backward", "before the step", "after the step"]
@@ -72,7 +73,7 @@ def test_a_fast_run_records_each_sample(tmp_path: Path) -> None:
     run, every = Sampled(inside=True), list(range(1, 101))
     run.train(100)
     content = run.ended(tmp_path)
-    again = reading.loaded(str(tmp_path / "saved.json"))
+    again = loaded(str(tmp_path / "saved.json"))
     for view in ("recent", "whole"):
         for quantity in ("norm", "activation_rms"):
             grid = content["layers"][quantity][view]

@@ -1,40 +1,43 @@
-"""How the live page's JSON and saved runs write numbers and parts of the history; `docs/live.md` has the shape."""
+"""The JSON of the live page and of saved runs: numbers, parts of the history, and what was judged. `docs/live.md` has its shape."""
 
 from __future__ import annotations
 
 import base64
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
+from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.live.history import MOMENTS, Window
+from torch_grad_exporter.outputs.live.saved import NONFINITE, ZERO
 from torch_grad_exporter.outputs.live.track import Part
-
-FORMAT = "torch_grad_exporter history"
-VERSION = 1
+from torch_grad_exporter.rules.context import SAMPLE_SECONDS
+from torch_grad_exporter.rules.declaration import Need, Rule
+from torch_grad_exporter.rules.episodes import seconds
+from torch_grad_exporter.rules.record import EVERY, Record
+from torch_grad_exporter.rules.values import Values
+from torch_grad_exporter.rules.watch import OVER
 
 # Quantities that are shown by their logarithm.
 LOG = frozenset({"norm", "activation_rms"})
 
-# The codes of a value that is not finite, and of 0 on a logarithmic scale. The code 0 is that of no value.
-NONFINITE, ZERO = 65535, 1
-
-# The lowest and the highest of no number: by logarithm less than 32 bits can hold, since all may be zeros.
+# The lowest and the highest if there is no number: by logarithm less than 32 bits can hold, since all may be zeros.
 NOTHING = {False: (0.0, 1.0), True: (-46.0, -45.0)}
 
 Json = dict[str, object]
 
 
 def number(value: float | None) -> float | str | None:
-    """A number in JSON, which has none that are not finite."""
+    """Return a number for JSON, which has only finite ones: others become a text."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def frame(part: Part, window: Window) -> Json:
-    """Which records a part of the history has."""
+    """Return which records a part of the history has."""
     return {
         "view": "whole" if window.whole else "recent",
         "first": part.first,
@@ -45,19 +48,19 @@ def frame(part: Part, window: Window) -> Json:
 
 
 def columns(part: Part, names: Sequence[str]) -> Json:
-    """The values by name, and where they were not finite."""
+    """Return the values by name, and where they were not finite."""
     places = {name: np.flatnonzero(part.nonfinite[:, column]).tolist() for column, name in enumerate(names)}
     values = {name: _numbers(part.values[:, column]) for column, name in enumerate(names)}
-    return {**values, "nonfinite": {name: found for name, found in places.items() if found}}
+    return {**values, "nonfinite": {name: rows for name, rows in places.items() if rows}}
 
 
 def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:
-    """A column of the history: NaN means there that there is no value."""
+    """Return a column of the history, in which NaN stands for no value."""
     return [None if math.isnan(value) else number(float(f"{value:.6g}")) for value in column.tolist()]
 
 
 def cells(part: Part, quantity: str) -> Json:
-    """The values of a grid: codes of 16 bits, or 32 bits of a number where those of one layer are far below those of another."""
+    """Return the values of a grid: codes of 16 bits; numbers of 32 bits where those of one layer are far below those of another."""
     if quantity in MOMENTS:
         return {"scale": "raw", "low": 0.0, "high": 0.0, "codes": base64.b64encode(part.values.astype("<f4").tobytes()).decode()}
     codes, low, high = _encoded(part.values, log=quantity in LOG)
@@ -66,7 +69,7 @@ def cells(part: Part, quantity: str) -> Json:
 
 
 def _encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: bool) -> tuple[np.ndarray, float, float]:
-    """Values as codes, and the values, or their logarithms to base 10, of the lowest and the highest code of a number."""
+    """Return values as codes, and the value, or its logarithm to base 10, of the lowest and the highest code of a number."""
     numbers = values.astype(np.float64)
     if log:
         with np.errstate(divide="ignore"):
@@ -82,3 +85,41 @@ def _encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: 
     codes[np.isneginf(numbers)] = ZERO if log else NONFINITE
     codes[np.isposinf(numbers)] = NONFINITE
     return codes.astype(np.uint16), low, low + span
+
+
+def judged(record: Record) -> Json:
+    """Return what was wrong in a run, and by which rules it was judged."""
+    rules = [_judged_rule(rule, there=rule.name in record.there) for rule in record.rules]
+    wrong = [{**asdict(problem), "others": list(problem.others), "value": number(problem.value)} for problem in record.wrong]
+    return {"samples": record.samples, "seconds": record.seconds, "rules": rules, "wrong": wrong}
+
+
+def metrics(values: Values) -> Json:
+    """Return all gauges and counters."""
+    content: Json = {}
+    for spec in values.specs:
+        rows = [] if spec.kind is Kind.HISTOGRAM else list(values.rows(spec))
+        if rows:
+            names, numbers = zip(*rows, strict=True)
+            content[spec.name] = {"labels": list(spec.labels), "rows": list(map(list, names)), "values": list(map(number, numbers))}
+    return content
+
+
+def _judged_rule(rule: Rule, *, there: bool) -> Json:
+    waits = min((seconds(alert.for_) for alert in rule.alerts), default=0.0) * (not rule.states & OVER)  # nothing follows the end
+    needs = list(map(_named, rule.needs))
+    # The first judgement by samples is at `EVERY` of them.
+    samples = round(waits / SAMPLE_SECONDS) + rule.takes_samples + EVERY if rule.by_samples else None
+    return {
+        "name": rule.name,
+        "judged": rule.judge is not None,
+        "there": there,
+        "needs": needs,
+        "seconds": waits + rule.takes_seconds,
+        "samples": samples,
+        "least": rule.takes_samples,
+    }
+
+
+def _named(need: Need) -> str:
+    return f'{need[0].name}{{{need[0].labels[0]}="{need[1]}"}}' if isinstance(need, tuple) else need.name

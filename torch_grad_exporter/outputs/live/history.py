@@ -1,7 +1,7 @@
 """History: the values of the samples over the whole run, in memory of a fixed size, for the live page and for pictures.
 
-It is written by a thread of its own, once a second and only when there is something new, and does not depend on scrapes. At first
-each sample has a record of its own, and so has each step of which a value of the run is known; see `Moment`.
+A thread of its own writes it, once a second and only if there is something new, whether or not there are scrapes. At first each
+sample has a record of its own, and so has each step with a known value of the run; see `Moment`.
 """
 
 from __future__ import annotations
@@ -17,39 +17,46 @@ from torch_grad_exporter.outputs.live.rows import LASTING, OF_SAMPLES, SCALARS, 
 from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, Together, Track, Values, farther
 from torch_grad_exporter.store.cursors import Single
 
+# For the records of layers: if there are very many layers, fewer records are kept, but this many records and bins.
 LAYER_BYTES = 16 * 2**20
-"""For the records of layers: where there are very many, fewer of them are kept."""
-
-MOST_GONE = 1000
-"""Layers that are kept though no record has them any more, at most; beyond that, the first half of them is forgotten."""
-
 LEAST = 32
-"""Records and bins that are kept, however many layers there are."""
 
+# Layers that are kept although no moment has them any more, at most; beyond that, the first half of them is forgotten.
+MOST_GONE = 1000
+
+# Kept of each layer. A norm that is not finite is kept as infinity; NaN stands for no value.
 QUANTITIES = ("norm", "zero_ratio", "dead_ratio", "zscore")
-"""What is kept of each layer. A norm that is not finite is kept as infinity; NaN means that there is no value."""
 
+# Kept of each layer as well with `moments=True`, over the elements of its gradient.
 MOMENTS = ("mean", "stddev")
-"""What is kept of each layer as well where `moments` is on: over the elements of its gradient."""
+
+# Kept of the outputs of each inner module, in a history of their own.
 ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
-"""What is kept of the outputs of each inner module, in a history of their own."""
 
+# Seconds between two records, at least.
 RECORD_SECONDS = 1.0
-"""Between two records, at least."""
 
-# Samples that are recorded at a time: of large models each takes much memory, of small ones each alone much time.
+# Samples that are recorded at a time: a compromise between memory, for large models, and time.
 TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moment:
-    """What there is to be recorded. `samples`, `steps`: how many there have been; `layers`: names, one for each row of `values`.
+    """The values to be recorded.
 
-    `values`: shape (layers, quantities). `scalars`: shape (scalars,). `nonfinite`, `scalars_nonfinite`: of the same shapes, what
-    was not finite since the moment before, whatever it is now. `sample_step`: of the last sample, if that is known. `sharded`:
-    layers of which there is this rank's part. `earlier`: of each sample since the moment before that has a record of its own, its
-    moment with its Unix time; the last of them may be this one. `singles`: values of the run that are of a certain step.
-    `by_step`: the values of the run are put together by their steps, as more `earlier` ones may come.
+    Attributes:
+        samples: Number of samples until now.
+        steps: Number of steps until now.
+        layers: Names, one for each row of `values`.
+        values: Shape (layers, quantities).
+        scalars: Values of the run, shape (scalars,).
+        nonfinite: Shape of `values`: what was not finite since the moment before, whatever it is now.
+        scalars_nonfinite: The same for `scalars`.
+        sample_step: Step of the last sample, None if unknown.
+        sharded: Layers whose values are of this rank's part.
+        earlier: Unix time and moment of each sample since the moment before that has a record of its own. The last may be this.
+        singles: Values of the run at a certain step.
+        by_step: Whether to put values of the run together by step, as more `earlier` moments may come.
     """
 
     samples: int
@@ -68,14 +75,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is selected: the run in bins or its recent records, from number `since` on, and all bins if they are not of `stride`."""
+    """A selection: the run in bins or its recent records, from number `since` on; all bins if they are not of `stride`."""
 
     whole: bool
     since: int = 0
     stride: int = 0
 
     def of(self, track: Track) -> Part:
-        """That of a track; see `Track.recent` and `Track.whole`."""
+        """Return the selected part of a track; see `Track.recent` and `Track.whole`."""
         return track.whole(self.since, self.stride) if self.whole else track.recent(self.since)
 
 
@@ -83,14 +90,16 @@ VIEWS = {"whole": Window(whole=True), "recent": Window(whole=False)}
 
 
 class UnknownLayerError(Exception):
-    """There is no layer of this name."""
+    """A layer that does not exist."""
 
 
 class History:
-    """Records moments. `record_if_due` belongs to one thread, everything else to any.
+    """The records of a run. `record_if_due` belongs to one thread, everything else to any.
 
-    `moment` gives the present values, `now` the time, in seconds since 1970. `quantities`: what is kept of each layer,
-    in the order of the columns of a moment's values. `quiet`: whether nothing has come since `moment` was last asked.
+    Args:
+        moment: Returns the present values.
+        now: Returns Unix time.
+        quantities: Kept of each layer, in the order of the columns of a moment's values.
     """
 
     def __init__(
@@ -99,11 +108,9 @@ class History:
         *,
         now: Callable[[], float],
         quantities: Sequence[str] = QUANTITIES,
-        quiet: Callable[[], bool] = lambda: False,
     ) -> None:
         self.quantities = tuple(quantities)
         self._moment = moment
-        self._quiet = quiet
         self._now = now
         self._lock = threading.Lock()
         self._checked = self._next = self._recorded = float("-inf")
@@ -118,18 +125,18 @@ class History:
 
     @property
     def layers(self) -> list[str]:
-        """The layers that are recorded, in the order in which they came: of those that are gone the last `MOST_GONE` at most."""
+        """The recorded layers, in the order in which they came; of absent ones the last `MOST_GONE` at most."""
         with self._lock:
             return list(self._column)
 
     @property
     def sharded(self) -> frozenset[str]:
-        """Those of them whose values are of this rank's part of a gradient."""
+        """The layers whose values are of this rank's part of a gradient."""
         return self._sharded
 
     @property
     def samples(self) -> int:
-        """How many samples there had been at the last record."""
+        """The number of samples at the last record."""
         return self._seen[0]
 
     @property
@@ -138,18 +145,17 @@ class History:
         return self._scalars.nbytes + self._layers.nbytes
 
     def record_if_due(self) -> None:
-        """Records the present values, if it is time and if there is anything new."""
+        """Record the present values, if it is time and if there is anything new."""
         now = self._clock()
-        # A row that was there at one look alone is not complete yet.
-        if now >= self._next and (self._rows or not self._quiet()):
+        if now >= self._next:
             self._record(now)
 
     def finish(self) -> None:
-        """Records the values at the end, if there is anything new, however short the time since the last record."""
+        """Record the values at the end, if there is anything new, however recent the last record is."""
         self._record(self._clock(), last=True)
 
     def _clock(self) -> float:
-        """The time. If the clock was set back, all records move with it, as if one usual interval had passed since the last."""
+        """Return the time. If the clock was set back, all records move with it, as if one usual interval had passed."""
         now = self._now()
         if now < self._checked:
             back = self._checked + RECORD_SECONDS - now
@@ -167,12 +173,12 @@ class History:
         with self._lock:
             samples, steps = self._seen
             for layers, earlier in itertools.groupby(moment.earlier, key=lambda pair: pair[1].layers):
-                while some := list(itertools.islice(earlier, TOGETHER)):
-                    times = list(itertools.accumulate((at for at, _ in some), max, initial=self._recorded))[1:]
-                    times, those = [min(at, now) for at in times], [sample for _, sample in some]
-                    for step, at, sample in zip(self._record_layers(times, layers, those), times, those, strict=True):
+                while batch := list(itertools.islice(earlier, TOGETHER)):
+                    times = list(itertools.accumulate((at for at, _ in batch), max, initial=self._recorded))[1:]
+                    times, moments = [min(at, now) for at in times], [sample for _, sample in batch]
+                    for step, at, sample in zip(self._record_layers(times, layers, moments), times, moments, strict=True):
                         self._rows.add(step, at, sample.scalars, sample.scalars_nonfinite)
-                    self._recorded, samples = times[-1], those[-1].samples
+                    self._recorded, samples = times[-1], moments[-1].samples
             new = moment.samples != samples
             if moment.by_step or self._rows or moment.singles:
                 self._record_steps(now, moment, due=moment.steps != steps, every=last or not moment.by_step)
@@ -183,9 +189,9 @@ class History:
             self._seen, self._recorded = (moment.samples, moment.steps), now
 
     def _record_steps(self, now: float, moment: Moment, *, due: bool, every: bool) -> None:
-        """Puts what is known of steps together, and records those that are complete. `due`: there was a step."""
-        for one in moment.singles:
-            self._rows.add_one(one.step, min(one.at, now), one.name, one.value)
+        """Put values together by step, and record complete steps. `due`: there was a step."""
+        for single in moment.singles:
+            self._rows.add_one(single.step, min(single.at, now), single.name, single.value)
         values = np.where(LASTING & (not due), np.float32(np.nan), farther(self._late, moment.scalars))
         self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
         self._late = scalars()
@@ -195,7 +201,7 @@ class History:
             self._scalars.extend([row.at for row in rows], [row.step for row in rows], values, flags)
 
     def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
-        """A sample may come after its step: it is then part of the next record, unless it has values that are not finite."""
+        """Record the run. A sample that comes after its step is left to the next record, unless a value is not finite."""
         values, flags = farther(self._late, moment.scalars), moment.scalars_nonfinite
         if new:
             self._late = np.where(OF_SAMPLES, values, np.float32(np.nan))
@@ -205,7 +211,7 @@ class History:
             self._late = scalars()
 
     def _record_layers(self, times: Sequence[float], layers: Sequence[str], moments: Sequence[Moment]) -> list[int]:
-        """Records moments of the same layers; returns the step of each."""
+        """Record moments of the same layers, and return the step of each."""
         self._forget(layers)
         for name in layers:
             self._column.setdefault(name, len(self._column))
@@ -222,9 +228,9 @@ class History:
         return steps
 
     def _forget(self, present: Sequence[str]) -> None:
-        """Forgets layers that are gone, where these are too many."""
-        there = frozenset(present)
-        gone = [name for name in self._column if name not in there] if len(self._column) > MOST_GONE else []
+        """Forget absent layers, if these are too many."""
+        known = frozenset(present)
+        gone = [name for name in self._column if name not in known] if len(self._column) > MOST_GONE else []
         if len(gone) <= MOST_GONE:
             return
         forgotten = frozenset(gone[: len(gone) - MOST_GONE // 2])
@@ -234,7 +240,7 @@ class History:
         self._column = {name: column for column, name in enumerate(kept)}
 
     def _make_room(self) -> None:
-        """Gives each layer a place in the track."""
+        """Give each layer a place in the track."""
         width = len(self.quantities) * len(self._column)
         fit = max(LEAST, LAYER_BYTES // max(4 * width + -(-width // 8), 1))
         recent, whole = min(RECENT, fit // 2), min(WHOLE, fit // 2 // 2 * 2)
@@ -243,20 +249,23 @@ class History:
             self._layers.arrange(np.where(np.arange(width) < self._layers.width, np.arange(width), -1))
 
     def _step_of(self, moment: Moment) -> int:
-        """The step of the last sample; the present one where no step followed it, or where it is not known."""
+        """Return the step of the last sample; the present step if none followed it, or if it is unknown."""
         sampled = moment.sample_step or 0
         self._sample_step = sampled if sampled > self._sample_step else max(self._sample_step, moment.steps)
         return self._sample_step
 
     def run(self, window: Window) -> Part:
-        """The values of the run, `SCALARS`."""
+        """Return the values of the run, `SCALARS`."""
         with self._lock:
             return window.of(self._scalars)
 
     def grid(self, name: str, window: Window) -> tuple[list[str], Part]:
-        """The layers, and one quantity of each: values of shape (n, layers). Raises `ValueError` where there is none of that name.
+        """Return the layers, and one quantity of each: values of shape (n, layers).
 
-        Another record may forget layers: names and values that are read separately may not match.
+        Both at once, as the next record may forget layers.
+
+        Raises:
+            ValueError: There is no such quantity.
         """
         place = self.quantities.index(name)
         with self._lock:
@@ -264,7 +273,7 @@ class History:
             return list(self._column), part.columns(slice(place, None, len(self.quantities)))
 
     def layer(self, name: str, window: Window) -> Part:
-        """All quantities of one layer: values of shape (n, quantities). Raises `UnknownLayerError` where there is none."""
+        """Return all quantities of one layer: values of shape (n, quantities). Raises `UnknownLayerError` if there is none."""
         with self._lock:
             if name not in self._column:
                 raise UnknownLayerError

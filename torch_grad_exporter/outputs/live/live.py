@@ -1,6 +1,6 @@
-"""The JSON behind the live page; its shape is in `docs/live.md`.
+"""The JSON behind the live page, from the history and from one scrape that all viewers share for a second.
 
-Everything is read-only and comes from the history and from one scrape that all viewers share for a second.
+Its shape is in `docs/live.md`.
 """
 
 from __future__ import annotations
@@ -10,31 +10,42 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.collectors import clipping, exporter, gradients, training
+from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.outcomes import Happened
-from torch_grad_exporter.metrics.families import Family, Spec
-from torch_grad_exporter.outputs.live.encoding import FORMAT, VERSION, Json, cells, columns, frame, number
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
+from torch_grad_exporter.outputs.live.encoding import Json, cells, columns, frame, judged, metrics, number
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
-from torch_grad_exporter.outputs.live.judged import judged, metrics
-from torch_grad_exporter.outputs.live.latest import Latest
-from torch_grad_exporter.outputs.live.resources import resources
 from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
+from torch_grad_exporter.outputs.live.status import numbers, of_layer, step
 from torch_grad_exporter.outputs.live.track import Part
-from torch_grad_exporter.rules import THRESHOLDS, JudgedAt, Problem, Record, Values, Watch
+from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch
 from torch_grad_exporter.rules.watch import OVER
 
+# A clip coefficient above this comes from something that makes gradients longer, not from clipping.
 LONGER = 1.001
-"""A clip coefficient above this comes not from clipping, but from something that makes gradients longer."""
+
+# Seconds for which a scrape is shown.
+MAX_AGE = 1.0
+
+# How long a request waits for the first scrape, if another request runs it.
+FIRST_SECONDS = 1.0
+
+# How long a scrape of everything is shown while another one is under way, instead of a newer one of what rules read.
+SHOWN_SECONDS = 30.0
+
+Scrape = Callable[[], Iterable[Family]]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Which process the page shows."""
+    """The process that the page shows."""
 
     run: str
     rank: int
@@ -45,32 +56,39 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a scrape shows, and what is wrong by it, the worst first."""
+    """A scrape, and what is wrong by it, the worst first."""
 
     values: Values
     problems: list[Problem]
 
 
 class Live:
-    """Answers of the page's interface, from any thread.
+    """The answers of the page's interface, from any thread.
 
-    `targets`: the ranks as http_sd has them. `happened`: what actions have done. `now` is Unix time.
-    `activations`: the history of the outputs of inner modules, if there is one. `record`: what was wrong so far. `for_rules`: a
-    scrape without what the package's rules do not read; by default it has everything.
+    Args:
+        run: The process that is shown.
+        history: Its samples.
+        scrape: Returns all metrics.
+        targets: Returns the ranks in the form of http_sd.
+        happened: Returns what actions have done.
+        now: Returns Unix time.
+        activations: The history of the outputs of inner modules, if there is one.
+        record: What was wrong until now.
+        for_rules: Returns the metrics that the package's rules read; by default all.
     """
 
     def __init__(
         self,
         run: Run,
         history: History,
-        scrape: Callable[[], Iterable[Family]],
+        scrape: Scrape,
         *,
         targets: Callable[[], bytes] = lambda: b"[]",
         happened: Callable[[], Sequence[Happened]] = tuple,
         now: Callable[[], float] = time.time,
         activations: History | None = None,
         record: Record | None = None,
-        for_rules: Callable[[], Iterable[Family]] | None = None,
+        for_rules: Scrape | None = None,
     ) -> None:
         self._run = run
         self._record = record or Record()
@@ -83,27 +101,24 @@ class Live:
         self._now = now
         self._watch = Watch()
         self._lock = threading.Lock()  # of the watch, held for moments
-        # What rules of others read is not known.
-        self._latest = Latest(scrape, None if self._watch.has_foreign else for_rules, self._remember, now)
+        # Rules of other packages may read any metric.
+        narrow = scrape if self._watch.has_foreign or for_rules is None else for_rules
+        self._latest = LatestScrape(scrape, narrow, self._watch, self._lock, now)
         self._ended: float | None = None
         self._ended_by: str | None = None
 
     def end(self, error: str | None = None) -> None:
-        """Marks the run as ended, by an exception of type `error` if there is one; the page stays readable. Idempotent."""
+        """Mark the run as ended, by an exception of type `error` if there is one; the page stays readable. Idempotent."""
         if self._ended is None:
             self._ended, self._ended_by = self._now(), error
 
     def remember(self) -> None:
-        """Remembers the counters by which problems are judged, and judges, whether the page is open or not."""
+        """Remember the metrics by which problems are judged, and judge, whether the page is open or not."""
         self._judge(self._latest.of_rules())
 
-    def _remember(self, values: Values, now: float) -> None:
-        with self._lock:
-            self._watch.remember(values, now)
-
     def conclude(self) -> None:
-        """Judges for the last time: of a run that is over, nothing goes wrong any more."""
-        self._judge(Values(self._scrape()))  # of its own: what was shown last is shown for a moment longer
+        """Judge for the last time: nothing can go wrong in a run that is over."""
+        self._judge(Values(self._scrape()))  # a scrape of its own: the shared one may be a second old
         self._concluded = True
 
     def _judge(self, values: Values) -> None:
@@ -113,19 +128,19 @@ class Live:
         with self._lock:
             problems = self._watch.problems(values, now, going=True)
             ended = self._watch.problems(values, now) if over else []
-        self._record.of_scrape(values, JudgedAt(now, self._history.samples, int(_step(values))), problems, ended)
+        self._record.of_scrape(values, JudgedAt(now, self._history.samples, int(step(values))), problems, ended)
 
     def problems(self) -> list[Problem]:
-        """What is wrong now, the worst first."""
+        """Return what is wrong now, the worst first."""
         return self._problems(self._latest.values(), self._now())
 
     def judged(self, *, last: bool = False) -> Judged:
-        """What is wrong by a scrape of now. `last`: the run is over.
+        """Return what is wrong by a new scrape. `last`: the run is over.
 
-        Until then one that ends is judged as if it went on: between its end and the last judgement there may be another one,
-        and what the end has brought is told once.
+        Until then a run that ends is judged as if it went on. Between its end and the last judgement there may be another one, and
+        problems of the end are reported once.
         """
-        values = Values(self._scrape()) if last else self._latest.values(fresh=True)  # of its own: nobody else's is shown instead
+        values = Values(self._scrape()) if last else self._latest.values(fresh=True)  # the last one is never shared
         return Judged(values, self._problems(values, self._now(), going=not last))
 
     def _problems(self, values: Values, now: float, *, going: bool = False) -> list[Problem]:
@@ -133,43 +148,39 @@ class Live:
             return self._watch.problems(values, now, going=going)
 
     def status(self) -> Json:
-        """`api/v1/status`."""
+        """Return `api/v1/status`."""
         values, now = self._latest.values(), self._now()
         state, problems = values.state(), self._problems(values, now)
         with self._lock:
             rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
-        found: Json = {
+        return {
             "now": now,
             **asdict(self._run),
             "state": state,
-            "step": None if state is None else _step(values),
+            "step": None if state is None else step(values),
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
             **{f"{name}_per_second": number(rates.get(name)) for name in ("steps", "samples", "tokens")},
-            **{name: number(values.one(spec)) for name, spec in _NUMBERS.items()},
-            **{name: number(_sum(values, spec)) for name, spec in _SUMS.items()},
-            "dead_layers": sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
-            "resources": list(resources(values)),
-            "problems": [_shown(one) for one in problems],
+            **numbers(values),
+            "problems": [_problem(problem) for problem in problems],
             "quantities": list(self.quantities),
-            "actions": [asdict(one) for one in self._happened()],
+            "actions": [asdict(action) for action in self._happened()],
             "ranks": list(self._others()),
         }
-        return found
 
     def run(self, window: Window) -> Json:
-        """`api/v1/run`."""
+        """Return `api/v1/run`."""
         part = self._history.run(window)
         return {**frame(part, window), **columns(self._clipped(part), SCALARS)}
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """Those of layers that there are."""
+        """The quantities of layers."""
         return self._history.quantities + ACTIVATIONS * (self._activations is not None)
 
     def layers(self, quantity: str, window: Window) -> Json:
-        """`api/v1/layers`. Raises `ValueError` where there is no such quantity."""
+        """Return `api/v1/layers`. Raises `ValueError` if there is no such quantity."""
         history = self._history if self._activations is None or quantity not in ACTIVATIONS else self._activations
         names, part = history.grid(quantity, window)
         flags = np.packbits(part.nonfinite).tobytes() if part.nonfinite.any() else b""
@@ -184,7 +195,7 @@ class Live:
         }
 
     def layer(self, name: str) -> Json:
-        """`api/v1/layer`. Raises `UnknownLayerError` where there is no such layer."""
+        """Return `api/v1/layer`. Raises `UnknownLayerError` if there is no such layer."""
         parts = {view: self._history.layer(name, window) for view, window in VIEWS.items()}
         series = {
             view: {
@@ -195,10 +206,10 @@ class Live:
             }
             for view, part in parts.items()
         }
-        return {**self._of_layer(self._latest.values(), name), **series}
+        return {**self._layer_now(self._latest.values(), name), **series}
 
     def everything(self, *, fresh: bool = False) -> Json:
-        """All of it, as it is saved. `fresh`: with a scrape of now, as the run may have ended within the last second."""
+        """Return everything, as it is saved. `fresh`: by a new scrape, as the run may have ended within the last second."""
         values = self._latest.values(fresh=fresh)
         with contextlib.suppress(TimeoutError):  # another thread judges, which is as good
             self._judge(values)
@@ -208,18 +219,18 @@ class Live:
             "status": self.status(),
             "run": {view: self.run(window) for view, window in VIEWS.items()},
             "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in self.quantities},
-            "layer": {name: self._of_layer(values, name) for name in self._history.layers},
+            "layer": {name: self._layer_now(values, name) for name in self._history.layers},
             "judged": judged(self._record),
             "metrics": metrics(values),
         }
 
     def _clipped(self, part: Part) -> Part:
-        """The same, with norms that are no smaller than those after clipping, unless what is there makes gradients longer.
+        """Return the part with norms at least as large as those after clipping, unless something makes gradients longer.
 
-        A record may have one of the norms without the other, and the other may come with the record before.
+        A record may have one of the norms without the other, which then came with the record before.
         """
         newest = self._latest.newest
-        coefficient = None if newest is None else newest.one(clipping.GRAD_CLIP_COEFFICIENT)
+        coefficient = None if newest is None else newest.one(GRAD_CLIP_COEFFICIENT)
         if coefficient is not None and coefficient > LONGER:
             return part
         values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
@@ -227,12 +238,11 @@ class Live:
         values[higher, norm] = values[higher, after]
         return replace(part, values=values)
 
-    def _of_layer(self, values: Values, name: str) -> Json:
-        """What is known of a layer in addition to its history."""
-        return {**_of_layer(values, name), "sharded": name in self._history.sharded}
+    def _layer_now(self, values: Values, name: str) -> Json:
+        return {**of_layer(values, name), "sharded": name in self._history.sharded}
 
     def _others(self) -> Iterable[Json]:
-        """The other ranks as links, as they have published themselves."""
+        """Yield the other ranks as links, as they have published themselves."""
         for group in json.loads(self._targets()):
             labels = group["labels"]
             if labels.get("rank") != str(self._run.rank):
@@ -240,66 +250,59 @@ class Live:
                 yield {"rank": int(labels["rank"]), "host": labels.get("host", ""), "url": f"{scheme}://{group['targets'][0]}/"}
 
 
-_NUMBERS: Mapping[str, Spec] = {
-    "started": training.TRAIN_START_TIMESTAMP,
-    "epoch": training.TRAIN_EPOCH,
-    "loss": training.TRAIN_LOSS,
-    "learning_rate": training.TRAIN_LEARNING_RATE,
-    "global_norm": gradients.GRAD_GLOBAL_NORM,
-    "global_norm_after_clip": clipping.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    "clip_coefficient": clipping.GRAD_CLIP_COEFFICIENT,
-    "skipped_steps": training.TRAIN_SKIPPED_STEPS,
-    "loss_spikes": training.TRAIN_LOSS_SPIKES,
-    "layers": exporter.EXPORTER_LAYERS,
-    "last_step": training.TRAIN_LAST_STEP_TIMESTAMP,
-    "last_sample_step": gradients.GRAD_SAMPLE_STEP,
-    "overhead_ratio": exporter.EXPORTER_OVERHEAD_RATIO,
-    "overhead_budget_ratio": exporter.EXPORTER_OVERHEAD_BUDGET,
-    "sampling_interval_steps": exporter.EXPORTER_SAMPLING_INTERVAL,
-    "series": exporter.EXPORTER_SERIES,
-}
-"""What is shown as it is, of the first optimizer where there are several."""
-
-_SUMS: Mapping[str, Spec] = {
-    "nonfinite_elements": gradients.GRAD_NONFINITE_ELEMENTS,
-    "nonfinite_steps": gradients.GRAD_NONFINITE_STEPS,
-    "spikes": gradients.GRAD_GLOBAL_NORM_SPIKES,
-}
-
-
-def _step(values: Values) -> float:
-    """The number of the last step in the whole training."""
-    here = max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0)
-    return here + (values.one(training.TRAIN_EARLIER_STEPS) or 0)
-
-
-def _sum(values: Values, spec: Spec) -> float:
-    return sum(value for _, value in values.rows(spec))
-
-
-def _shown(problem: Problem) -> Json:
-    """A problem as the page has it: its sentence has the number."""
+def _problem(problem: Problem) -> Json:
+    """Return a problem for the page; its sentence has the number."""
     return {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
 
 
-def _of_layer(values: Values, name: str) -> Json:
-    bounds, counts = gradients.GRAD_NORM_DISTRIBUTION.buckets, values.histogram(gradients.GRAD_NORM_DISTRIBUTION, name)
-    kinds = [values.one(gradients.GRAD_NONFINITE_ELEMENTS, name, kind) or 0.0 for kind in ("nan", "inf")]
-    return {
-        "layer": name,
-        "distribution": None if counts is None else {"bounds": list(bounds), "counts": counts.tolist()},
-        "nonfinite_elements": sum(kinds),
-        **{key: number(values.one(spec, name)) for key, spec in _LAYER_NUMBERS.items()},
-    }
+class LatestScrape:
+    """The last scrapes, which the page and the judging by rules share; one at a time. From any thread. `now` is Unix time.
 
+    `scrape`: of everything; `for_rules`: of what rules read. `watch`: remembers each, under `lock`.
+    """
 
-_LAYER_NUMBERS: Mapping[str, Spec] = {
-    "captures": gradients.GRAD_CAPTURES,
-    "spikes": gradients.GRAD_NORM_SPIKES,
-    "units": gradients.GRAD_UNITS,
-    "dead_ratio": gradients.GRAD_DEAD_RATIO,
-    "zero_ratio": gradients.GRAD_ZERO_RATIO,
-    "max_magnitude": gradients.GRAD_MAX_MAGNITUDE,
-    "norm": gradients.GRAD_NORM,
-    "shard_norm": gradients.GRAD_SHARD_NORM,
-}
+    def __init__(self, scrape: Scrape, for_rules: Scrape, watch: Watch, lock: threading.Lock, now: Callable[[], float]) -> None:
+        self._scrape = scrape
+        self._for_rules = for_rules
+        self._watch = watch
+        self._lock = lock
+        self._now = now
+        self._scraping = threading.Lock()
+        self._values: Values | None = None
+        self._at = float("-inf")
+        self.newest: Values | None = None  # of either kind
+
+    def values(self, *, fresh: bool = False) -> Values:
+        """Return everything, no older than `MAX_AGE`, or the scrape before while another thread scrapes. `fresh`: a new one.
+
+        Raises:
+            ScrapeBusyError: There was none yet and the first one is slow: the server has few workers.
+        """
+        now, values = self._now(), self._values
+        if values is not None and not fresh and 0 <= now - self._at < MAX_AGE:
+            return values
+        recent = fresh or now - self._at < SHOWN_SECONDS
+        return self._taken(now, values if recent and values is not None else self.newest, whole=True)
+
+    def of_rules(self) -> Values:
+        """Return what rules read, no older than `MAX_AGE`; raises the same. The rest is left out: maybe no one looks at it."""
+        now = self._now()
+        if 0 <= now - self._at < MAX_AGE:
+            return self.values()
+        return self._taken(now, self.newest, whole=False)
+
+    def _taken(self, now: float, otherwise: Values | None, *, whole: bool) -> Values:
+        """Return a new scrape; while another thread scrapes, `otherwise`."""
+        if not self._scraping.acquire(timeout=0 if otherwise is not None else FIRST_SECONDS):
+            if otherwise is None:
+                raise ScrapeBusyError
+            return otherwise
+        try:
+            self.newest = values = Values(self._scrape() if whole else self._for_rules())
+            with self._lock:
+                self._watch.remember(values, now)
+            if whole:
+                self._values, self._at = values, now
+            return values
+        finally:
+            self._scraping.release()

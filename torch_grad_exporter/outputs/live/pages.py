@@ -21,11 +21,11 @@ from torch_grad_exporter.outputs.prometheus.text import accepts_gzip
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.live.live import Live
 
+# Nothing from elsewhere, nothing inline, and no page may frame it.
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing from elsewhere, nothing inline, and no page may frame it."""
 
 HEADERS = (("Content-Security-Policy", CSP), ("Referrer-Policy", "no-referrer"), ("Cross-Origin-Opener-Policy", "same-origin"))
 
@@ -37,8 +37,8 @@ TYPES = {
     ".txt": "text/plain; charset=utf-8",
 }
 
+# Found at import: finding it imports modules, which no background thread does while the training may fork.
 FOLDER = files(__package__).joinpath("page")
-"""Found here and now: to find it imports modules, which no background thread does while the training may fork."""
 
 INDEX = "index.html"
 HTML = {"/": INDEX, "/runbook": "runbook.html"}
@@ -46,53 +46,52 @@ BUNDLE = "page"
 STATIC = "/static/"
 API = "/api/v1/"
 
-
+# How the page names its files, in the order in which they need each other.
 SCRIPT = re.compile(r'<script src="static/([^"]+)"></script>')
 STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
-"""How the page names its files, in the order in which they need each other."""
 
 
 @cache
 def names() -> frozenset[str]:
-    """The names of all files that are served."""
-    return frozenset(one.name for one in FOLDER.iterdir() if one.is_file()) | {f"{BUNDLE}.js", f"{BUNDLE}.css"}
+    """Return the names of all files that are served."""
+    return frozenset(path.name for path in FOLDER.iterdir() if path.is_file()) | {f"{BUNDLE}.js", f"{BUNDLE}.css"}
 
 
 def source(name: str) -> bytes | None:
-    """A file of the page as it is in the package, `None` where there is none of this name."""
-    found = FOLDER.joinpath(name)
-    return found.read_bytes() if name in names() and found.is_file() else None
+    """Return a file of the page as it is in the package, None if there is none of this name."""
+    path = FOLDER.joinpath(name)
+    return path.read_bytes() if name in names() and path.is_file() else None
 
 
 @cache
 def served(name: str) -> tuple[bytes, bytes] | None:
-    """What is sent under a name, as it is and compressed; `None` where there is nothing."""
+    """Return what is sent under a name, plain and compressed; None if there is nothing."""
     content = _made(name)
     return None if content is None else (content, gzip.compress(content, 9, mtime=0))
 
 
 def _made(name: str) -> bytes | None:
-    """A file of the page with one script and one style, which join all of its own: a request costs more than bytes."""
+    """Return a file of the page. One script and one style join all of its own: a request costs more than bytes."""
     index = (source(INDEX) or b"").decode()
     body = index.index("<body")
     if name == INDEX:
         head = _first(STYLE, f'<link rel="stylesheet" href="static/{BUNDLE}.css">', index[:body])
         return (head + _first(SCRIPT, f'<script src="static/{BUNDLE}.js"></script>', index[body:])).encode()
     if name == f"{BUNDLE}.js":
-        return b"\n".join(source(one) or b"" for one in SCRIPT.findall(index[body:]))
+        return b"\n".join(source(file) or b"" for file in SCRIPT.findall(index[body:]))
     if name == f"{BUNDLE}.css":
-        return b"\n".join(source(one) or b"" for one in STYLE.findall(index))
+        return b"\n".join(source(file) or b"" for file in STYLE.findall(index))
     return source(name)
 
 
 def _first(pattern: re.Pattern[str], text: str, page: str) -> str:
-    """The page with `text` in place of the first match, and without the others."""
+    """Return the page with `text` in place of the first match, and without the others."""
     number = itertools.count()
     return pattern.sub(lambda _: "" if next(number) else text, page)
 
 
 class Pages:
-    """Answers requests for the page and what is behind it."""
+    """The answers to requests for the page and its data."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -105,7 +104,7 @@ class Pages:
         }
 
     def answer(self, request: Request) -> Response | None:
-        """The response; `None` where the path is none of the page's."""
+        """Return the response; None if the path does not belong to the page."""
         if request.path in HTML:
             return _file(request, HTML[request.path])
         if request.path.startswith(STATIC):
@@ -119,25 +118,25 @@ class Pages:
             return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
         try:
             query = _query(request.query)
-            found = self._answers[name](query)
+            answer = self._answers[name](query)
         except UnknownLayerError:
             return plain(HTTPStatus.NOT_FOUND, "there is no such layer", HEADERS)
         except WrongQueryError as error:
             return plain(HTTPStatus.BAD_REQUEST, f"this cannot be answered: {error}", HEADERS)
-        body = json.dumps(found, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+        body = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
         if not accepts_gzip(request.headers.get("accept-encoding", "")):
             return _response("application/json", body, compressed=False)
         return _response("application/json", gzip.compress(body, 1, mtime=0), compressed=True)
 
 
 class WrongQueryError(Exception):
-    """What is wrong with a query."""
+    """A query that cannot be answered; the message says why."""
 
 
 def _query(text: str) -> Mapping[str, str]:
-    """The last value of each key."""
+    """Return the last value of each key."""
     try:
-        return {key: found[-1] for key, found in parse_qs(text, max_num_fields=10, errors="strict").items()}
+        return {key: values[-1] for key, values in parse_qs(text, max_num_fields=10, errors="strict").items()}
     except ValueError as error:
         raise WrongQueryError(error) from None
 
@@ -150,7 +149,7 @@ def _quantity(query: Mapping[str, str], there: Sequence[str]) -> str:
 
 
 def _window(query: Mapping[str, str]) -> Window:
-    """Which records are wanted."""
+    """Return which records are wanted."""
     view = query.get("view", "recent")
     if view not in VIEWS:
         raise WrongQueryError("view is recent or whole")
@@ -162,12 +161,12 @@ def _window(query: Mapping[str, str]) -> Window:
 
 
 def _file(request: Request, name: str) -> Response:
-    found = served(name) if name in names() else None  # which caches each name that it is called with
-    if found is None:
+    content = served(name) if name in names() else None  # the cache has an entry for each name that is asked for
+    if content is None:
         return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
     kind = TYPES.get(name[name.rfind(".") :], "application/octet-stream")
     compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
-    return _response(kind, found[compressed], compressed=compressed)
+    return _response(kind, content[compressed], compressed=compressed)
 
 
 def _response(kind: str, body: bytes, *, compressed: bool) -> Response:

@@ -1,4 +1,4 @@
-"""StepRows: values of the run that come one by one, put together to a row for each step."""
+"""StepRows: puts values of the run that come one by one together to a row for each step."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ import numpy as np
 
 from torch_grad_exporter.outputs.live.track import Flags, Values
 
+# Kept of the run: the first optimizer's norms, and its first learning rate.
 SCALARS = ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")
-"""What is kept of the run: the first optimizer's norms, and its first learning rate."""
 
+# Which of these belong to samples, not to each step, and which have a value although nothing happens.
 OF_SAMPLES = np.array([name in ("norm", "norm_after_clip") for name in SCALARS])
-"""Which of these are of samples, and not of each step."""
+LASTING = np.array([name == "learning_rate" for name in SCALARS])
 
 _WIDTH = len(SCALARS)
 _MOST = float(np.finfo(np.float32).max)
 
-LASTING = np.array([name == "learning_rate" for name in SCALARS])
-"""Which have a value though nothing happens."""
-
 
 def scalars(**values: float) -> Values:
-    """Those that are named, shape (scalars,); NaN for the others. What 32 bits cannot hold becomes their largest number."""
-    found = [values.get(name, math.nan) for name in SCALARS]
-    return np.array([min(max(one, -_MOST), _MOST) if math.isfinite(one) else one for one in found], dtype=np.float32)
+    """Return the named values, shape (scalars,); NaN for the others. The largest number of 32 bits stands for larger ones."""
+    row = [values.get(name, math.nan) for name in SCALARS]
+    return np.array([min(max(value, -_MOST), _MOST) if math.isfinite(value) else value for value in row], dtype=np.float32)
 
 
 class StepRow:
-    """The `values` of a step: of several the mean, of norms the largest; NaN where there is none. `at`: Unix time of the first.
+    """The `values` of a step: of several the mean, of norms the largest; NaN if there is none.
 
-    `nonfinite`: which of them were not finite.
+    `at`: Unix time of the first. `nonfinite`: which of them were not finite.
     """
 
     def __init__(self, step: int, at: float) -> None:
         self.step, self.at = step, at
-        # Plain numbers: of few values arrays are slow, and most rows are made of one at a time.
+        # Plain numbers: arrays of few values are slow, and most rows are made of one value at a time.
         self.values, self.nonfinite, self._count = [math.nan] * _WIDTH, [False] * _WIDTH, [0] * _WIDTH
 
     def add(self, place: int, value: float) -> None:
-        """Takes one more value, by its place in `SCALARS`; infinity is one that is not finite."""
+        """Take a value, by its place in `SCALARS`; infinity stands for any that is not finite."""
         if math.isinf(value):
             self.mark(place)
         elif not math.isnan(value):
@@ -53,39 +51,37 @@ class StepRow:
                 self.values[place] = before + (value - before) / self._count[place]
 
     def mark(self, place: int) -> None:
-        """One of its values was not finite."""
+        """Note that a value was not finite."""
         self.nonfinite[place] = True
 
 
 class StepRows:
-    """The rows of steps of which more may be known soon: a loss, a norm and a time come on ways of their own.
+    """The rows of recent steps, which may not be complete: a loss, a norm and a time arrive separately.
 
-    A row is complete once it was there at two looks. For one thread at a time.
+    A row is complete once two looks have seen it. For one thread at a time.
     """
 
     def __init__(self) -> None:
         self._rows: dict[int, StepRow] = {}
-        self._newest = -1
-        """The last step that was known at the look before."""
-        self._last = (0, float("-inf"))
-        """Step and time of the last row that was taken."""
+        self._newest = -1  # the last step that was known at the look before
+        self._last = (0, float("-inf"))  # step and time of the last row that was taken
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, step: int, at: float, values: Values, nonfinite: Flags | None = None) -> None:
-        """Takes values of a step, if there are any; one whose row was taken before is of the last step that was."""
-        found = values.tolist()
+        """Take values of a step, if there are any. If its row was taken before, they count for the last step that was."""
+        row_values = values.tolist()
         marks = [] if nonfinite is None else [place for place, bad in enumerate(nonfinite.tolist()) if bad]
-        if marks or not all(map(math.isnan, found)):
+        if marks or not all(map(math.isnan, row_values)):
             row = self._row(step, at)
-            for place, value in enumerate(found):
+            for place, value in enumerate(row_values):
                 row.add(place, value)
             for place in marks:
                 row.mark(place)
 
     def add_one(self, step: int, at: float, name: str, value: float) -> None:
-        """Takes a single value of a step, by its name in `SCALARS`."""
+        """Take a single value of a step, by its name in `SCALARS`."""
         if not math.isnan(value):
             self._row(step, at).add(SCALARS.index(name), value if math.isinf(value) else min(max(value, -_MOST), _MOST))
 
@@ -96,17 +92,17 @@ class StepRows:
         return self._rows[step]
 
     def take(self, *, every: bool) -> list[StepRow]:
-        """The complete rows, or every one, in the order of their steps; neither steps nor times fall from call to call."""
+        """Remove and return complete rows, or every one, by step. Neither steps nor times fall from call to call."""
         steps = sorted(step for step in self._rows if every or step <= self._newest)
         self._newest = max(self._rows, default=self._newest)
-        found = [self._rows.pop(step) for step in steps]
-        for row in found:
+        rows = [self._rows.pop(step) for step in steps]
+        for row in rows:
             row.at = max(row.at, self._last[1])
             self._last = row.step, row.at
-        return found
+        return rows
 
     def shift(self, seconds: float) -> None:
-        """Moves all times."""
+        """Move all times."""
         self._last = self._last[0], self._last[1] + seconds
         for row in self._rows.values():
             row.at += seconds

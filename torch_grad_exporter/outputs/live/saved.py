@@ -1,163 +1,34 @@
-"""A run's history from a running exporter or from a file of `exporter.save`: only what has been checked is drawn."""
+"""The content of a run that `exporter.save` has written: only what has been checked is used. `docs/live.md` has its shape."""
 
 from __future__ import annotations
 
 import base64
-import gzip
-import http.client
-import io
-import json
-import re
-import ssl
-import urllib.error
-import urllib.request
-import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Never
-from urllib.parse import unquote, urlsplit
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_grad_exporter.collectors.outcomes import Happened
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.encoding import FORMAT, NONFINITE, VERSION, ZERO
 from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, VIEWS
 from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.rules.record import Wrong
 
-TIMEOUT = 30.0
-"""Seconds for the answer of a running exporter."""
+FORMAT = "torch_grad_exporter history"
+VERSION = 1
 
-MOST_BYTES = 256 * 2**20
-"""Of a history, before and after decompression; one of 300 layers has 2 MB."""
+# The codes of a value that is not finite, and of 0 on a logarithmic scale. The code 0 stands for no value.
+NONFINITE, ZERO = 65535, 1
 
 Saved = dict[str, Any]
 BoolArray = NDArray[np.bool_]
 
 
-class PlotError(Exception):
-    """What is wrong with the source or the target, for the user."""
-
-
-def loaded(source: str, cacert: str | None = None) -> Saved:
-    """The content of a file, or the answer of a running exporter, of a shape that can be drawn. Raises `PlotError`."""
-    content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(source)
-    source = _without_password(source)
-    try:
-        text = _decompressed(content) if content.startswith(b"\x1f\x8b") else content
-        found = json.loads(text, parse_constant=_refused)
-    except (ValueError, OSError, EOFError, zlib.error, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise PlotError(f"{source} is no history of torch_grad_exporter; exporter.save(path) writes one")
-    if found.get("version") != VERSION:
-        raise PlotError(f"{source} has version {found.get('version')!r} of the format; this program reads version {VERSION}")
-    try:
-        _check(found)
-    except KeyError as error:
-        raise PlotError(f"{source} is damaged: it has no {error.args[0]!r}") from None
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise PlotError(f"{source} is damaged: {error}") from None
-    return found
-
-
-def _refused(name: str) -> Never:
-    """Refuses what only Python accepts as JSON: the page could not read it."""
-    raise ValueError(f"{name} is no JSON")
-
-
-def _without_password(source: str) -> str:
-    """What messages call a source: they end up in logs, and in files that CI keeps."""
-    return re.sub(r"^(https?://).*@", r"\1", source, flags=re.DOTALL)
-
-
-def _decompressed(content: bytes) -> bytes:
-    """Raises `ValueError` where it becomes larger than any history."""
-    with gzip.open(io.BytesIO(content)) as file:
-        found = file.read(MOST_BYTES + 1)
-    if len(found) > MOST_BYTES:
-        raise ValueError("too large")
-    return found
-
-
-def _read(source: str) -> bytes:
-    try:
-        with Path(source).open("rb") as file:
-            return _limited(file.read(MOST_BYTES + 1), source)
-    except OSError as error:
-        address = f"; for an address write http://{source}" if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source) else ""
-        raise PlotError(f"cannot read {source}: {error}{address}") from None
-
-
-def _limited(content: bytes, source: str) -> bytes:
-    if len(content) > MOST_BYTES:
-        raise PlotError(f"{source} is larger than {MOST_BYTES // 2**20} MiB, and so no history")
-    return content
-
-
-# From a running exporter
-
-
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: the password is for the server that was named, and for no other."""
-
-    def redirect_request(self, *_arguments: object) -> None:
-        """As of `HTTPRedirectHandler`: `None` makes it an error."""
-
-
-def _fetched(address: str, cacert: str | None) -> bytes:
-    try:
-        parts = urlsplit(address)
-        parts.port  # noqa: B018 - raises, too
-    except ValueError:  # whose text may have the password in it
-        raise PlotError(f"{_without_password(address)} is no address such as http://localhost:9100") from None
-    path = re.sub(r"(/metrics)?/?$", "", parts.path)
-    where = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=path, query="", fragment="").geturl()
-    headers = {"Accept-Encoding": "gzip"}
-    if parts.username is not None:
-        credentials = base64.b64encode(f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()).decode()
-        headers["Authorization"] = f"Basic {credentials}"
-    request = urllib.request.Request(f"{where}/api/v1/saved", headers=headers)  # noqa: S310 - http and https alone come here
-    opener = urllib.request.build_opener(_Stay, urllib.request.HTTPSHandler(context=_context(cacert)))
-    try:
-        with opener.open(request, timeout=TIMEOUT) as answer:
-            return _limited(answer.read(MOST_BYTES + 1), where)
-    except urllib.error.HTTPError as error:
-        fix = _fix(error)
-        error.close()
-        raise PlotError(f"{where} answers {error.code} {error.reason}{fix}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:  # urllib's own are, too
-        fix = "; --cacert names the authority of its certificate" if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
-        raise PlotError(f"{where} does not answer: {error}{fix}") from None
-
-
-def _fix(error: urllib.error.HTTPError) -> str:
-    """What can be done about an answer."""
-    if error.code in (401, 403):
-        return "; give user and password in the address: https://user:password@host:9100"
-    if 300 <= error.code < 400:
-        return f", which is not followed; it points to {error.headers.get('Location', 'nothing')[:200]!r}"
-    return ""
-
-
-def _context(cacert: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    try:
-        if cacert is not None:
-            context.load_verify_locations(cacert)
-    except OSError as error:  # ssl's own are, too
-        raise PlotError(f"cannot read certificates from {cacert}: {error}") from None
-    return context
-
-
-# The content. Its shape is in `docs/live.md`.
-
-
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whose history it is. `state`, `step`: `None` where the collector of training is off."""
+    """The process whose history it is. `state`, `step`: None if the collector of training is off."""
 
     run: str
     rank: int
@@ -205,52 +76,93 @@ class LayerMoments:
     sharded: bool
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedRule:
+    """A rule by which a run was judged.
+
+    Attributes:
+        name: Of the alert.
+        judged: Whether a process judges it.
+        there: Whether there was something to judge: one of the metrics `needs`.
+        needs: Names of metrics.
+        seconds: Time that the run must have had until the rule can fire, by the clock.
+        samples: The same by samples, None if they do not count.
+        least: Samples that it takes in either case.
+    """
+
+    name: str
+    judged: bool
+    there: bool
+    needs: tuple[str, ...]
+    seconds: float
+    samples: int | None
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunJudgement:
+    """The judgement of a run. `samples`, `seconds`: for how many and how long it was judged."""
+
+    samples: int
+    seconds: float
+    rules: tuple[JudgedRule, ...]
+    wrong: tuple[Wrong, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A gauge or a counter at the end of a run: a number for each row of label values."""
+
+    labels: tuple[str, ...]
+    rows: Mapping[tuple[str, ...], float]
+
+
 def status(saved: Saved) -> Status:
-    """Raises `KeyError`, `TypeError` or `ValueError` where it is damaged, as the others do."""
-    found = saved["status"]
-    state, step = found["state"], found["step"]
+    """Return whose history it is. Like the others, raises `KeyError`, `TypeError` or `ValueError` if it is damaged."""
+    content = saved["status"]
+    state, step = content["state"], content["step"]
     for name in ("resources", "problems", "ranks"):
-        _list(found[name], name)
+        _list(content[name], name)
     return Status(
-        _text(found["run"]),
-        int(found["rank"]),
-        int(found["world_size"]),
+        _text(content["run"]),
+        int(content["rank"]),
+        int(content["world_size"]),
         None if state is None else _text(state),
         None if step is None else float(_finite([step], "step")[0]),
     )
 
 
 def actions(saved: Saved) -> list[Happened]:
-    """What `exporter.on` did, the oldest first; none where an earlier version has saved it."""
+    """Return what `exporter.on` did, the oldest first; nothing if an earlier version has saved it."""
     return [
         Happened(
-            float(_finite([one["time"]], "time")[0]),
-            int(_finite([one["step"]], "step")[0]),
-            *(_text(one[name]) for name in ("name", "action", "result")),
+            float(_finite([action["time"]], "time")[0]),
+            int(_finite([action["step"]], "step")[0]),
+            *(_text(action[name]) for name in ("name", "action", "result")),
         )
-        for one in _list(saved["status"].get("actions", []), "actions")
+        for action in _list(saved["status"].get("actions", []), "actions")
     ]
 
 
 def lines(saved: Saved, view: str) -> Lines:
-    """The values of the run."""
+    """Return the values of the run."""
     answer = saved["run"][view]
     steps, flagged = _steps(answer), answer.get("nonfinite") or {}
     values, nonfinite = dict[str, FloatArray](), dict[str, BoolArray]()
     for name in SCALARS:
         column = _list(answer[name], name, len(steps))
-        found = np.array([np.nan if value is None else float(value) for value in column])
-        nonfinite[name] = np.array([value is not None for value in column], dtype=bool) & ~np.isfinite(found)
+        numbers = np.array([np.nan if value is None else float(value) for value in column])
+        nonfinite[name] = np.array([value is not None for value in column], dtype=bool) & ~np.isfinite(numbers)
         places = np.array(_list(flagged.get(name, []), "nonfinite"), dtype=np.float64)
         if not np.isin(places, np.arange(len(steps))).all():
             raise ValueError(f"nonfinite has a place beyond the end of {name}")
         nonfinite[name][places.astype(int)] = True
-        values[name] = np.where(np.isfinite(found), found, np.nan)
+        values[name] = np.where(np.isfinite(numbers), numbers, np.nan)
     return Lines(steps, values, nonfinite)
 
 
 def grid(saved: Saved, quantity: str, view: str) -> Grid:
-    """A quantity of all layers."""
+    """Return a quantity of all layers."""
     answer = saved["layers"][quantity][view]
     steps, layers = _steps(answer), [_text(name) for name in _list(answer["layers"], "layers")]
     shape = len(steps), len(layers)
@@ -267,7 +179,7 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
 
 
 def moments(saved: Saved, layer: str, view: str) -> LayerMoments:
-    """Those of a layer, which has been recorded with them."""
+    """Return the moments of a layer, empty if it has none."""
     mean, stddev = (grid(saved, name, view) for name in MOMENTS)
     if layer not in mean.layers or layer not in stddev.layers or len(mean.steps) != len(stddev.steps):
         nothing = np.zeros(0)
@@ -278,18 +190,18 @@ def moments(saved: Saved, layer: str, view: str) -> LayerMoments:
 
 
 def has_moments(saved: Saved) -> bool:
-    """Whether means and standard deviations were kept: where `moments` was on."""
+    """Return whether means and standard deviations were kept, as with `moments=True`."""
     return all(name in saved["layers"] for name in MOMENTS)
 
 
 def _raw(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArray]:
-    """Cells that are numbers of 32 bits, shape (layers, n): the finite ones, and which are infinite."""
+    """Return cells that are numbers of 32 bits, shape (layers, n): the finite ones, and which are infinite."""
     values = np.frombuffer(_bytes(answer["codes"], 4 * shape[0] * shape[1]), dtype="<f4").reshape(shape).T.astype(np.float64)
     return np.where(np.isfinite(values), values, np.nan), np.isinf(values)
 
 
 def _decoded(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArray]:
-    """Cells that are codes, shape (layers, n): the finite ones, and which are not."""
+    """Return cells that are codes, shape (layers, n): the finite ones, and which are not."""
     codes = np.frombuffer(_bytes(answer["codes"], 2 * shape[0] * shape[1]), dtype="<u2").reshape(shape).T
     low, high = _finite([answer["low"], answer["high"]], "low and high")
     log = {"log": True, "linear": False}[answer["scale"]]
@@ -302,8 +214,42 @@ def _decoded(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArr
     return values, codes == NONFINITE
 
 
-def _check(saved: Saved) -> None:
-    """Reads all of it once."""
+def judged_of(saved: Mapping[str, Any]) -> RunJudgement | None:
+    """Return what the run came to, None if an earlier version has saved it. Raises like `status`."""
+    judged = saved.get("judged")
+    if judged is None:
+        return None
+    rules = tuple(
+        JudgedRule(
+            _text(rule["name"]), bool(rule["judged"]), bool(rule["there"]), _texts(rule["needs"]), float(rule["seconds"]),
+            None if rule["samples"] is None else int(rule["samples"]), int(rule["least"]),
+        )
+        for rule in judged["rules"]
+    )  # fmt: skip
+    wrong = tuple(
+        Wrong(
+            _text(problem["alert"]), _text(problem["severity"]), None if problem["layer"] is None else _text(problem["layer"]),
+            _texts(problem["others"]), _text(problem["text"]), None if problem["value"] is None else float(problem["value"]),
+            int(problem["first"]), int(problem["last"]), bool(problem["by_samples"]),
+        )
+        for problem in judged["wrong"]
+    )  # fmt: skip
+    return RunJudgement(int(judged["samples"]), float(judged["seconds"]), rules, wrong)
+
+
+def metrics_of(saved: Mapping[str, Any]) -> dict[str, Metric]:
+    """Return the gauges and counters at the end by name; none if an earlier version has saved it. Raises like `status`."""
+    metrics = {}
+    for name, content in (saved.get("metrics") or {}).items():
+        labels, rows = _texts(content["labels"]), [_texts(row) for row in content["rows"]]
+        if any(len(row) != len(labels) for row in rows):
+            raise ValueError(f"a row of {name} does not have the labels {', '.join(labels)}")
+        metrics[name] = Metric(labels, dict(zip(rows, map(float, content["values"]), strict=True)))
+    return metrics
+
+
+def check(saved: Saved) -> None:
+    """Read everything that can be drawn once. Raises like `status`."""
     status(saved)
     actions(saved)
     known = set(saved["layer"].keys())
@@ -329,27 +275,33 @@ def _steps(answer: Saved) -> FloatArray:
     return steps
 
 
-def _finite(found: object, name: str) -> FloatArray:
-    values = np.array([float(value) for value in _list(found, name)], dtype=np.float64)
+def _finite(content: object, name: str) -> FloatArray:
+    values = np.array([float(value) for value in _list(content, name)], dtype=np.float64)
     if not np.isfinite(values).all():
-        raise ValueError(f"{name} has what is no number")
+        raise ValueError(f"{name} has a value that is not a finite number")
     return values
 
 
 def _bytes(text: str, length: int) -> bytes:
-    found = base64.b64decode(_text(text), validate=True)
-    if len(found) != length:
-        raise ValueError(f"{length} bytes are coded in {len(found)}")
-    return found
+    content = base64.b64decode(_text(text), validate=True)
+    if len(content) != length:
+        raise ValueError(f"{len(content)} bytes instead of {length}")
+    return content
 
 
-def _list(found: object, name: str, length: int | None = None) -> list[Any]:
-    if not isinstance(found, list) or length not in (None, len(found)):
-        raise ValueError(f"{name} is no list" if length is None else f"{name} is no list of {length}")
-    return found
+def _list(content: object, name: str, length: int | None = None) -> list[Any]:
+    if not isinstance(content, list) or length not in (None, len(content)):
+        raise ValueError(f"{name} is not a list" + ("" if length is None else f" of {length}"))
+    return content
 
 
-def _text(found: object) -> str:
-    if not isinstance(found, str):
-        raise TypeError(f"{found!r:.40} is no text")
-    return found
+def _texts(content: Sequence[object]) -> tuple[str, ...]:
+    if not isinstance(content, list):
+        raise TypeError(f"{content!r:.40} is not a list")
+    return tuple(map(_text, content))
+
+
+def _text(content: object) -> str:
+    if not isinstance(content, str):
+        raise TypeError(f"{content!r:.40} is not a text")
+    return content

@@ -1,7 +1,7 @@
 """Track: records of numbers over a whole run, in memory of a fixed size.
 
-The recent part is kept as it was; the whole run in bins of equal numbers of records, of which two become one when there is
-no space left, so that a run of any length has between half of the bins and all of them.
+The recent records are kept as they were; the whole run is kept in bins of equal numbers of records. When there is no space left,
+two bins become one, so that a run of any length has between half of the bins and all of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 
-RECENT = 600
-"""Records that are kept as they were, at most."""
-
-WHOLE = 480
-"""Bins of the whole run, at most."""
+# Records that are kept as they were, and bins of the whole run, at most.
+RECENT, WHOLE = 600, 480
 
 Values = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -28,10 +25,9 @@ _Rows = NDArray[np.void]
 
 
 class Together(enum.Enum):
-    """How the finite values of records become one of a bin. NaN means that there is no value, and goes into none."""
+    """The way in which finite values of records become one value of a bin. NaN stands for no value and does not count."""
 
-    LARGEST = "largest"
-    """The one that is farthest from zero."""
+    LARGEST = "largest"  # the one farthest from zero
     MEAN = "mean"
 
 
@@ -39,9 +35,13 @@ class Together(enum.Enum):
 class Part:
     """Records or bins in the order of time.
 
-    `times`: Unix time of each end, shape (n,). `steps`: the optimizer step then. `values`: shape (n, width), what is finite, or
-    else infinity where something was not, or else NaN. `nonfinite`: shape (n, width), whether any of the records was not finite.
-    `first`: the number of the first one, counted from the start of the run; `stride`: how many records are in one.
+    Attributes:
+        times: Unix time of each end, shape (n,).
+        steps: The optimizer steps at these times, shape (n,).
+        values: Shape (n, width): the finite value; infinity if there were only values that are not finite; NaN if there was none.
+        nonfinite: Shape (n, width): whether any of the records was not finite.
+        first: Number of the first record or bin, counted from the start of the run.
+        stride: Records in each.
     """
 
     times: FloatArray
@@ -52,15 +52,15 @@ class Part:
     stride: int
 
     def columns(self, chosen: slice) -> Part:
-        """The same of some of the values."""
+        """Return the part with only these columns of values."""
         return replace(self, values=self.values[:, chosen], nonfinite=self.nonfinite[:, chosen])
 
 
 def _rows(count: int, width: int, *, weighted: bool) -> _Rows:
-    """Empty ones: time and step, finite values, which were not finite, eight to a byte, and for means of how many each value is."""
-    found = np.zeros(count, dtype=_row(width, weighted))
-    found["values"] = np.nan
-    return found
+    """Return empty rows: time and step, finite values, bits of those that were not, and for means the number of values in each."""
+    rows = np.zeros(count, dtype=_row(width, weighted))
+    rows["values"] = np.nan
+    return rows
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,7 +75,7 @@ def _row(width: int, weighted: bool) -> np.dtype[np.void]:
 
 
 class Track:
-    """Records of `width` values each; `whole` is even, as of two bins one is made."""
+    """Records of `width` values each. `recent`, `whole`: how many records and bins are kept; `whole` is even."""
 
     def __init__(self, width: int, together: Together, *, recent: int = RECENT, whole: int = WHOLE) -> None:
         self._weighted = together is Together.MEAN
@@ -83,20 +83,19 @@ class Track:
         self.count = 0
         self._recent, self._whole = (_rows(count, width, weighted=self._weighted) for count in (recent, whole))
         self._stride = 1
-        self._moved = 0
-        """Records whose times, or the order of whose values, have changed after they were there."""
+        self._moved = 0  # records whose times or order of values have changed since they were taken
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes, from its first record to its last."""
+        """The memory in bytes, which does not change."""
         return self._recent.nbytes + self._whole.nbytes
 
     def append(self, time: float, step: float, values: Values, nonfinite: Flags | None = None) -> None:
-        """Takes a record; `values` of shape (width,). `nonfinite`: which were, besides, not finite within it."""
+        """Take a record; `values` of shape (width,). `nonfinite`: further values that were not finite within it."""
         self.extend([time], [step], values[None], None if nonfinite is None else nonfinite[None])
 
     def extend(self, times: Sequence[float], steps: Sequence[float], values: Values, nonfinite: Flags | None = None) -> None:
-        """Takes records in their order; `values` and `nonfinite` of shape (n, width)."""
+        """Take records in their order; `values` and `nonfinite` of shape (n, width)."""
         infinite = np.isinf(values)
         records = _rows(len(values), self.width, weighted=self._weighted)
         records["at"][:, 0], records["at"][:, 1] = times, steps
@@ -115,7 +114,7 @@ class Track:
                 self._enter(records[place : place + 1])
 
     def _enter(self, record: _Rows) -> None:
-        """Takes a record into its bin."""
+        """Take a record into its bin."""
         if self.count == len(self._whole) * self._stride:
             self._halve()
         place, within = divmod(self.count, self._stride)
@@ -124,16 +123,16 @@ class Track:
         self._whole[place : place + 1] = record
         self.count += 1
 
-    def _merge(self, one: _Rows, other: _Rows) -> None:
-        """Makes of the other one, elementwise, what both are together; its time and step stay."""
-        other["nonfinite"] |= one["nonfinite"]
+    def _merge(self, earlier: _Rows, later: _Rows) -> None:
+        """Merge the earlier rows into the later ones, elementwise; time and step of the later ones stay."""
+        later["nonfinite"] |= earlier["nonfinite"]
         if self._weighted:
-            other["values"], other["weights"] = _mean(one["values"], other["values"], one["weights"], other["weights"])
+            later["values"], later["weights"] = _mean(earlier["values"], later["values"], earlier["weights"], later["weights"])
         else:
-            other["values"] = farther(one["values"], other["values"])
+            later["values"] = farther(earlier["values"], later["values"])
 
     def _halve(self) -> None:
-        """Makes one bin of two."""
+        """Make one bin of two."""
         half = len(self._whole) // 2
         even, odd = self._whole[0 : 2 * half : 2], self._whole[1 : 2 * half : 2]
         self._merge(even, odd)
@@ -141,9 +140,9 @@ class Track:
         self._stride *= 2
 
     def arrange(self, columns: IntArray) -> None:
-        """Makes records of these of their values, in this order; -1 stands for a new one, which no earlier record has.
+        """Rearrange the values of all records to these columns; -1 stands for a new column, which earlier records do not have.
 
-        Until the next record, reading what is new gives all records, unless the values before stay where they are.
+        Unless earlier columns stay where they are, the next reader of new records gets all of them.
         """
         if not np.array_equal(columns[: self.width], np.arange(self.width)):
             self._moved = self.count
@@ -151,45 +150,45 @@ class Track:
         self.width = len(columns)
 
     def _arranged(self, rows: _Rows, columns: IntArray) -> _Rows:
-        found = _rows(len(rows), len(columns), weighted=self._weighted)
-        found["at"] = rows["at"]
+        arranged = _rows(len(rows), len(columns), weighted=self._weighted)
+        arranged["at"] = rows["at"]
         new, old = np.flatnonzero(columns >= 0), columns[columns >= 0]
-        found["values"][:, new] = rows["values"][:, old]
+        arranged["values"][:, new] = rows["values"][:, old]
         flags = np.zeros((len(rows), len(columns)), dtype=np.bool_)
         flags[:, new] = np.unpackbits(rows["nonfinite"], axis=1, count=self.width)[:, old]
-        found["nonfinite"] = np.packbits(flags, axis=1)
+        arranged["nonfinite"] = np.packbits(flags, axis=1)
         if self._weighted:
-            found["weights"][:, new] = rows["weights"][:, old]
-        return found
+            arranged["weights"][:, new] = rows["weights"][:, old]
+        return arranged
 
     def shrink(self, recent: int, whole: int) -> None:
-        """Keeps fewer records and bins, where there were more; the whole run stays covered."""
+        """Keep fewer records and bins; the whole run stays covered."""
         if recent < len(self._recent):
             numbers = np.arange(max(0, self.count - recent), self.count)
             kept = self._recent[numbers % len(self._recent)]
             self._recent = _rows(recent, self.width, weighted=self._weighted)
             self._recent[numbers % recent] = kept
         while (used := -(-self.count // self._stride)) > whole:
-            # What was there before two became one.
+            # Bins that two became one of are empty again.
             self._whole[used:] = _rows(1, self.width, weighted=self._weighted)
             self._whole["at"][used:] = self._whole["at"][used - 1]
             self._halve()
         self._whole = self._whole[:whole].copy()
 
     def shift(self, seconds: float) -> None:
-        """Moves the times of all records; until the next record, reading what is new gives all records."""
+        """Move the times of all records; the next reader of new records gets all of them."""
         self._recent["at"][:, 0] += seconds
         self._whole["at"][:, 0] += seconds
         self._moved = self.count
 
     def recent(self, since: int = 0) -> Part:
-        """The records from number `since` on that are still there."""
+        """Return the records from number `since` on that are still kept."""
         since = since if since > self._moved else 0
         first = min(max(since, self.count - len(self._recent), 0), self.count)
         return self._part(self._recent[np.arange(first, self.count) % len(self._recent)], first, 1)
 
     def whole(self, since: int = 0, stride: int = 0) -> Part:
-        """The bins of the whole run, from number `since` on if they are still of `stride` records; the last one may not be full."""
+        """Return the bins of the whole run, from `since` on if they still have `stride` records. The last one may not be full."""
         used = -(-self.count // self._stride)
         first = min(since, used) if stride == self._stride and since * stride >= self._moved else 0
         return self._part(self._whole[first:used], first, self._stride)
@@ -200,16 +199,16 @@ class Track:
         return Part(rows["at"][:, 0].copy(), rows["at"][:, 1].copy(), values, flags, first, stride)
 
 
-def farther(one: Values, other: Values) -> Values:
-    """Elementwise the one that is farther from zero; where one is NaN, the other."""
-    found: Values = np.where(np.isnan(one) | (np.abs(other) > np.abs(one)), other, one)
-    return found
+def farther(first: Values, second: Values) -> Values:
+    """Return elementwise the value farther from zero; if one is NaN, the other."""
+    values: Values = np.where(np.isnan(first) | (np.abs(second) > np.abs(first)), second, first)
+    return values
 
 
-def _mean(one: Values, other: Values, weight: Values, more: Values) -> tuple[Values, Values]:
-    """Elementwise the mean of two means of so many values each, NaN where there are none, and of how many it is."""
+def _mean(first: Values, second: Values, weight: Values, more: Values) -> tuple[Values, Values]:
+    """Return elementwise the mean of two means of `weight` and `more` values, NaN if there are none, and their number."""
     weights = weight + more
     share = np.divide(more, weights, out=np.zeros_like(weights), where=weights > 0)
     # A difference may not fit into 32 bits.
-    a, b = np.where(weight > 0, one, 0.0).astype(np.float64), np.where(more > 0, other, 0.0)
+    a, b = np.where(weight > 0, first, 0.0).astype(np.float64), np.where(more > 0, second, 0.0)
     return np.where(weights > 0, a + (b - a) * share, np.nan).astype(np.float32), weights

@@ -16,22 +16,34 @@ from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
+from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import ActivationMoments, GradientMoments, Looks, Recorder, unless_late
+from torch_grad_exporter.outputs.live.recorder import Looks, Recorder, unless_late
 from torch_grad_exporter.rules import Record, Values
 from torch_grad_exporter.store.snapshots import Reading
 from torch_grad_exporter.store.worker import Worker
 
+# The end waits this long for the last record, at most.
 CLOSE_SECONDS = 0.5
-"""How long the end waits for the last record, at most."""
 
 
 class View:
-    """Records from `start` until `close`, and shows what it has recorded as long as it exists.
+    """The history of a run and its page. Records from `start` until `close`, and shows its records as long as it exists.
 
-    `steps`: of the optimizer that took the most. `scrape`: all metrics; `for_rules`: those that rules read. `happened`: what
-    actions have done. `now`: Unix time. `of_sample`: the metrics of a sample. `dead_from`: samples from which on a dead ratio means
-    anything. `moments`: whether they are measured. `activations`: what was seen of inner modules, if anybody asks.
+    Args:
+        run: The process.
+        host: The worker.
+        steps: Returns the steps of the optimizer that took the most.
+        scrape: Returns all metrics.
+        for_rules: Returns the metrics that rules read.
+        targets: Returns the ranks in the form of http_sd.
+        happened: Returns what actions have done.
+        of_sample: Returns the metrics of a sample.
+        dead_from: Samples from which on a dead ratio means anything.
+        now: Returns Unix time.
+        on_error: Takes errors of the thread.
+        moments: Whether mean and standard deviation are measured.
+        activations: Returns what was seen of inner modules, if the option is on.
     """
 
     def __init__(
@@ -57,16 +69,16 @@ class View:
         judging = Guard(unless_late(on_error))
 
         def judge(reading: Reading, step: int) -> None:
-            """At each of the first samples, on the thread that drains."""
+            """Judge one of the first samples, on the thread that drains."""
             judging(of_sample.take, reading)
             judging(record.of_sample, reading.snapshot.gradients.samples, step, lambda: Values(of_sample()))
 
         looks = Looks(host, GradientMoments(dead_from, quantities), inside, steps, now, judge=judge)
-        self.history = History(looks.gradients, now=now, quantities=quantities, quiet=looks.is_quiet)
+        self.history = History(looks.gradients, now=now, quantities=quantities)
         self._histories = [self.history]
         inner = None
         if inside is not None:
-            inner = History(looks.activations, now=now, quantities=ACTIVATIONS, quiet=looks.is_quiet_inside)
+            inner = History(looks.activations, now=now, quantities=ACTIVATIONS)
             self._histories.append(inner)
         self.live = Live(
             run,
@@ -92,23 +104,23 @@ class View:
         self.live.conclude()
 
     def start(self) -> None:
-        """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""
+        """Start to record. Raises `RuntimeError` if no thread can be started."""
         self._recorder.start()
 
     def close(self, error: str | None = None) -> None:
-        """Marks the run as ended, by an exception of type `error` if there is one, and takes a last record. Idempotent."""
+        """Mark the run as ended, by an exception of type `error` if there is one, and take a last record. Idempotent."""
         self.live.end(error)
         self._recorder.close(CLOSE_SECONDS)
 
     def page(self, request: Request) -> Response | None:
-        """The page's answer to a request, `None` where it has none."""
+        """Return the page's answer to a request, None if it has none."""
         answer = self._pages.answer(request)
         if answer is not None:
             self._recorder.looked_at()
         return answer
 
     def save(self, path: str) -> None:
-        """Writes all of it as JSON, compressed where the name ends in `.gz`; the file is whole or not there. Raises `OSError`."""
+        """Write everything as JSON, compressed if the name ends in `.gz`; the file is whole or absent. Raises `OSError`."""
         content = json.dumps(self.live.everything(fresh=True), allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
         part = Path(f"{path}.part")
         try:
