@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from torch_grad_exporter.inspection.layer_rows import LayerRows
-from torch_grad_exporter.inspection.tallies import ActivationSample, OfOutput, SentTallies
-from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.statistics.combine import root_of_squares
+from torch_grad_exporter.inspection.tallies import SentTallies
+from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.store.records import Inspected
 
 # Samples without any call of a layer's modules after which its gauges vanish.
@@ -69,9 +66,20 @@ class ActivationTotals:
         assert isinstance(record.data, SentTallies)  # noqa: S101 - only `Activations` sends records of this name
         self._samples += 1
         changed: dict[str, LayerActivations] = {}
-        for layer, new in _by_layer(record.data.sample(values)).items():
-            totals = self._table.get(layer).with_totals_of(new)
-            changed[layer] = replace(new, captures=totals.captures, nans=totals.nans, infs=totals.infs, sample=self._samples)
+        scale = record.data.scale(values)
+        for layer, tally in record.data.by_label(values).items():
+            known = self._table.get(layer)
+            changed[layer] = LayerActivations(
+                captures=known.captures + 1,
+                nans=known.nans + tally.nans,
+                infs=known.infs + tally.infs,
+                rms=tally.norm / math.sqrt(tally.elements),
+                max_magnitude=tally.peak,
+                zero_ratio=tally.zeros / tally.elements,
+                dead_ratio=tally.dead / tally.units if tally.units else None,
+                grad_norm=tally.gradient / scale if tally.graded and scale is not None else None,
+                sample=self._samples,
+            )
         self._table.enter(changed, most=self._most)
 
     def snapshot(self) -> ActivationSnapshot:
@@ -79,37 +87,3 @@ class ActivationTotals:
         rows, samples = self._table.rows, self._samples
         layers = {layer: row if samples - row.sample < KEPT else row.only_counts() for layer, row in rows.items()}
         return ActivationSnapshot(layers, samples, *self._left_out)
-
-
-def _by_layer(sample: ActivationSample) -> dict[str, LayerActivations]:
-    """Return the values of each layer, of all its modules together."""
-    labels = list(dict.fromkeys(sample.layers))
-    place = {label: number for number, label in enumerate(labels)}
-    group = np.array([place[label] for label in sample.layers], dtype=np.int64)
-    count, columns = len(labels), sample.values.T
-
-    def sums(column: FloatArray | IntArray | BoolArray) -> list[float]:
-        return np.bincount(group, column, count).tolist()  # type: ignore[no-any-return]
-
-    with np.errstate(all="ignore"):  # a NaN stays one
-        norms = root_of_squares(columns[OfOutput.NORM], group, count)
-        peaks = np.full(count, -np.inf)
-        np.maximum.at(peaks, group, columns[OfOutput.PEAK])
-        gradients = root_of_squares(np.where(sample.graded, columns[OfOutput.GRADIENT], 0.0), group, count) / sample.scale
-    elements, units = sums(sample.elements), sums(sample.units)
-    zeros, dead = sums(columns[OfOutput.ZEROS]), sums(columns[OfOutput.DEAD])
-    nans, infs = sums(columns[OfOutput.NANS]), sums(columns[OfOutput.INFS])
-    graded = sums(sample.graded) if not math.isnan(sample.scale) else [0.0] * count
-    return {
-        label: LayerActivations(
-            captures=1,
-            nans=nans[i],
-            infs=infs[i],
-            rms=float(norms[i]) / math.sqrt(elements[i]),
-            max_magnitude=float(peaks[i]),
-            zero_ratio=zeros[i] / elements[i],
-            dead_ratio=dead[i] / units[i] if units[i] else None,
-            grad_norm=float(gradients[i]) if graded[i] else None,
-        )
-        for i, label in enumerate(labels)
-    }

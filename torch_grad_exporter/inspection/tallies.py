@@ -6,11 +6,11 @@ Nothing here waits for a device: a few small tensors stay there until the round 
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,51 +18,26 @@ import torch
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column, device, host, single
 from torch_grad_exporter.statistics.batches import Batch, resolved
+from torch_grad_exporter.statistics.combine import root_of_squares
 from torch_grad_exporter.statistics.layout import ORDINARY
 
 # Small tensors of one module that are kept before they are put together, as where a module is called for each time step.
 HELD = 16
 
 
-class OfOutput(enum.IntEnum):
-    """The columns of what was measured of a module's outputs."""
-
-    NORM = 0
-    ZEROS = 1
-    NANS = 2
-    INFS = 3
-    PEAK = 4  # the largest magnitude; NaN where there is a NaN
-    DEAD = 5  # output units that were zero in every element
-    GRADIENT = 6  # the norm of the gradient, where `ActivationSample.graded` says that there is one
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ActivationSample:
-    """The outputs of modules over a sampled round; several of a layer are put together. Each array has an entry for each.
-
-    `elements`, `units`: how many there were; `units` is 0 where they are not known. `graded`: whether a gradient came.
-    `values`: shape (n, columns of `OfOutput`). `scale`: of the loss, NaN where it is not known.
-    """
-
-    layers: tuple[str, ...]
-    elements: IntArray
-    units: IntArray
-    graded: BoolArray
-    values: FloatArray
-    scale: float = 1.0
-
-
-_ROW = (OfOutput.NORM, OfOutput.ZEROS, OfOutput.NANS, OfOutput.INFS)
-_COLUMNS = [Column.NORM, Column.ZEROS, Column.NANS, Column.INFS]
+_ROW = [Column.NORM, Column.ZEROS, Column.NANS, Column.INFS]
 
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """Of the outputs of one module on one device, or of their gradients, or of both.
+    """What was measured of the outputs of one module on one device, or of their gradients, or of both.
 
-    `elements`: of all outputs; `units`: output units, 0 where they are not known. `rows`: norm, zeros, NaN and infinite elements,
-    each of shape (4,). `peaks`: the largest magnitude of each unit, or of all elements; shape (units,) or (1,), a NaN where there
-    is one. `gradients`: norms of parts of the gradient, each of shape (1,).
+    Attributes:
+        elements: Of all outputs.
+        units: Output units, 0 where they are unknown.
+        rows: Norm, zeros, NaN and infinite elements, each of shape (4,).
+        peaks: The largest magnitude of each unit, or of all elements; shape (units,) or (1,), a NaN where there is one.
+        gradients: Norms of parts of the gradient, each of shape (1,).
     """
 
     elements: int = 0
@@ -129,7 +104,7 @@ def _on_host(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, 
     measured = _fast(values)
     if measured is None:
         columns, _, _ = host.measure((Batch((0,), (values,), None),), ORDINARY, counts=True)
-        measured = columns[0][_COLUMNS], float(np.maximum(abs(columns[0][Column.MIN]), abs(columns[0][Column.MAX])))
+        measured = columns[0][_ROW], float(np.maximum(abs(columns[0][Column.MIN]), abs(columns[0][Column.MAX])))
     row, peak = measured
     units = 1 if unit_dim is None else values.shape[unit_dim]
     peaks = _numbers([peak] * units)
@@ -168,6 +143,24 @@ def _on_device(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor
     return torch.cat((norm.to(accumulate), counts[0])), peaks.to(accumulate)
 
 
+class LabelTally(NamedTuple):
+    """The tallies of one label together."""
+
+    elements: float
+    units: float  # 0 where they are unknown
+    norm: float
+    zeros: float
+    nans: float
+    infs: float
+    peak: float  # the largest magnitude; NaN where there is a NaN
+    dead: float  # output units that were zero in every element
+    graded: float  # tallies with a gradient
+    gradient: float  # its norm
+
+
+_NORM, _PEAK, _GRADIENT = (LabelTally._fields.index(name) for name in ("norm", "peak", "gradient"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTallies:
     """The tallies of one device in a vector: rows, then the largest peaks, zero units and gradients. Arrays of shape (n,)."""
@@ -177,15 +170,13 @@ class PackedTallies:
     units: IntArray
     graded: BoolArray
 
-    def values(self, vector: FloatArray) -> FloatArray:
-        """Return what the vector says, once it has arrived: shape (n, columns of `OfOutput`)."""
+    def unpacked(self, vector: FloatArray) -> FloatArray:
+        """Return what the vector says, once it has arrived: shape (n, fields of `LabelTally`)."""
         count = len(self.labels)
-        values = np.zeros((count, len(OfOutput)))
         rows, rest = vector[: 4 * count].reshape(count, 4), vector[4 * count :]
-        values[:, _ROW] = rows
-        values[:, OfOutput.PEAK], values[:, OfOutput.DEAD] = rest[:count], rest[count : 2 * count]
-        values[self.graded, OfOutput.GRADIENT] = rest[2 * count :]
-        return values
+        gradients = np.zeros(count)
+        gradients[self.graded] = rest[2 * count :]
+        return np.column_stack((self.elements, self.units, rows, rest[:count], rest[count : 2 * count], self.graded, gradients))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,17 +189,26 @@ class SentTallies:
     devices: tuple[PackedTallies, ...]
     known: bool
 
-    def sample(self, values: tuple[FloatArray, ...]) -> ActivationSample:
-        """Return what the vectors of the devices say."""
-        scale = float(values[-1][0]) if len(values) > len(self.devices) else 1.0
-        return ActivationSample(
-            tuple(label for packing in self.devices for label in packing.labels),
-            np.concatenate([packing.elements for packing in self.devices]),
-            np.concatenate([packing.units for packing in self.devices]),
-            np.concatenate([packing.graded for packing in self.devices]),
-            np.concatenate([packing.values(vector) for packing, vector in zip(self.devices, values, strict=False)]),
-            scale if self.known else float("nan"),
-        )
+    def scale(self, values: tuple[FloatArray, ...]) -> float | None:
+        """Return by what the loss was scaled, None if unknown."""
+        if not self.known:
+            return None
+        return float(values[-1][0]) if len(values) > len(self.devices) else 1.0
+
+    def by_label(self, values: tuple[FloatArray, ...]) -> dict[str, LabelTally]:
+        """Return what the vectors of the devices say, of all tallies of a label together."""
+        labels = [label for packing in self.devices for label in packing.labels]
+        number = {label: place for place, label in enumerate(dict.fromkeys(labels))}
+        group, count = np.array([number[label] for label in labels], dtype=np.int64), len(number)
+        rows = np.concatenate([packing.unpacked(vector) for packing, vector in zip(self.devices, values, strict=False)])
+        together, peaks = np.zeros((count, rows.shape[1])), np.full(count, -np.inf)
+        with np.errstate(all="ignore"):  # a NaN stays one
+            np.add.at(together, group, rows)
+            np.maximum.at(peaks, group, rows[:, _PEAK])
+            for column in (_NORM, _GRADIENT):
+                together[:, column] = root_of_squares(rows[:, column], group, count)
+        together[:, _PEAK] = peaks
+        return {label: LabelTally(*together[place].tolist()) for label, place in number.items()}
 
 
 def packed(labelled: Sequence[tuple[str, Tally]]) -> tuple[PackedTallies, torch.Tensor]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from torch_grad_exporter.inspection.tallies import ActivationSample, OfOutput, SentTallies
+from torch_grad_exporter.inspection.tallies import SentTallies
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.records import Inspected
 
 # Names that are shown, at most, and the name under which all others are shown together.
@@ -65,23 +62,17 @@ class WatchTotals:
         if isinstance(record.data, ClipCounts):
             self._take_counts(record.data, values)
         elif isinstance(record.data, SentTallies):
-            self._take_sample(record.data.sample(values))
-
-    def _take_sample(self, sample: ActivationSample) -> None:
-        """Count the gradients of a sampled round, in which a name may have had several."""
-        known, changed = not np.isnan(sample.scale), {}
-        for label in dict.fromkeys(sample.layers):
-            own = np.array([layer == label for layer in sample.layers])
-            values: FloatArray = sample.values[own]
-            before = self._values.get(label, WatchedGradient())
-            changed[label] = replace(
-                before,
-                nans=before.nans + float(values[:, OfOutput.NANS].sum()),
-                infs=before.infs + float(values[:, OfOutput.INFS].sum()),
-                norm=length(values[:, OfOutput.NORM]) / sample.scale if known else None,
-                zero_ratio=float(values[:, OfOutput.ZEROS].sum() / sample.elements[own].sum()),
-            )
-        self._values = {**self._values, **changed}
+            scale, changed = record.data.scale(values), {}
+            for label, tally in record.data.by_label(values).items():
+                before = self._values.get(label, WatchedGradient())
+                changed[label] = replace(
+                    before,
+                    nans=before.nans + tally.nans,
+                    infs=before.infs + tally.infs,
+                    norm=None if scale is None else tally.norm / scale,
+                    zero_ratio=tally.zeros / tally.elements,
+                )
+            self._values = {**self._values, **changed}
 
     def _take_counts(self, sent: ClipCounts, counts: tuple[FloatArray, ...]) -> None:
         """Take a count for each label of each device."""
