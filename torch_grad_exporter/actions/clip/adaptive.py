@@ -54,6 +54,7 @@ class AutoClip(Policy):
         history, count = memory["history"], memory["count"]
         norms = measured.norms.to(history.dtype)
         entered = remembered(norms)
+        # A ring: the newest norm replaces the oldest. A norm that is not remembered writes back what is there.
         place = (count % self.history_size)[None]
         history.scatter_(0, place, torch.where(entered, norms[None], history.gather(0, place)))
         count += entered
@@ -175,6 +176,7 @@ class Plateau(Policy):
         better = seen & (loss < memory["best"])
         memory["best"] = torch.where(better, loss, memory["best"])
         bad = torch.where(better, 0.0, memory["bad_epochs"] + seen)
+        # No `if` anywhere: it would wait for the device.
         enough = bad >= self.patience
         smaller = (memory["max_norm"] * self.factor).clamp(min=self.min_norm)
         memory["max_norm"] = torch.where(enough, smaller, memory["max_norm"])

@@ -208,6 +208,7 @@ class ClipAtSteps:
             if record is not None:
                 if record.flag.is_set and stepping_around(sys._getframe(1)) is not optimizer:
                     record.flag.clear(optimizer)  # of a step that raised
+                # The user may have added hooks since the last step, which must run before ours.
                 if not hooked_last(optimizer, self._clips):
                     if record.handle is not None:
                         record.handle.remove()
@@ -242,7 +243,7 @@ class ClipAtSteps:
                 self._clip(record, optimizer)
             return loss
 
-        with contextlib.suppress(AttributeError, TypeError):
+        with contextlib.suppress(AttributeError, TypeError):  # a callable without a name
             functools.update_wrapper(clipped, closure)
         return clipped
 
@@ -260,12 +261,14 @@ class ClipAtSteps:
                 f"{name} steps within the backward, before all gradients are known; step after it, or leave out clip="
             )
         clipping = record.clipping or self._first_clipping(record, optimizer)
+        # Here, on the thread that trains: a loss may be on a device.
         while self._losses:
             loss, epoch = self._losses.popleft()
             for each in self._optimizers.clippings().values():
                 each.observe(loss, epoch)
         if capturing_graph() and clipping.remembers:
             raise RuntimeError("a CUDA graph is being captured, in whose replays a policy's memory would stand still")
+        # A scaler leaves the division by its scale to fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         _, decision = clipping(scale if isinstance(scale, torch.Tensor) else None)
         skip, policy = None if decision is None else decision.skip, self._options.policy

@@ -95,6 +95,7 @@ class Clipper:
         Returns:
             Their global norm before clipping, on their device.
         """
+        # Without a decision, because there is no gradient, the flags of an earlier call must not hold.
         norm, decision = self._clipping()
         skip = None if decision is None else decision.skip
         if self._fused is not None:

@@ -46,6 +46,7 @@ class MaxNorm(Policy):
 
     def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
         """Apply the same limit to all groups."""
+        # A Python number leaves the norms in their own type, which the bits of `clip_grad_norm_` need.
         return Decision(self.max_norm, shrink(measured.norms, float(self.max_norm)))
 
 
@@ -65,6 +66,7 @@ class MaxValue(Policy):
     def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
         """Limit elements, unless the norm is not finite."""
         device = measured.total.device
+        # In the widest type, so that the limit of float64 gradients is not rounded.
         limit = torch.full((), self.value, device=device, dtype=wide(device))
         return Decision(self.value, limit=torch.where(finite(measured.total), limit, torch.inf))
 
@@ -96,6 +98,7 @@ class AGC(Policy):
             raise RuntimeError("AGC was measured without the norms of the weights")
         limit = weights.clamp(min=self.eps) * self.clip_factor
         clipped = (norms > limit) & finite(norms)
+        # The smallest norm is that of the authors' program.
         return Decision(limit, torch.where(clipped, limit / norms.clamp(min=1e-6), 1.0))
 
 
@@ -120,7 +123,7 @@ class LayerScale(Policy):
             except (TypeError, re.error) as error:
                 raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): expected a regular expression ({error})") from None
             check_number(f"LayerScale(factors={{{expression!r}: {factor!r}}})", factor, example=0.1)
-        object.__setattr__(self, "factors", dict(self.factors))
+        object.__setattr__(self, "factors", dict(self.factors))  # the user may change the mapping later
 
     def check_layers(self, layers: Sequence[str], /) -> None:
         """Each expression matches a layer now; the layer may go later."""

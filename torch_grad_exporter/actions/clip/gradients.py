@@ -59,6 +59,7 @@ class Gradients:
         """Return the norm of each gradient in the order of `kinds`; `exact`: rounded like `clip_grad_norm_`, except float16."""
         norms: list[torch.Tensor] = []
         for (tensors, _), at_once in zip(self.kinds, self.at_once, strict=True):
+            # Squares of float16 overflow, and sums of bfloat16 lose what is small.
             kept = tensors[0].dtype not in HALF or (exact and tensors[0].dtype == torch.bfloat16)
             norms += norms_of(tensors, None if kept else torch.float32, at_once=at_once)
         return norms if len(self.kinds) == 1 else [norm.to(self.device) for norm in norms]
@@ -90,6 +91,7 @@ class Gradients:
             layers = coefficients.unbind()
             factors = [layers[layer] for layer in parameters.layer_of]
         for (tensors, indices), at_once in zip(self.kinds, self.at_once, strict=True):
+            # One call for all tensors of a kind: a kernel for each would cost more than the arithmetic.
             device, dtype = tensors[0].device, tensors[0].dtype
             if scope == "model":
                 multiply_(tensors, _fitting(coefficients, device, dtype), at_once=at_once)
@@ -121,7 +123,7 @@ def gradients_of(parameters: ParameterSet, foreach: bool | None, scale: torch.Te
     every = [parameter.grad for parameter in parameters.parameters]
     positions = [position for position, gradient in enumerate(every) if gradient is not None]
     parts = [
-        gradient
+        gradient  # the usual case, without a call
         if type(gradient) is torch.Tensor and gradient.layout is torch.strided
         else _part(parameters.entries[position], gradient)
         for position, gradient in enumerate(every)
@@ -185,7 +187,7 @@ class NormMeter:
         return GradientNorms(measured.norms / scale, measured.total / scale, measured.weights)
 
     def _measured(self, gradients: Gradients) -> GradientNorms:
-        if self._scope == "model" and not self._reduction.needed:
+        if self._scope == "model" and not self._reduction.needed:  # as `clip_grad_norm_` does it, with its bits
             total = torch.linalg.vector_norm(torch.stack(gradients.norms(exact=self._exact)))
             return GradientNorms(total, total)
         count = len(self._entries)
@@ -255,6 +257,7 @@ class _Reduction:
             return norms
         squares = norms.to(wide(norms.device)).square()
         for group, positions in self._plan:
+            # One collective for all norms, since each costs a round trip.
             packed = squares if positions is None else squares.index_select(0, positions)
             dist.all_reduce(packed, group=group)
             if positions is not None:

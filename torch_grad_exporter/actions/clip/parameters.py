@@ -80,6 +80,7 @@ class ClippedParameter:
             return values.reshape(-1, *(1,) * (len(shape) - 1))
         rest = math.prod(shape) // math.prod(size for size in self.layout.shape if size > 0)
         viewed = [rest if size < 0 else size for size in self.layout.shape]
+        # Units lie across several dimensions, so their values are spread over the whole weight.
         marked = [size if dim in self.layout.dims else 1 for dim, size in enumerate(viewed)]
         return values.reshape(marked).expand(viewed).reshape(shape)
 
@@ -180,6 +181,7 @@ class ParameterTracker:
         optimizer = None if self._optimizer is None else self._optimizer()
         owned = [] if optimizer is None else [parameter for group in optimizer.param_groups for parameter in group["params"]]
         modules = [module for reference in self._modules if (module := reference()) is not None]
+        # Compared in each step, so without a Python call for each parameter.
         identities = [*_identities(modules), [*map(id, owned)]]
         if identities != self._identities or (self._current is not None and self._current.lazy):
             models = {name: model for name, reference in self._models.items() if (model := reference()) is not None}
@@ -204,7 +206,7 @@ class ParameterTracker:
 
 
 def _identities(modules: Sequence[torch.nn.Module]) -> tuple[list[int], list[int]]:
-    """Return those of the modules' parameters and children, without a Python call for each."""
+    """Return those of the modules' parameters and children."""
     owned = itertools.chain.from_iterable(parameters.values() for parameters in map(parameters_in, modules))
     children = itertools.chain.from_iterable(inner.values() for inner in map(children_in, modules))
     return [*map(id, owned)], [*map(id, children)]
@@ -220,7 +222,7 @@ def listed(given: object) -> Iterator[ClippedParameter]:
         if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
             text = repr(item) if len(repr(item)) <= 60 else f"<{type(item).__name__}>"
             raise TypeError(f"Clipper(model_or_parameters={text}): {EXPECTED}")
-        if id(parameter) in seen:
+        if id(parameter) in seen:  # tied: measured and clipped once
             continue
         if name in named:
             raise ValueError(

@@ -58,7 +58,7 @@ class PolicyRun:
         """Measure, unless that is done, and decide."""
         key = (self.policy.scope, self.policy.needs_weights, self.policy.exact)
         measured = measurements.get(key)
-        if measured is None:
+        if measured is None:  # else another policy has asked for the same, which may have cost a collective
             measured = measurements[key] = self._meter(gradients)
         self.decision = decision = self.policy.decide(measured, self._memory)
         return measured, decision
@@ -87,6 +87,7 @@ class PolicyRun:
         count = len(parameters.layers) if scope == "layer" else sum(entry.units for entry in parameters.entries)
         groups = NormGroups(() if scope == "model" else (count,), parameters.layers, device, wide(device))
         meter, memory = NormMeter(parameters, self.policy, device), self.policy.start(groups)
+        # From here on nothing raises, so a failure above leaves everything as it was.
         self._parameters, self._groups, self._meter, self._memory, self.decision = parameters, groups, meter, memory, None
         self._layer_of_unit = None
         if before is None:

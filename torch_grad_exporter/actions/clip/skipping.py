@@ -33,6 +33,7 @@ class SkipFlag:
         """Tell the optimizer whether to skip the step that it is about to take; joins the flag of a gradient scaler."""
         self.clear(optimizer)  # a closure may be evaluated several times
         self._before = before = getattr(optimizer, "found_inf", None)
+        # A scaler's flag stays in force: the step is skipped if either asks for it.
         ours = skip.to(torch.float32)
         self._ours = ours if before is None else torch.maximum(before, ours.to(before.device).reshape(before.shape))
         optimizer.found_inf = self._ours  # type: ignore[attr-defined]
