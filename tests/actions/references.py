@@ -50,10 +50,10 @@ def whole(gradients: Arrays) -> float:
 
 def by_layer(gradients: Arrays) -> dict[str, dict[str, Array]]:
     """The gradients of each layer."""
-    found: dict[str, dict[str, Array]] = {}
+    layers: dict[str, dict[str, Array]] = {}
     for name, gradient in gradients.items():
-        found.setdefault(layer(name), {})[name] = gradient
-    return found
+        layers.setdefault(layer(name), {})[name] = gradient
+    return layers
 
 
 def scaled(gradients: Arrays, factor: float) -> dict[str, Array]:

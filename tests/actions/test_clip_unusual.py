@@ -24,13 +24,13 @@ class Around(torch.optim.Optimizer):
     """An optimizer whose step calls those of others, as Lookahead does. `own`: parameters that it trains itself."""
 
     def __init__(self, *inner: torch.optim.Optimizer, own: list[torch.nn.Parameter] | None = None) -> None:
-        parameters = [p for one in inner for group in one.param_groups for p in group["params"]]
+        parameters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
         super().__init__([*parameters, *(own or [])], {})
         self.inner, self.own = inner, own or []
 
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - as its base
-        for one in self.inner:
-            one.step(closure)
+        for optimizer in self.inner:
+            optimizer.step(closure)
         with torch.no_grad():
             for parameter in self.own:
                 assert parameter.grad is not None
@@ -128,7 +128,7 @@ def test_a_candidate_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     loop.agrees(references.MaxNorm(0.1))
 
 
-# A fused optimizer that was told to leave a step out
+# Fused optimizers that skip a step
 
 
 @pytest.mark.parametrize("ended_by", ["the next step", "the end"])
@@ -239,7 +239,7 @@ class NoRead(TorchDispatchMode):
         (AGC(0.02), scaled_and_fused),
         (SkipAbove(0.1), scaled_and_fused),
     ],
-    ids=lambda one: getattr(one, "__name__", type(one).__name__),
+    ids=lambda case: getattr(case, "__name__", type(case).__name__),
 )
 def test_no_step_reads_a_value(policy: Any, loop: Training) -> None:  # noqa: ANN401 - the policies have no public base
     """Between the first hook before the step and its end nothing waits for a device."""

@@ -37,13 +37,13 @@ def test_max_norm_gives_the_bits_of_clip_grad_norm(dtype: torch.dtype, foreach: 
     model = Perceptron().to(dtype)
     twin = copy.deepcopy(model)
     clipper = Clipper(model, MaxNorm(1.0), foreach=foreach)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05, foreach=foreach) for one in (model, twin)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05, foreach=foreach) for net in (model, twin)]
     clipped = 0
     for _ in range(20):
         inputs = batch().to(dtype)
-        for one, optimizer in zip((model, twin), optimizers, strict=True):
+        for net, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
-            (one(inputs).square().mean() * torch.rand((), generator=torch.Generator().manual_seed(7)) * 6).backward()
+            (net(inputs).square().mean() * torch.rand((), generator=torch.Generator().manual_seed(7)) * 6).backward()
         norm, expected = clipper(), torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0, foreach=foreach)
         assert norm.dtype == expected.dtype
         assert torch.equal(norm, expected)
@@ -62,10 +62,10 @@ def test_other_types_have_the_bits_of_clip_grad_norm() -> None:
     for parameter in ours:
         parameter.grad = torch.randn(3, 4, dtype=parameter.dtype)
     theirs = copy.deepcopy(ours)
-    for one, other in zip(ours, theirs, strict=True):
-        other.grad = one.grad.clone()
+    for mine, other in zip(ours, theirs, strict=True):
+        other.grad = mine.grad.clone()
     assert torch.equal(Clipper(ours, MaxNorm(1.0))(), torch.nn.utils.clip_grad_norm_(theirs, 1.0))
-    assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
+    assert all(torch.equal(mine.grad, other.grad) for mine, other in zip(ours, theirs, strict=True))
     conjugate = [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2)]
     for parameter in conjugate:  # which PyTorch cannot multiply together
         parameter.grad = torch.tensor([3 + 4j, 0, 0]).conj()
@@ -160,8 +160,8 @@ def test_going_on_after_loading(name: str) -> None:
             clippers[1] = Clipper(broken, policy)
             clippers[1].load_state_dict(torch.load(file, weights_only=True))
         gradients(straight, step, random)
-        for one, other in zip(straight.parameters(), broken.parameters(), strict=True):
-            other.grad = one.grad.clone()
+        for mine, other in zip(straight.parameters(), broken.parameters(), strict=True):
+            other.grad = mine.grad.clone()
         norms = [clipper() for clipper in clippers]
         for clipper in clippers:
             clipper.observe(2.0, epoch=step // 2)
@@ -226,7 +226,7 @@ def test_a_step_above_the_limit_changes_nothing(fused: bool, scaled: bool) -> No
     torch.manual_seed(0)
     model, twin = Perceptron(), Perceptron()
     twin.load_state_dict(model.state_dict())
-    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused) for one in (model, twin))
+    optimizer, other = (torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused) for net in (model, twin))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
     clipper = Clipper(model, SkipAbove(10.0), optimizers=[optimizer] if fused else [])
     for step in range(8):

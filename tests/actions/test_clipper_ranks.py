@@ -39,8 +39,8 @@ def ddp(model: torch.nn.Module) -> torch.nn.Module:
 
 def fsdp(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> torch.nn.Module:
     """Return an FSDP2 model by layer, whose second layer lies on two ranks unevenly."""
-    for one in (model.first, model.second, model):
-        fully_shard(one, mesh=mesh)
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh)
     return model
 
 
@@ -144,7 +144,7 @@ def _follow(rank: int, regime: str, name: str, policy: Any, reference: Any, *, a
         assert after.keys() == expected.keys()
         for parameter, gradient in after.items():
             np.testing.assert_allclose(gradient, expected[parameter], rtol=1e-5, atol=1e-9, err_msg=f"{name}, {parameter}")
-        assert any(not np.allclose(after[one], before[one], rtol=1e-4) for one in after) or policy.scope != "unit"
+        assert any(not np.allclose(after[key], before[key], rtol=1e-4) for key in after) or policy.scope != "unit"
         if clipper is not None:
             assert float(norm) == pytest.approx(references.whole(before), rel=1e-5), name
             if policy.scope != "unit":
@@ -208,7 +208,7 @@ def special_cases(rank: int, store: str) -> None:
     with Collectives() as collectives:
         trying()
     assert collectives.number == 3  # of the model, rounded as clip_grad_norm_ does or not, and by layer
-    assert [int(one.clipped_steps) for one in trying.candidates] == [1, 1, 0, 0]
+    assert [int(candidate.clipped_steps) for candidate in trying.candidates] == [1, 1, 0, 0]
 
     # A skipped step is skipped on both ranks, though their own parts have different norms.
     skipping = Clipper(model, SkipAbove(references.whole(before) * 0.9))

@@ -76,10 +76,10 @@ def follow(name: str, dtype: torch.dtype, steps: int, rtol: float, atol: float =
         np.testing.assert_allclose(
             np.broadcast_to(clipper.threshold.double().numpy().reshape(-1), len(thresholds)), thresholds, rtol=1e-5
         )
-        for one, gradient in arrays(gradients_of(model)).items():
-            error = np.abs(gradient - expected[one]).max(initial=0)
-            assert error <= rtol * np.abs(expected[one]).max(initial=0) + atol, f"{one} in step {step}"
-            changed += not np.array_equal(gradient, before[one])
+        for key, gradient in arrays(gradients_of(model)).items():
+            error = np.abs(gradient - expected[key]).max(initial=0)
+            assert error <= rtol * np.abs(expected[key]).max(initial=0) + atol, f"{key} in step {step}"
+            changed += not np.array_equal(gradient, before[key])
     assert changed > 0  # the formula clipped at times
 
 
@@ -121,18 +121,18 @@ def test_nonfinite_norms_change_nothing(name: str) -> None:
             for parameter in model.parameters():
                 parameter.grad = torch.randn(parameter.shape)
             model.linear.weight.grad[1, 2] = BAD[step]
-            before = {one: gradient.clone() for one, gradient in gradients_of(model).items()}
+            before = {key: gradient.clone() for key, gradient in gradients_of(model).items()}
             assert not math.isfinite(disturbed())
-            for one in before if policy.scope == "model" else ["linear.weight"]:
+            for key in before if policy.scope == "model" else ["linear.weight"]:
                 rows = 1 if policy.scope == "unit" else slice(None)
-                assert torch.equal(before[one][rows].nan_to_num(7.0), gradients_of(model)[one][rows].nan_to_num(7.0))
+                assert torch.equal(before[key][rows].nan_to_num(7.0), gradients_of(model)[key][rows].nan_to_num(7.0))
         gradients(model, step, random)
-        kept = {one: gradient.clone() for one, gradient in gradients_of(model).items()}
+        kept = {key: gradient.clone() for key, gradient in gradients_of(model).items()}
         disturbed()
-        first = {one: gradient.clone() for one, gradient in gradients_of(model).items()}
-        for one, parameter in model.named_parameters():
-            parameter.grad = kept[one]
+        first = {key: gradient.clone() for key, gradient in gradients_of(model).items()}
+        for key, parameter in model.named_parameters():
+            parameter.grad = kept[key]
         calm()
         if policy.scope == "model":
-            assert all(torch.equal(first[one], gradient) for one, gradient in gradients_of(model).items())
+            assert all(torch.equal(first[key], gradient) for key, gradient in gradients_of(model).items())
     assert torch.equal(disturbed.threshold.reshape(-1)[0], calm.threshold.reshape(-1)[0])  # the first layer is the linear one

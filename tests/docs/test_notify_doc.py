@@ -76,8 +76,8 @@ def test_the_first_example_notifies(caplog: pytest.LogCaptureFixture, monkeypatc
 )
 def test_the_body_of_a_message(number: int, name: str, body: object, kind: str, tmp_path: Path) -> None:
     """Slack gets JSON with `text`, Discord JSON with `content`, and ntfy plain text."""
-    found, content_type = sent(number, name, tmp_path)
-    assert (json.loads(found) if "json" in kind else found.decode(), content_type) == (body, kind)
+    content, content_type = sent(number, name, tmp_path)
+    assert (json.loads(content) if "json" in kind else content.decode(), content_type) == (body, kind)
 
 
 def test_the_page_has_the_fields_of_a_payload() -> None:

@@ -18,22 +18,22 @@ pytestmark = pytest.mark.server
 
 def test_a_fault_reaches_the_pager(tmp_path: Path) -> None:
     """A NaN loss is a critical alert with the labels and summary of Prometheus, sent to the pager, and resolved at the end."""
-    with webhook() as told, alertmanager(tmp_path, shortened(tmp_path, told)) as real:
+    with webhook() as received, alertmanager(tmp_path, shortened(tmp_path, received)) as real:
         trained = Trained(Alertmanager(real.url), run="nan run", rank=0)
 
-        def found() -> list[Mapping[str, Any]]:
+        def active() -> list[Mapping[str, Any]]:
             return [alert for alert in real.alerts() if alert["labels"]["alertname"] == "TrainingNonFiniteLoss"]
 
         with trained.exporter:
             trained.train(nan=True)
-            assert eventually(lambda: bool(found()))
-            (alert,) = found()
+            assert eventually(lambda: bool(active()))
+            (alert,) = active()
             assert alert["labels"] == {
                 "alertname": "TrainingNonFiniteLoss", "severity": "critical", "run": "nan run", "rank": "0",
             }  # fmt: skip
             assert alert["annotations"]["summary"] == "The loss of run nan run is NaN or infinite."
             assert "Check whether it continues." in alert["annotations"]["description"]
-            assert [one["name"] for one in alert["receivers"]] == ["pager"]
-            assert eventually(lambda: ("pager", "TrainingNonFiniteLoss", "nan run") in told.firing())
-        assert eventually(lambda: ("pager", "TrainingNonFiniteLoss", "nan run") in told.resolved())
-        assert found() == []
+            assert [receiver["name"] for receiver in alert["receivers"]] == ["pager"]
+            assert eventually(lambda: ("pager", "TrainingNonFiniteLoss", "nan run") in received.firing())
+        assert eventually(lambda: ("pager", "TrainingNonFiniteLoss", "nan run") in received.resolved())
+        assert active() == []

@@ -51,7 +51,7 @@ class Ranks:
             store.close()
 
 
-def told(there: Receiver) -> list[tuple[str, str, int]]:
+def sent(there: Receiver) -> list[tuple[str, str, int]]:
     """Return alert, status and rank of each notification."""
     return [(asked.json["alert"], asked.json["status"], asked.json["rank"]) for asked in there.asked]
 
@@ -62,11 +62,11 @@ def test_rank_0_sends_each_problem_once() -> None:
         scene = Ranks(there)
         scene.seconds(5, {})
         scene.seconds(5, {0: [SPIKES], 1: [SPIKES], 2: [SPIKES, STALLED]})
-        assert sorted(told(there)) == [("LossSpike", "firing", 0), ("TrainingStalled", "firing", 2)]
+        assert sorted(sent(there)) == [("LossSpike", "firing", 0), ("TrainingStalled", "firing", 2)]
         scene.seconds(5, {1: [SPIKES]})  # it goes on as long as any rank has it, under the name that it began with
-        assert told(there)[2:] == [("TrainingStalled", "resolved", 2)]
+        assert sent(there)[2:] == [("TrainingStalled", "resolved", 2)]
         scene.seconds(5, {})
-        assert told(there)[3:] == [("LossSpike", "resolved", 0)]
+        assert sent(there)[3:] == [("LossSpike", "resolved", 0)]
         scene.close()
 
 
@@ -76,11 +76,11 @@ def test_without_rank_0_each_rank_sends_its_own() -> None:
         scene = Ranks(there)
         scene.seconds(5, {})
         scene.seconds(int(GONE_SECONDS), {1: [STALLED], 2: [STALLED]}, without=(0,))
-        assert told(there) == []
+        assert sent(there) == []
         scene.seconds(5, {1: [STALLED], 2: [STALLED]}, without=(0,))
-        assert sorted(told(there)) == [("TrainingStalled", "firing", 1), ("TrainingStalled", "firing", 2)]
+        assert sorted(sent(there)) == [("TrainingStalled", "firing", 1), ("TrainingStalled", "firing", 2)]
         scene.seconds(5, {1: [STALLED], 2: [STALLED]})
-        assert told(there)[2:] == [("TrainingStalled", "firing", 1)]
+        assert sent(there)[2:] == [("TrainingStalled", "firing", 1)]
         scene.close()
 
 
@@ -88,17 +88,17 @@ def test_reports_of_an_ended_process_are_ignored() -> None:
     """A report of a process before a restart is neither a problem nor a sign of rank 0."""
     shared, clock = dist.HashStore(), Clock()
     store = JobStore(lambda: shared)
-    found = {("LossSpike", "warning", None): notification()}
+    active = {("LossSpike", "warning", None): notification()}
     for rank in (0, 1):
         for _ in range(3):
-            Job(store, rank, 2, clock=clock, started=1).exchange(found)
+            Job(store, rank, 2, clock=clock, started=1).exchange(active)
     first, second = (Job(store, rank, 2, clock=clock, started=2) for rank in (0, 1))
     assert first.exchange({}) == {}
     store.publish("notify/0", b"[1, 3, []]")  # as it was before the restart
     clock.time = GONE_SECONDS - 1
-    assert second.exchange(found) is None
+    assert second.exchange(active) is None
     clock.time = GONE_SECONDS + 1
-    assert second.exchange(found) == found
+    assert second.exchange(active) == active
     store.close()
 
 
@@ -111,9 +111,9 @@ def test_a_failing_store_leaves_ranks_alone() -> None:
     with receiver() as there:
         scene = Ranks(there, ranks=2, connect=broken)
         scene.seconds(1, {0: [SPIKES], 1: [SPIKES]})
-        assert told(there) == [("LossSpike", "firing", 0)]
+        assert sent(there) == [("LossSpike", "firing", 0)]
         scene.seconds(int(GONE_SECONDS) + 1, {0: [SPIKES], 1: [SPIKES]})
-        assert told(there)[1:] == [("LossSpike", "firing", 1)]
+        assert sent(there)[1:] == [("LossSpike", "firing", 1)]
         scene.close()
 
 
@@ -123,9 +123,9 @@ def test_a_failed_rank_sends_its_own_end() -> None:
         scene = Ranks(there)
         scene.seconds(5, {})
         scene.ranks[1].at(6.0, FAILED, last=True)
-        assert told(there) == [("TrainingFailed", "firing", 1)]
+        assert sent(there) == [("TrainingFailed", "firing", 1)]
         scene.seconds(5, {}, without=(1,))
-        assert len(told(there)) == 1
+        assert len(sent(there)) == 1
         scene.close()
 
 
@@ -170,7 +170,7 @@ def test_two_processes_send_once(tmp_path: Path) -> None:
         thread.start()
         run_ranks(_rank, str(tmp_path), there.url)
         thread.join()
-        found = [json.loads(asked.body) for asked in there.asked]
-    told = [(one["alert"], one["status"], one["run"]) for one in found]
-    assert told[0] == ("TrainingNonFiniteLoss", "firing", "two ranks")
-    assert told[1:] in ([], [("TrainingNonFiniteLoss", "resolved", "two ranks")])  # a slow machine has no time for it at the end
+        bodies = [json.loads(asked.body) for asked in there.asked]
+    sent = [(body["alert"], body["status"], body["run"]) for body in bodies]
+    assert sent[0] == ("TrainingNonFiniteLoss", "firing", "two ranks")
+    assert sent[1:] in ([], [("TrainingNonFiniteLoss", "resolved", "two ranks")])  # a slow machine has no time for it at the end

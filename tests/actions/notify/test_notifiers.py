@@ -66,10 +66,10 @@ def test_wrong_arguments_raise(
 def clean(error: BaseException) -> bool:
     """Return whether an error and its causes have no secret."""
     chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None:
-        chain.append(one)
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return not any(SECRET in f"{each!r} {each}" for each in chain)
 
 
@@ -98,9 +98,9 @@ def test_no_repr_shows_an_address_or_a_header(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_WEBHOOK_URL", URL)
     file = tmp_path / "url"
     file.write_text(f"{URL}\n")
-    for one in (Webhook(URL, headers={"Authorization": SECRET}), Webhook(url_file=file), Webhook(), Alertmanager(URL)):
-        assert SECRET not in f"{one!r} {one} {[one]}"
-        assert "<hidden>" in repr(one)
+    for notifier in (Webhook(URL, headers={"Authorization": SECRET}), Webhook(url_file=file), Webhook(), Alertmanager(URL)):
+        assert SECRET not in f"{notifier!r} {notifier} {[notifier]}"
+        assert "<hidden>" in repr(notifier)
     assert repr(Log()) == "Log(min_severity='info')"
 
 
@@ -120,9 +120,9 @@ def test_sources_of_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert re.search("url_file='.*url', its content=<hidden>: expected an address", str(failure(by_file)))
 
 
-def sent(body: bodies.Body | None, one: Notification) -> tuple[object, str]:
+def sent(body: bodies.Body | None, problem: Notification) -> tuple[object, str]:
     """Return the decoded body of a webhook and its content type."""
-    content, kind = bodies.encoded(bodies.checked(body), one)
+    content, kind = bodies.encoded(bodies.checked(body), problem)
     return (json.loads(content) if kind == bodies.JSON else content.decode()), kind
 
 
@@ -146,7 +146,7 @@ def test_a_body_is_a_template_or_a_callable() -> None:
         "blocks": [{"type": "section", "n": 3, "text": {"text": f"warning: {nasty} (0.5)"}}], "cost": "$5",
     }  # fmt: skip
     assert sent("${alert} at $step", notification()) == ("LossSpike at 7", "text/plain; charset=utf-8")
-    assert sent(lambda one: {"text": one.alert}, notification()) == ({"text": "LossSpike"}, "application/json")
+    assert sent(lambda problem: {"text": problem.alert}, notification()) == ({"text": "LossSpike"}, "application/json")
     assert sent(lambda _: b"[1]", notification()) == ([1], "application/json")
 
 
@@ -155,7 +155,7 @@ def test_a_body_is_a_template_or_a_callable() -> None:
 )
 def test_min_severity(notifier: Log | Webhook | Alertmanager, expected: int) -> None:
     """`min_severity` takes its own severity and worse ones."""
-    assert sum(notifier.takes(notification(severity=one)) for one in ("info", "warning", "critical")) == expected
+    assert sum(notifier.takes(notification(severity=severity)) for severity in ("info", "warning", "critical")) == expected
 
 
 def test_the_summary_of_prometheus() -> None:
@@ -264,10 +264,10 @@ def test_a_body_that_fails() -> None:
         assert "not JSON serializable" in str(failure(Webhook(there.url, body=lambda _: {1, 2})))
         assert "it raised SystemExit" in str(failure(Webhook(there.url, body=lambda _: sys.exit())))
 
-        def told(_one: object) -> object:
+        def unreachable(_problem: object) -> object:
             raise OSError(f"no answer of {there.url}/secret")
 
-        assert str(failure(Webhook(there.url, body=told))) == "body= has failed: OSError: no answer of <address>"
+        assert str(failure(Webhook(there.url, body=unreachable))) == "body= has failed: OSError: no answer of <address>"
         assert there.asked == []
 
 

@@ -97,7 +97,7 @@ def test_a_fault_reaches_log_and_webhook(caplog: pytest.LogCaptureFixture) -> No
             assert seen == ["TrainingNonFiniteLoss", "critical", "nan run", 3]
             assert payload["value"] in (1.0, 2.0, 3.0)
             assert "NaN" in payload["summary"]
-            assert {one.alert for one in trained.exporter.problems()} == {"TrainingNonFiniteLoss"}
+            assert {problem.alert for problem in trained.exporter.problems()} == {"TrainingNonFiniteLoss"}
             assert trained.value("torch_alerts_active", "TrainingNonFiniteLoss", "critical") == 1
             assert eventually(lambda: trained.value("torch_grad_exporter_notifications_total", "webhook", "sent") == 1)
         assert sent_once(trained, there)
@@ -112,7 +112,7 @@ def test_without_alerts_there_is_nothing() -> None:
         plain = lasting_threads()
         assert not any("notify" in name for name in plain)
         assert not {"torch_alerts_active", "torch_grad_exporter_notifications_total"} & {
-            one.spec.name for one in exporter.collect()
+            family.spec.name for family in exporter.collect()
         }
     with Trained(Log(), Webhook(refused_url())).exporter:
         added = [f"torch-grad-exporter-notify{name}" for name in ("", "-log", "-webhook")]
@@ -130,11 +130,11 @@ def test_the_training_is_the_same_bits() -> None:
             trained.train(10)
             trained.train(1, nan=True)
             trained.train(10)
-        return [one.detach().clone() for one in trained.model.parameters()]
+        return [parameter.detach().clone() for parameter in trained.model.parameters()]
 
     with receiver(then=Answer(hangs=True)) as hanging:
         some = parameters(Log(), Webhook(refused_url()), Webhook(hanging.url), Alertmanager(refused_url()))
-    assert all(torch.equal(one, other) for one, other in zip(some, parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(some, parameters(), strict=True))
 
 
 @pytest.mark.slow
