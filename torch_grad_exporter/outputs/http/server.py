@@ -84,7 +84,7 @@ class MetricsServer:
         self._loop.set_exception_handler(self._loop_failed)
         # Closed in place of the loop: Tornado would keep that until another one is made, and with it all that it refers to.
         self._tornado = AsyncIOLoop(asyncio_loop=self._loop, make_current=False)
-        self._workers = Workers(WORKERS, self._loop)
+        self._workers = Workers(WORKERS)
         endpoints = Endpoints(content, renderer, errors, self._workers, web_config=web_config, clock=clock)
         self._clients = Clients(listener, self._loop, endpoints, errors, timeout)
         self._thread = BackgroundThread("http-loop", self._run)

@@ -10,6 +10,7 @@ import asyncio
 import gzip
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -24,21 +25,14 @@ MAX_AGE = 1.0
 # Clients that wait for a scrape at a time, at most.
 MAX_WAITING = 64
 
-
 Result = TypeVar("Result")
 
 
 class Workers:
-    """Runs functions in threads of its own. `run` is for the thread of the loop, everything else for any.
+    """Runs functions in this many threads. `run` is for the thread of the loop, everything else for any."""
 
-    Args:
-        number: Of threads.
-        loop: The loop that waits for results.
-    """
-
-    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._jobs: SimpleQueue[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+    def __init__(self, number: int) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._threads = [BackgroundThread(f"http-worker-{i}", self._work) for i in range(number)]
 
     def start(self) -> None:
@@ -57,36 +51,29 @@ class Workers:
             thread.join(seconds)
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:  # noqa: ANN401 - of any function
-        """Return what the function returns, or raise what it raises. A caller that is cancelled does not stop the function."""
-        future: asyncio.Future[Result] = self._loop.create_future()
+        """Return the function's result, or raise its error. A caller that is cancelled does not stop a function that runs."""
+        future: Future[Result] = Future()
         self._jobs.put((future, function, arguments))
-        return await future
+        return await asyncio.wrap_future(future)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             future, function, arguments = job
-            result, failure = None, None
-            try:
-                result = function(*arguments)
-            except Exception as error:  # noqa: BLE001 - it is the caller's
-                failure = error
-            except BaseException as error:  # noqa: BLE001 - would end the loop that it is raised in
-                failure = RuntimeError(f"{type(error).__name__}: {error}")
-            THREAD_TIME.note()
-            try:
-                self._loop.call_soon_threadsafe(_settle, future, result, failure)
-            except RuntimeError:  # the loop is closed
-                return
-            del job, future, function, arguments, result, failure  # a thread that waits keeps nothing alive
-
-
-def _settle(future: asyncio.Future[Any], result: object, failure: Exception | None) -> None:
-    if future.done():  # cancelled, since its time was up
-        return
-    if failure is None:
-        future.set_result(result)
-    else:
-        future.set_exception(failure)
+            if future.set_running_or_notify_cancel():
+                result, failure = None, None
+                try:
+                    result = function(*arguments)
+                except Exception as error:  # noqa: BLE001 - it is the caller's
+                    failure = error
+                except BaseException as error:  # noqa: BLE001 - would end the loop that it is raised in
+                    failure = RuntimeError(f"{type(error).__name__}: {error}")
+                THREAD_TIME.note()
+                if failure is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(failure)
+                del result, failure
+            del job, future, function, arguments  # a thread that waits keeps nothing alive
 
 
 class ScrapeBusyError(Exception):
@@ -96,8 +83,7 @@ class ScrapeBusyError(Exception):
 class SharedScrape:
     """The last scrape and its bodies, made when first asked for. Belongs to the thread of the event loop.
 
-    One scrape runs at a time, and one that hangs is waited for by those who come later. After one that raises the next request
-    begins another.
+    One scrape runs at a time, and later clients wait for one that hangs. After one that raises the next request begins another.
 
     Args:
         content: Its `scrape` runs in a worker.
