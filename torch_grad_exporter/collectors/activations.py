@@ -43,7 +43,7 @@ ACTIVATION_NONFINITE_ELEMENTS = ACTIVATIONS.counter(
 )
 ACTIVATION_CAPTURES = ACTIVATIONS.counter(
     "torch_activation_captures_total",
-    "Sampled steps in which a module's outputs were measured: what torch_activation_nonfinite_elements_total is over.",
+    "Sampled steps in which a module's outputs were measured, which torch_activation_nonfinite_elements_total covers.",
     "layer",
     opt_in="activations",
 )

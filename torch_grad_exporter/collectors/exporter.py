@@ -65,19 +65,19 @@ EXPORTER_NOTIFICATIONS = METRICS.counter(
 )  # fmt: skip
 EXPORTER_ACTIONS = METRICS.counter(
     "torch_grad_exporter_actions_total",
-    "What exporter.on was asked to do, by action: done, failed because it raised, refused because the ranks did not agree, or dropped because too many waited or the run ended.",
+    "Actions of exporter.on by result: done, failed because it raised, refused because the ranks did not agree, or dropped because too many waited or the run ended.",
     "action", "result", opt_in="on",
 )  # fmt: skip
 EXPORTER_LAST_ACTION = METRICS.gauge(
     "torch_grad_exporter_last_action_timestamp_seconds",
-    "When exporter.on last did what it was asked to, by action, as Unix time; absent before the first time.",
+    "Unix time at which an action of exporter.on was last done; absent before the first time.",
     "action",
     unit="seconds",
     opt_in="on",
 )
 ALERTS_ACTIVE = METRICS.gauge(
     "torch_alerts_active",
-    "Problems that this process has found and that are not over, by alert.",
+    "Problems that this process has detected and that have not ended, by alert.",
     "alert",
     "severity",
     opt_in="alerts",

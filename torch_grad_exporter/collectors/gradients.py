@@ -56,7 +56,7 @@ GRAD_NORM_SQUARED_TOTAL = GRADIENTS.counter(
 )
 GRAD_CAPTURES = GRADIENTS.counter(
     "torch_grad_captures_total",
-    "Sampled steps in which the layer's gradient was read: what every per-layer total and histogram is over.",
+    "Sampled steps in which the layer's gradient was read, which every per-layer total and histogram covers.",
     "layer",
 )
 GRAD_SHARD_NORM = GRADIENTS.gauge(
@@ -107,7 +107,7 @@ GRAD_DEAD_RATIO = GRADIENTS.gauge(
 )
 GRAD_UNITS = GRADIENTS.gauge(
     "torch_grad_units",
-    "Output units of the layer's weights that have a gradient: what the shares of units are of; of this rank's part where the gradient is sharded.",
+    "Output units of the layer's weights that have a gradient, the whole of the shares of units; of this rank's part where the gradient is sharded.",
     "layer",
 )
 GRAD_MISSING_PARAMETERS = GRADIENTS.gauge(

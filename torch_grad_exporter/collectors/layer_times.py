@@ -21,7 +21,7 @@ LAYER_SECONDS = METRICS.counter(
 )
 LAYER_TIMED_STEPS = METRICS.counter(
     "torch_layer_timed_steps_total",
-    "Sampled steps in which the pass of the layer was timed: what torch_layer_seconds_total is over.",
+    "Sampled steps in which the pass of the layer was timed, which torch_layer_seconds_total covers.",
     "layer",
     "pass",
     opt_in="layer_times",

@@ -37,7 +37,7 @@ TRAIN_WORLD_SIZE = METRICS.gauge("torch_train_world_size", "Ranks of the run.")
 TRAIN_STEPS = METRICS.counter("torch_train_steps_total", "Optimizer steps.", "optimizer")
 TRAIN_EARLIER_STEPS = METRICS.gauge(
     "torch_train_earlier_steps",
-    "Optimizer steps of the training before those that torch_train_steps_total counts, as the loop told; torch_grad_sample_step includes them. Absent where nothing was resumed.",
+    "Optimizer steps of the training before those that torch_train_steps_total counts, as the loop reported; torch_grad_sample_step includes them. Absent if nothing was resumed.",
 )
 TRAIN_BACKWARD_PASSES = METRICS.counter("torch_train_backward_passes_total", "Backward passes.")
 TRAIN_SKIPPED_STEPS = METRICS.counter(
@@ -62,7 +62,7 @@ TRAIN_GRADIENT_WAIT_SECONDS = METRICS.counter(
     unit="seconds",
 )
 TRAIN_GRADIENT_WAITS = METRICS.counter(
-    "torch_train_gradient_waits_total", "Sampled steps that torch_train_gradient_wait_seconds_total is over."
+    "torch_train_gradient_waits_total", "Sampled steps that torch_train_gradient_wait_seconds_total covers."
 )
 TRAIN_SAMPLES = METRICS.counter(
     "torch_train_samples_total",
