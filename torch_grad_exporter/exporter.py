@@ -20,7 +20,7 @@ from torch_grad_exporter.actions.act.act import Handle
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Action, Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
-from torch_grad_exporter.build import STORE_SECONDS, Stages
+from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked

@@ -1,0 +1,88 @@
+"""The stage on the thread that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch_grad_exporter.capture.capture import Capture
+from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
+from torch_grad_exporter.capture.device_events import EventPool
+from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.lifecycle import THREAD_TIME
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.requests import Requests
+from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.statistics.declared import chosen
+from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.kernels.choice import Kernels
+from torch_grad_exporter.statistics.layout import Layout
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.mailbox import Mailbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureStage:
+    """What runs on the thread that trains: hooks, rounds, sampling, and the gradients' numbers."""
+
+    errors: ErrorLog
+    mailbox: Mailbox
+    layout: Layout
+    events: EventPool
+    hooks: Hooks
+    clock: StepClock
+    schedule: SamplingSchedule
+    cost: SampleCost
+    optimizers: Optimizers
+    loss_scale: LossScale
+    reader: GradientReader
+    memory: DeviceMemory
+    requests: Requests
+    capture: Capture
+
+    def steps(self) -> int:
+        """Return the steps so far, of the optimizer that took the most."""
+        return self.clock.number
+
+
+def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
+    """Make what watches the training. Nothing is hooked yet."""
+    settings, mailbox = checked.settings, Mailbox()
+    enabled = {field.name: getattr(settings, field.name) is True for field in fields(settings)}
+    layout = Layout(chosen(enabled))
+    events = EventPool(errors.boundary("timing"))
+    hooks = Hooks(errors)
+    clock = StepClock(mailbox, events=events)
+    schedule = SamplingSchedule(settings.interval, settings.overhead_budget, THREAD_TIME)
+    cost = SampleCost(clock, schedule, DeviceTimer(events))
+    optimizers = Optimizers(checked.index, checked.arguments.optimizers)
+    kernels = None
+    if settings.statistics.by_programs:
+        kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
+    loss_scale = LossScale(checked.arguments.grad_scaler)
+    reader = GradientReader(
+        optimizers=optimizers, statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels), clock=clock,
+        cost=cost, mailbox=mailbox, errors=errors, loss_scale=loss_scale,
+    )  # fmt: skip
+    memory = DeviceMemory(used=lambda: reader.devices)
+    requests = Requests()
+    devices = errors.boundary("devices")
+
+    def refresh() -> None:
+        devices(memory.refresh)
+
+    capture = Capture(
+        index=checked.index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule,
+        reader=reader, loss_scale=loss_scale, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,
+        periodic=refresh if REGISTRY.reads_devices(settings.enabled_collectors) else None,
+    )  # fmt: skip
+    return CaptureStage(
+        errors=errors, mailbox=mailbox, layout=layout, events=events, hooks=hooks, clock=clock, schedule=schedule, cost=cost,
+        optimizers=optimizers, loss_scale=loss_scale, reader=reader, memory=memory, requests=requests, capture=capture,
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""The inspections of followed rounds, and the worker that adds up what they and the capture send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from torch_grad_exporter.build.capturing import CaptureStage
+from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
+from torch_grad_exporter.inspection.activations import Activations
+from torch_grad_exporter.inspection.layer_timer import LayerTimer
+from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.local_gradients import LocalGradients
+from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.nan_origin.inspection import NanOrigin
+from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
+from torch_grad_exporter.inspection.round_loss import RoundLoss
+from torch_grad_exporter.inspection.watch import WatchedTensors
+from torch_grad_exporter.inspection.watch_totals import WatchTotals
+from torch_grad_exporter.inspection.weight_totals import WeightTotals
+from torch_grad_exporter.inspection.weights import WeightProbe
+from torch_grad_exporter.store.worker import DRAIN_SECONDS, Worker
+
+# Between two drains of the worker if the origin of a NaN is looked for, which shows only in the next rounds.
+ORIGIN_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionTotals:
+    """What inspections have measured, for collectors; None where the user did not ask for it."""
+
+    waits: ReductionWaits
+    local_norms: LocalNormTotals
+    weights: WeightTotals
+    watched: WatchTotals
+    layer_times: LayerTimes | None
+    activations: ActivationTotals | None
+    origins: Origins | None
+
+
+def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> InspectionTotals:
+    """Make the inspections, which the capture calls in the rounds that it follows."""
+    settings, capture, errors = checked.settings, stage.capture, stage.errors
+    hooks, clock, cost, mailbox = stage.hooks, stage.clock, stage.cost, stage.mailbox
+    waits = ReductionWaits(hooks, clock, capture.reductions, stage.reader)
+    capture.inspect(waits, errors.boundary("reduction", "waits for other ranks"))
+    if settings.local_norm:
+        local = LocalGradients(
+            hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=capture.reductions, detection=capture.detection,
+        )  # fmt: skip
+        capture.inspect(local, errors.boundary("reduction", "gradients of this rank"))
+    if settings.weights:
+        weights = WeightProbe(stage.optimizers, cost, mailbox)
+        capture.inspect(weights, errors.boundary("weights"))
+    losses = RoundLoss(
+        rounds=capture.rounds, detection=capture.detection, clock=clock, index=checked.index,
+        observations=capture.observations, errors=errors,
+    )  # fmt: skip
+    capture.inspect(losses, errors.boundary("forward_hook", "losses in outputs"))
+    if settings.nan_origin:
+        nan_origin = NanOrigin(
+            hooks=hooks, cost=cost, clock=clock, mailbox=mailbox, loss_scale=stage.loss_scale, models=models,
+            always=settings.nan_origin == "always",
+        )  # fmt: skip
+        capture.inspect(nan_origin, errors.boundary("nan_origin"))
+    layer_times = None
+    if checked.timed is not None:
+        # Before other inspections, whose time is then not counted as that of layers.
+        layer_times = LayerTimes(settings.max_layers)
+        timer = LayerTimer(
+            modules=checked.timed, hooks=hooks, events=stage.events, clock=clock, cost=cost, mailbox=mailbox, times=layer_times,
+        )  # fmt: skip
+        capture.inspect(timer, errors.boundary("layer_times"))
+    activations = None
+    if checked.modules is not None:
+        activations = ActivationTotals(settings.max_layers)
+        inner = Activations(
+            modules=checked.modules, hooks=hooks, loss_scale=stage.loss_scale, cost=cost, mailbox=mailbox, totals=activations,
+        )  # fmt: skip
+        capture.inspect(inner, errors.boundary("activations"))
+    return InspectionTotals(
+        waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), layer_times=layer_times,
+        activations=activations, origins=Origins(clock, stage.requests) if settings.nan_origin else None,
+    )  # fmt: skip
+
+
+class WatchStage:
+    """The inspection of `Exporter.watch`, made at its first call: each inspection costs each round."""
+
+    def __init__(self, stage: CaptureStage, totals: WatchTotals) -> None:
+        self._stage = stage
+        self._totals = totals
+        self._watch: WatchedTensors | None = None
+
+    def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+        """Measure the gradient of a tensor; see `Exporter.watch`."""
+        if self._watch is None:
+            stage = self._stage
+            self._watch = WatchedTensors(
+                hooks=stage.hooks, loss_scale=stage.loss_scale, cost=stage.cost, mailbox=stage.mailbox, totals=self._totals,
+                errors=stage.errors, sampled=stage.capture.is_sampled,
+            )  # fmt: skip
+            stage.capture.inspect(self._watch, stage.errors.boundary("watch"))
+        return self._watch.watch(name, tensor, max_norm)
+
+    def close(self) -> None:
+        """Remove its hooks."""
+        if self._watch is not None:
+            self._watch.close()
+
+
+def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked) -> Worker:
+    """Make the worker, which takes records from the mailbox in the background and adds them up."""
+    worker = Worker(
+        stage.mailbox, checked.index.table, stage.errors, layout=stage.layout,
+        exponential=checked.push is not None and checked.push.exponential,
+        clipped=checked.clip is not None,
+        drain_seconds=ORIGIN_SECONDS if checked.settings.nan_origin else DRAIN_SECONDS,
+        periodic=stage.capture.look,
+    )  # fmt: skip
+    if totals.origins is not None:
+        worker.register("nan_origin", totals.origins)
+        worker.listen(totals.origins)
+    worker.register("local_norms", totals.local_norms)
+    worker.listen(totals.local_norms)
+    worker.register("weights", totals.weights)
+    worker.register("watch", totals.watched)
+    if totals.activations is not None:
+        worker.register("activations", totals.activations)
+    if totals.layer_times is not None:
+        worker.register("layer_times", totals.layer_times)
+    return worker

@@ -1,0 +1,94 @@
+"""What shows the totals: collectors and the history of the run."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
+from torch_grad_exporter.actions.notify.notify import totals as notify_totals
+from torch_grad_exporter.build.capturing import CaptureStage
+from torch_grad_exporter.build.inspecting import InspectionTotals
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
+from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.gradients import dead_from
+from torch_grad_exporter.collectors.of_sample import OfSample
+from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
+from torch_grad_exporter.collectors.scrape import Scrape
+from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.distributed.identity import LateGroup, hostname
+from torch_grad_exporter.lifecycle import Ending
+from torch_grad_exporter.model.layers import device_kinds
+from torch_grad_exporter.outputs.announcement import Announcement, Rank
+from torch_grad_exporter.outputs.live.live import Run
+from torch_grad_exporter.outputs.live.view import View
+from torch_grad_exporter.store.worker import Worker
+from torch_grad_exporter.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrapeStage:
+    """What shows the totals: collectors, run by a scrape over one snapshot, and the history of the run."""
+
+    worker: Worker
+    context: CollectorContext
+    frozen: FrozenLabels
+    acted: ActionTotals
+    notified: NotifyTotals | None
+    scrape: Scrape
+    announcement: Announcement
+    view: View
+
+
+def build_scrape(
+    stage: CaptureStage,
+    totals: InspectionTotals,
+    worker: Worker,
+    clip: ClipAtSteps | None,
+    *,
+    models: Mapping[str, torch.nn.Module],
+    checked: Checked,
+    ending: Ending,
+) -> ScrapeStage:
+    """Make the collectors and the history, by which rules judge."""
+    settings, errors, identity = checked.settings, stage.errors, checked.identity
+    frozen, acted = FrozenLabels(), ActionTotals()
+    notified = notify_totals(checked.arguments.alerts) if checked.arguments.alerts else None
+    snapshots = Snapshots(worker.snapshot, stage.clock.counts)
+    context = CollectorContext(
+        snapshots=snapshots, clock=stage.clock, optimizers=stage.optimizers.names, capture=stage.capture,
+        schedule=stage.schedule, memory=stage.memory, errors=errors, identity=identity,
+        expected_devices=device_kinds(checked.index, models.values()),
+        waits=totals.waits, ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
+        weights=totals.weights if settings.weights else None, local_norms=totals.local_norms,
+        notified=notified, acted=acted, clip=None if clip is None else clip.reports, frozen=frozen,
+        activations=totals.activations, watched=totals.watched, origins=totals.origins, layer_times=totals.layer_times,
+    )  # fmt: skip
+    group = LateGroup(identity, checked.rank)
+
+    def prepare() -> None:
+        snapshots.renew()
+        group.check()
+
+    scrape = Scrape(REGISTRY.made(settings.enabled_collectors, context), errors, prepare, not_judged=REGISTRY.not_judged)
+    announcement = Announcement(
+        rank=Rank(checked.run, checked.rank, identity, checked.labels), store=checked.store, errors=errors,
+        addr=settings.addr, advertise=settings.advertise, sd_dir=settings.sd_dir, labels=settings.labels,
+    )  # fmt: skip
+    view = View(
+        Run(checked.run, checked.rank, identity.world_size, hostname(), __version__), worker,
+        stage.steps, scrape, for_rules=scrape.for_rules, targets=announcement.body, happened=acted.happened.latest,
+        of_sample=OfSample(REGISTRY, settings.enabled_collectors, context),
+        dead_from=dead_from(settings.dead_window), moments=settings.moments, now=time.time,
+        on_error=functools.partial(errors.count, "history"),
+        activations=None if totals.activations is None else totals.activations.snapshot,
+    )  # fmt: skip
+    return ScrapeStage(
+        worker=worker, context=context, frozen=frozen, acted=acted, notified=notified, scrape=scrape,
+        announcement=announcement, view=view,
+    )  # fmt: skip
