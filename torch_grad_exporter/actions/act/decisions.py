@@ -153,15 +153,18 @@ class JobDecisions:
 
     def start(self) -> None:
         """Begin this rank's session, once. Raises `StoreError` if the store does not answer, `RuntimeError` without a thread."""
-        if self._base:
-            return
         member = self._job.name, self._job.rank
-        base = f"act/{self._job.name}/{GENERATIONS[member]}"
-        if self._job.rank == 0:
-            self._job.store.publish(base, self._session.encode())
-        self._loop.start()
-        GENERATIONS[member] += 1
-        self._base = base
+        with self._changed:
+            if self._base:
+                return
+            base = f"act/{self._job.name}/{GENERATIONS[member]}"
+            if self._job.rank == 0:
+                self._job.store.publish(base, self._session.encode())
+            else:
+                self._collect(base)
+            self._loop.start()
+            GENERATIONS[member] += 1
+            self._base = base
 
     def add(self, slot: ActionSlot) -> None:
         """Take part in decisions about an action."""
@@ -225,50 +228,81 @@ class JobDecisions:
             self._reports.failed("the job's store" if bound is None else f"{bound.what}: the job's store", error)
 
     def _look(self) -> None:
-        """Do this rank's part in the next decision."""
+        """Do this rank's part in the next decision, and follow it once it is closed."""
         begun = self._steps
-        decision = self._read() or self._proposed()
-        if decision is not None and decision.open:
-            if self._answered != self._number:
-                self._answer(decision)
-            if self._job.rank == 0:
-                decision = self._closed(decision)
+        decision = self._advanced()
+        slot, late = None, False
+        if decision is not None and self._considered == self._number:  # else it is that of an earlier start
+            slot = self._slot(decision)
         with self._changed:
             self._read_at = begun
-            if decision is not None and not decision.open:
-                self._follow(decision)
+            if decision is not None:
+                self._bound = None
+            if decision is not None and decision.step is not None and slot is not None:
+                late = self._steps >= decision.step
+                if not late or not slot.action.changes_weights:  # Stop rather late than never
+                    self._scheduled.append((decision.step, slot, self._prepared))
             self._changed.notify_all()
+        if decision is not None:
+            self._number += 1
+            if slot is not None:
+                self._report(slot, decision, late=late)
 
-    def _read(self) -> JobDecision | None:
-        """Return the next decision, if there is one."""
-        values = self._collect(self._base, self._key())
-        session = values.get(self._base, b"").decode()
-        if session != self._session and self._job.rank:
-            with self._changed:  # those of an earlier start are over
-                self._session, self._number, self._bound, self._scheduled = session, 0, None, []
-            self._considered = self._answered = -1
-            values = self._collect(self._key())
-        text = values.get(self._key())
-        return None if not text or not self._session else JobDecision(*json.loads(text))
+    def _advanced(self) -> JobDecision | None:
+        """Return the next decision if it is closed; else make, answer or close it."""
+        decision, wish = self._read()
+        if decision is None and self._job.rank == 0:
+            decision = self._proposed(wish)
+        elif decision is None:
+            self._wish()
+        if decision is None or not decision.open:
+            return decision
+        if self._answered != self._number:
+            self._answer(decision)
+        if self._job.rank == 0:
+            decision = self._closed(decision)
+        return None if decision.open else decision
 
-    def _proposed(self) -> JobDecision | None:
-        """Return the decision that rank 0 makes now, if it has a cause. Another rank tells rank 0 that it has one."""
-        now = self._clock()
-        wanted = [slot for slot in self._slots.values() if slot.choice is not None and not slot.trigger.timing.cooling(now)]
-        if self._job.rank:
-            if wanted and self._session:
-                self._job.store.agree(self._key("wish"), str(wanted[0].number), seconds=STORE_SECONDS)
-            return None
-        if wanted:
-            slot = wanted[0]
-            decision = JobDecision(slot.number, slot.what, slot.choice or "", self._lease())
+    def _read(self) -> tuple[JobDecision | None, str]:
+        """Return the next decision, if there is one, and on rank 0 the number of the action that another rank wants."""
+        if self._job.rank == 0:
+            values = self._collect(self._key(), self._key("wish"))
         else:
-            wish = self._collect(self._key("wish")).get(self._key("wish"))
-            if wish is None:
-                return None
-            wished = self._slots.get(int(wish))
-            decision = JobDecision(int(wish), "" if wished is None else wished.what, "", self._lease())
-        self._asked_at = now
+            values = self._collect(self._base, self._key())
+            session = values.get(self._base, b"").decode()
+            if session != self._session:
+                with self._changed:  # those of an earlier start are over
+                    self._session, self._number, self._bound, self._scheduled = session, 0, None, []
+                self._considered = self._answered = -1
+                values = self._collect(self._key())
+        text = values.get(self._key())
+        return JobDecision(*json.loads(text)) if text else None, values.get(self._key("wish"), b"").decode()
+
+    def _wanted(self) -> list[ActionSlot]:
+        now = self._clock()
+        wanted = [slot for slot in self._slots.values() if slot.choice is not None]
+        for slot in wanted:
+            if slot.trigger.timing.cooling(now):  # asked for again in the moment in which it was done
+                slot.choice = None
+        return [slot for slot in wanted if slot.choice is not None]
+
+    def _wish(self) -> None:
+        """Tell rank 0 which action this rank wants next, if any."""
+        wanted = self._wanted()
+        if wanted and self._session:
+            self._job.store.agree(self._key("wish"), str(wanted[0].number), seconds=STORE_SECONDS)
+
+    def _proposed(self, wish: str) -> JobDecision | None:
+        """Return the decision that rank 0 makes now, None without a cause."""
+        wanted = self._wanted()
+        if wanted:
+            decision = JobDecision(wanted[0].number, wanted[0].what, wanted[0].choice or "", self._lease())
+        elif wish:
+            slot = self._slots.get(int(wish))
+            decision = JobDecision(int(wish), "" if slot is None else slot.what, "", self._lease())
+        else:
+            return None
+        self._asked_at = self._clock()
         self._publish(decision)
         return decision
 
@@ -292,9 +326,10 @@ class JobDecisions:
 
     def _prepare(self, decision: JobDecision) -> str:
         """Prepare the action. Returns why this rank cannot do it, empty if it can."""
-        slot, rank = self._slots.get(decision.slot), self._job.rank
-        if slot is None or slot.what != decision.what:
-            mine = "no such action" if slot is None else slot.what
+        slot, rank = self._slot(decision), self._job.rank
+        if slot is None:
+            other = self._slots.get(decision.slot)
+            mine = "no such action" if other is None else other.what
             return f"rank {rank} has {mine} where rank 0 has {decision.what or 'none'}"
         slot.choice, slot.pending = None, True
         if slot.trigger.idle:
@@ -309,7 +344,7 @@ class JobDecisions:
     def _closed(self, decision: JobDecision) -> JobDecision:
         """Return the decision with its step or its refusal, once all ranks have answered or one is silent for too long."""
         keys = [self._key(f"answer/{rank}") for rank in range(self._job.world_size)]
-        answers = self._collect(*keys)
+        answers = self._job.store.collect(keys, seconds=STORE_SECONDS * (1 + len(keys) / 1000))
         steps, objections = zip(*map(json.loads, answers.values()), strict=True) if answers else ((), ())
         silent = [str(rank) for rank, key in enumerate(keys) if key not in answers]
         if any(objections):
@@ -327,33 +362,26 @@ class JobDecisions:
         self._publish(decision)
         return decision
 
-    def _follow(self, decision: JobDecision) -> None:
-        """Take a decision that is closed. With the lock."""
-        ours, slot = self._considered == self._number, self._slots.get(decision.slot)
-        self._number += 1
-        self._bound = None
-        if slot is None or not ours:  # that of an earlier start
-            return
+    def _report(self, slot: ActionSlot, decision: JobDecision, *, late: bool) -> None:
+        """Report a refusal, or that this rank has missed the step."""
+        trigger, name = slot.trigger, f"{slot.trigger.name}: {slot.action!r}"
         if decision.refused:
-            self._refused(slot, decision.refused)
-        elif decision.step is not None and (self._steps < decision.step or not slot.action.changes_weights):
-            self._scheduled.append((decision.step, slot, self._prepared))  # Stop rather late than never
-        else:
-            slot.trigger.given_up = True
-            self._reports.note(slot.trigger, ActionOutcome.FAILED)
-            self._reports.disabled(
-                f"{slot.trigger.name}: {slot.action!r}",
-                f"rank {self._job.rank} learned too late that all do it after step {decision.step}; from there on ranks differ",
-            )
+            slot.choice, slot.pending = None, False
+            trigger.timing.acted(self._clock())
+            if self._job.rank == 0:
+                fix = "call on() with the same actions, in the same order and after the same step, on all ranks"
+                error = RuntimeError(f"the ranks did not agree on a step: {decision.refused}; {fix}")
+                self._reports.failed(name, error)
+            self._reports.note(trigger, ActionOutcome.REFUSED)
+        elif late and slot.action.changes_weights:
+            trigger.given_up = True
+            reason = f"rank {self._job.rank} learned too late that all do it after step {decision.step}; from there on ranks differ"
+            self._reports.disabled(name, reason)
+            self._reports.note(trigger, ActionOutcome.FAILED)
 
-    def _refused(self, slot: ActionSlot, reason: str) -> None:
-        slot.choice, slot.pending = None, False
-        slot.trigger.timing.acted(self._clock())
-        self._reports.note(slot.trigger, ActionOutcome.REFUSED)
-        if self._job.rank == 0:
-            fix = "call on() with the same actions, in the same order and after the same step, on all ranks"
-            error = RuntimeError(f"the ranks did not agree on a step: {reason}; {fix}")
-            self._reports.failed(f"{slot.trigger.name}: {slot.action!r}", error)
+    def _slot(self, decision: JobDecision) -> ActionSlot | None:
+        slot = self._slots.get(decision.slot)
+        return None if slot is None or slot.what != decision.what else slot
 
     # The store
 
