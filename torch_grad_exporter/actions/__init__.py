@@ -1,4 +1,4 @@
-"""What the user asked to happen: problems that are told to people, and what changes the training, which nothing else here does."""
+"""What the user asked for: problems are reported to people, and the training is changed, which nothing else here does."""
 
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import ScaleLearningRate, Stop

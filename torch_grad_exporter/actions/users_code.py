@@ -1,4 +1,4 @@
-"""The user's own functions, called in threads of ours, and what they raise."""
+"""Calls the user's own functions in threads of ours, and reports what they raise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeVar
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
-# Also as urllib3 tells them, in parts.
+# Also in parts, as urllib3 reports them.
 _ADDRESSES = re.compile(r"\b[a-zA-Z][\w+.-]*://\S+|(?<=\burl: )\S+|(?<=\bhost=)'[^']*'")
 
 
 def contained(function: Callable[[_Argument], _Result], argument: _Argument) -> _Result:
-    """Calls a function. What is to end the program, such as `sys.exit`, would end only the thread, and becomes a `RuntimeError`."""
+    """Call a function. An end of the program, such as `sys.exit`, would end only the thread: it becomes a `RuntimeError`."""
     try:
         return function(argument)
     except Exception:
@@ -24,5 +24,5 @@ def contained(function: Callable[[_Argument], _Result], argument: _Argument) -> 
 
 
 def without_addresses(text: str) -> str:
-    """A message without the addresses in it, which may hold secrets, as those of webhooks do."""
+    """Return a message without the addresses in it, which may hold secrets, such as those of webhooks."""
     return _ADDRESSES.sub("<address>", text)

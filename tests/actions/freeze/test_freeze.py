@@ -485,7 +485,7 @@ REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
     (lambda: (never, Freeze(layers=".")), r"layers='\.': freezing 0, 2, 4: no layer of the model would be trained"),
     (lambda: (never, Freeze(layers="decoder")), "layers='decoder': it matches no layer that is trained; there are 0, 2, 4"),
     (lambda: (never, Freeze()), "layers=None: a condition names no layer"),
-    (lambda: (Freeze(), Freeze(layers="2")), "an action is no cause"),
+    (lambda: (Freeze(), Freeze(layers="2")), "an action is not a cause"),
     (lambda: (never,), "action=None: what is to be done on"),
 ]
 

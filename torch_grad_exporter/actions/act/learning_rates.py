@@ -1,4 +1,4 @@
-"""Learning rates: scaled in the optimizers, and in the schedulers that would set them back otherwise."""
+"""Scales learning rates in the optimizers, and in the schedulers that would set them back otherwise."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ OF_GROUPS = ("initial_lr", "max_lr", "swa_lr")
 # What they keep themselves: a list with a number for each group.
 OF_SCHEDULERS = ("base_lrs", "max_lrs")
 
-# What OneCycleLR keeps in the groups as well; others may call so what is no learning rate to be scaled.
+# What OneCycleLR keeps in the groups as well; others may use the name for something else.
 OF_ONE_CYCLE = "min_lr"
 
 # What those that follow a cosine keep: one number for all groups, towards which learning rates go.
 LEAST = "eta_min"
 
-Found = Sequence[weakref.ref[Any]]
+Schedulers = Sequence[weakref.ref[Any]]
 
 
-def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> Found:
-    """The schedulers that are attached to one of the optimizers, or to what wraps it. Goes through all objects of the process.
+def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> Schedulers:
+    """Return the schedulers that are attached to one of the optimizers, or to what wraps it.
 
-    An optimizer does not know its schedulers.
+    Goes through all objects of the process: an optimizer does not know its schedulers.
     """
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
-    found: list[weakref.ref[Any]] = []
+    schedulers: list[weakref.ref[Any]] = []
     kinds = _with_subclasses(LRScheduler) | _with_subclasses(ReduceLROnPlateau)
-    for one in gc.get_objects():
-        # By the type, as `isinstance` would ask objects of others for their class; and there are many.
-        if type(one) in kinds:
-            theirs = getattr(getattr(one, "optimizer", None), "param_groups", ())
+    for candidate in gc.get_objects():
+        # By the type: `isinstance` would ask objects of others for their class; and there are many.
+        if type(candidate) in kinds:
+            theirs = getattr(getattr(candidate, "optimizer", None), "param_groups", ())
             if any(id(group) in groups for group in theirs):
-                found.append(weakref.ref(one))
-    return found
+                schedulers.append(weakref.ref(candidate))
+    return schedulers
 
 
 def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
-    return {kind}.union(*(_with_subclasses(one) for one in kind.__subclasses__()))
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
-def scale(optimizers: Sequence[torch.optim.Optimizer], schedulers: Found, factor: float, min_lr: float) -> None:
-    """Multiplies all learning rates, and what schedulers compute them from. Never reads a tensor.
+def scale(optimizers: Sequence[torch.optim.Optimizer], schedulers: Schedulers, factor: float, min_lr: float) -> None:
+    """Multiply all learning rates, and what schedulers compute them from. Never reads a tensor.
 
-    One that is at or below `min_lr` stays, and no other gets below it; by as much less its base is multiplied.
+    A rate at or below `min_lr` stays, and no other gets below it; its base is multiplied by that much less.
     """
     factors: dict[int, float] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -64,7 +64,7 @@ def scale(optimizers: Sequence[torch.optim.Optimizer], schedulers: Found, factor
 
 
 def _scale_group(group: dict[str, Any], factor: float, min_lr: float, tensors: dict[int, torch.Tensor]) -> float:
-    """Scales a group; returns by what its bases were multiplied. `tensors`: those that are scaled, which groups may share."""
+    """Scale a group. Returns the factor of its bases. `tensors`: those that are scaled, which groups may share."""
     before = group["lr"]
     if id(before) not in tensors:
         group["lr"] = _scaled(before, factor, min_lr)
@@ -104,5 +104,5 @@ def _scaled(rate: Any, factor: float, min_lr: float) -> Any:  # noqa: ANN401 - a
 
 
 def _times(value: Any, factor: float) -> Any:  # noqa: ANN401 - as above
-    """Never in place: what a scheduler keeps may be the optimizer's own tensor."""
+    # Never in place: what a scheduler keeps may be the optimizer's own tensor.
     return value.detach() * factor if isinstance(value, torch.Tensor) else value * factor

@@ -32,10 +32,17 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Measurements:
-    """The values of now and their windows, for one condition. `metrics`: all that there are, by name. For one thread.
+    """The values of now and their windows, for one condition. For one thread.
 
-    Every method raises `ConditionError` for a name that no metric has, for a label that the metric does not have, and where the
-    labels leave several series. A value that is not there, or whose window is not full yet, is NaN.
+    A value that is absent, or whose window is not full yet, is NaN.
+
+    Args:
+        metrics: All metrics by name.
+        feed: The values of each sample; None if nothing shows them.
+
+    Raises:
+        ConditionError: By each method, for a name that no metric has, for a label that the metric does not have, and if the
+            labels leave several series.
     """
 
     def __init__(self, metrics: Mapping[str, Spec], feed: SampleFeed | None = None) -> None:

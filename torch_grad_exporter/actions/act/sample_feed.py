@@ -58,8 +58,8 @@ class Series:
         """Add the value in the family if the sample is one of this series."""
         if self._rows[0] is not family.labels:
             rows = enumerate(family.labels.rows)
-            found = [row for row, values in rows if all(values[n] == v for n, v in self._places)]
-            self._rows = family.labels, found[0] if len(found) == 1 else None
+            matching = [row for row, values in rows if all(values[n] == v for n, v in self._places)]
+            self._rows = family.labels, matching[0] if len(matching) == 1 else None
         row = self._rows[1]
         if row is None:
             return

@@ -166,7 +166,7 @@ def _cause(what: object) -> tuple[Rule | None, Condition | None]:
             raise ValueError(f"what={what!r}: there is no such rule{near(what, known)}; docs/runbook.md has them all")
         return known[what], None
     if isinstance(what, StepAction):
-        raise TypeError(f"what={what!r}: an action is no cause of another one")
+        raise TypeError(f"what={what!r}: an action is not a cause of another one")
     if not callable(what):
         raise TypeError(f"what={what!r}: expected the name of a rule, or a callable that takes the measurements")
     _check_function("what", what)

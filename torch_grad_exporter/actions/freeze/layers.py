@@ -57,7 +57,7 @@ class FrozenLayers:
     Args:
         index: The layers.
         optimizers: Those that train the models.
-        labels: Is told what is frozen.
+        labels: Where it reports what is frozen.
     """
 
     def __init__(self, index: LayerIndex, optimizers: Optimizers, labels: FrozenLabels) -> None:

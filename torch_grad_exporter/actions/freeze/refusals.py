@@ -1,8 +1,8 @@
-"""Where freezing would harm the training: what the models and optimizers show of it, without touching them.
+"""Finds where freezing would harm the training, from the models and optimizers, without touching them.
 
 Seen on torch 2.13 with gloo: `DistributedDataParallel` waits for a gradient of every parameter that required one when it was made.
-Once one of them does not any more, the next backward ends with gradients that are not reduced, and the forward after it raises,
-with `static_graph=True` as well. With `find_unused_parameters=True` it goes on, and goes on again when the parameter is thawed.
+Once one of them no longer does, the next backward ends with gradients that are not reduced, and the forward after it raises, with
+`static_graph=True` as well. With `find_unused_parameters=True` it goes on, also when the parameter is thawed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch_grad_exporter.torch_compat.fsdp import follows_freezing
 
 
 def refusal(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
-    """Why layers of these models cannot be frozen, with what to do about it; `None` if they can be.
+    """Return why layers of these models cannot be frozen, with what to do about it; None if they can be.
 
     May visit every object of the process, which takes a tenth of a second.
     """
     roots = index.roots()
     for wrapper in _wrappers(roots):
-        found = _of_wrapper(wrapper)
-        if found is not None:
-            return found
-    if any(one.flat is not None for one in index.table.tracked):
+        reason = _of_wrapper(wrapper)
+        if reason is not None:
+            return reason
+    if index.table.tracked.flat:
         return "FullyShardedDataParallel keeps the parameters in flat ones, which are trained as a whole; use fully_shard (FSDP2)"
     if index.fully_sharded and not follows_freezing():
         return f"fully_shard of torch {torch.__version__} does not look at requires_grad again; use torch 2.6 or newer"
@@ -38,14 +38,14 @@ def refusal(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer]) -> s
 
 
 def _wrappers(roots: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Those around the models, or within them."""
+    """Return those around the models, or within them."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
-    found: list[DistributedDataParallel] = []
+    wrappers: list[DistributedDataParallel] = []
     for root in roots:
         around = reduction.wrapper_of(root) or reduction.anywhere(root)
-        found += [around] if around is not None else [wrapper for _, wrapper in reduction.within(root)]
-    return found
+        wrappers += [around] if around is not None else [wrapper for _, wrapper in reduction.within(root)]
+    return wrappers
 
 
 def _of_wrapper(wrapper: DistributedDataParallel) -> str | None:
@@ -65,16 +65,21 @@ def _of_wrapper(wrapper: DistributedDataParallel) -> str | None:
 
 
 def emptied(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer], left: Iterable[int], all_: Iterable[int]) -> str | None:
-    """What would have nothing left to train: `None` if each model and each optimizer has.
+    """Return what would have nothing left to train; None if each model and each optimizer has.
 
-    `left`, `all_`: the `id` of each parameter that would be trained, and is trained now. A loss that needs no gradient raises in
-    its backward, and a GradScaler at an optimizer without gradients. Optimizers of one parameter each, as those that step within
-    the backward, are used without a GradScaler.
+    A loss that needs no gradient raises in its backward, and a GradScaler at an optimizer without gradients. Optimizers of one
+    parameter each, such as those that step within the backward, are used without a GradScaler.
+
+    Args:
+        index: The layers.
+        optimizers: Those that train the models.
+        left: The `id` of each parameter that would be trained.
+        all_: The `id` of each parameter that is trained now.
     """
     remaining, trained = frozenset(left), frozenset(all_)
     of_models: dict[int, set[int]] = {}
-    for one in index.table.tracked:
-        of_models.setdefault(one.model, set()).add(one.identity)
+    for tracked in index.table.tracked:
+        of_models.setdefault(tracked.model, set()).add(tracked.identity)
     for model, parameters in of_models.items():
         if parameters & trained and not parameters & remaining:
             return (
