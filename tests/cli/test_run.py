@@ -55,7 +55,7 @@ WRONG = [
     (["--port"], "argument --port: expected a value"),
     (["--port=many", "train.py"], "--port='many': expected a number or off"),
     (["--otlp-interval=0", "train.py"], "otlp_interval=0.0: expected"),
-    (["--save", "/nowhere/at/all.json", "train.py"], "is no file that can be written"),
+    (["--save", "/nowhere/at/all.json", "train.py"], "cannot be written; name a file in an existing folder"),
 ]
 
 

@@ -96,7 +96,7 @@ def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
     assert "UNUSABLE: the run has no samples" in out
     assert "KeyError" in results["test_raises"]
     assert "GateError" in results["test_wrong"]
-    assert "there is no such alert" in out
+    assert "unknown alert or severity" in out
     assert "never reached" not in results["test_wrong"]
 
 

@@ -1,4 +1,4 @@
-"""`torch-grad-exporter run train.py`: trains with an exporter of which the script knows nothing."""
+"""The command `run`: runs a training script with an exporter that it does not know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.cli import script
 from torch_grad_exporter.cli.arguments import option_help
-from torch_grad_exporter.config.option import Option, from_command_line, options_of, resolve
+from torch_grad_exporter.config.option import from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.integrations.attach import Attachment
@@ -28,17 +28,17 @@ PROGRAM = "torch-grad-exporter run"
 
 USAGE = "%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ...] -m MODULE [ARGUMENT ...]"
 
-OFFERED = tuple(one for one in (*options_of(Settings), *options_of(Arguments)) if one.is_text)
-"""Options of `start_exporter` that a text can stand for."""
+# Options of `start_exporter` that a text can stand for.
+OFFERED = tuple(option for option in (*options_of(Settings), *options_of(Arguments)) if option.is_text)
 
 _VALUES = ("on", "off", "true", "false", "always")
 
-_NAMES = {f"--{one.name.replace('_', '-')}": one for one in OFFERED}
+_NAMES = {f"--{option.name.replace('_', '-')}": option for option in OFFERED}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was chosen. `options`: those of `start_exporter`. `save`: where the history goes, `None` for nowhere."""
+    """The script and the options. `options`: of `start_exporter`. `save`: where the history goes, None for nowhere."""
 
     target: script.Target
     options: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a script with these arguments of the command; raises what the script raises. Wrong arguments exit with 2."""
+    """Run a script with these arguments of the command. Raises what the script raises; wrong arguments exit with 2."""
     options = parse(arguments)
     try:
         script.check(options.target)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{PROGRAM}: error: {error}{switch}", file=sys.stderr)
         return 2
     if options.save is not None:
-        options.save.unlink(missing_ok=True)  # else a run of which nothing is known would be judged by an earlier one's file
+        options.save.unlink(missing_ok=True)  # else the file of an earlier run would stand for a run that saves none
     watch = ScriptExporter(options)
     script.run(options.target, watch.ended)
     return 0
@@ -88,17 +88,17 @@ class ScriptExporter:
         atexit.register(self.close)
 
     def _replaced(self, exporter: Exporter) -> None:
-        """Another one takes its place, for other models: what it knows is kept, and nobody waits for it."""
+        """End an exporter that another one replaces, for other models; its history is kept."""
         exporter.end(KeyboardInterrupt())
         self._replacements += 1
         self._save(exporter, f"-{self._replacements}")
 
     def ended(self, error: BaseException | None) -> None:
-        """The script has come to the end of its code; threads of it may still train."""
+        """Note that the script has come to its end; threads of it may still train."""
         self._error = error
 
     def close(self) -> None:
-        """The process ends: the exporter with it, by what has ended the script; idempotent."""
+        """End the exporter with the process, by what has ended the script. Idempotent."""
         if self._over or os.getpid() != self._process:
             return
         self._over = True
@@ -111,7 +111,7 @@ class ScriptExporter:
             say(self._log, logging.WARNING, "nothing was watched: %s", attachment.why_not())
 
     def _save(self, exporter: Exporter, number: str = "") -> None:
-        """Writes the history: that of the last models to the file itself, earlier ones and further ranks to files of their own."""
+        """Write the history: of the last models to the file itself, of earlier ones and of further ranks to files of their own."""
         if self._options.save is None:
             return
         path = self._options.save
@@ -121,7 +121,7 @@ class ScriptExporter:
 
 
 def _log() -> logging.Logger:
-    """What says on standard error what was found, however the script sets up its logging; of a node's ranks only the first does."""
+    """Return a log on standard error, however the script sets up its logging; of a node's ranks only the first reports."""
     log = logging.getLogger("torch_grad_exporter.run")
     log.propagate = False
     log.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.ERROR)
@@ -134,16 +134,16 @@ def _log() -> logging.Logger:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The command's options, the script and the script's own arguments; what is wrong is said, and exits with 2."""
+    """Return the command's options, the script and its own arguments; wrong ones print a message and exit with 2."""
     parser = _parser()
     ours, target = _split(arguments, parser)
     chosen = parser.parse_args(ours)
-    texts: dict[str, list[str]] = {one.name: given for one in OFFERED if (given := getattr(chosen, one.name))}
+    texts: dict[str, list[str]] = {option.name: given for option in OFFERED if (given := getattr(chosen, option.name))}
     if target is None:
         taken = f"; {ours[-1]!r} is an option with its value" if ours else ""
         parser.error(f"name the script to run, as in: torch-grad-exporter run train.py{taken}")
     try:
-        options = {one.name: from_command_line(one, texts[one.name]) for one in OFFERED if one.name in texts}
+        options = {option.name: from_command_line(option, texts[option.name]) for option in OFFERED if option.name in texts}
         resolve(options, os.environ)
         push = {name.removeprefix("otlp_"): value for name, value in options.items() if name.startswith("otlp_")}
         push_settings.resolve(**push, environment={})
@@ -153,14 +153,14 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], script.Target | None]:
-    """The options before the script, and the script with all behind it."""
+    """Return the options before the script, and the script with everything behind it."""
     ours: list[str] = []
     rest = [*arguments]
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--") and (rest[0][:2] != "-m"):
-        one = rest.pop(0)
-        if one in ("-h", "--help"):
-            return [one], None
-        ours.append(_option(one, rest, parser))
+        argument = rest.pop(0)
+        if argument in ("-h", "--help"):
+            return [argument], None
+        ours.append(_option(argument, rest, parser))
     if not rest:
         return ours, None
     first = rest.pop(0)
@@ -174,11 +174,11 @@ def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[l
     return ours, script.Target(first, rest)
 
 
-def _option(one: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
-    """An option of ours as `--name=value`, whose value may be the next argument, which is then taken."""
-    name, equals, value = one.partition("=")
+def _option(argument: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
+    """Return an option as `--name=value`. Its value may be the next argument, which is then taken."""
+    name, equals, value = argument.partition("=")
     if name not in (*_NAMES, "--save"):
-        parser.error(f"unknown option {name}; options of the script stand behind it: {PROGRAM} train.py {one}")
+        parser.error(f"unknown option {name}; options of the script stand behind it: {PROGRAM} train.py {argument}")
     if name in _NAMES and _NAMES[name].is_switch:
         value = value if equals else "on"
     elif not equals:
@@ -199,21 +199,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--save", type=_file, metavar="FILE",
         help="write the history to this file at the end, for `torch-grad-exporter plot`")  # fmt: skip
-    for name, one in _NAMES.items():
-        parser.add_argument(name, action="append", dest=one.name, metavar=_metavar(one), help=_help(one))
+    for name, option in _NAMES.items():
+        several = "; may be given several times" * option.may_be_several
+        metavar = "[=VALUE]" if option.is_switch else "VALUE"
+        parser.add_argument(name, action="append", dest=option.name, metavar=metavar, help=option_help(option) + several)
     return parser
-
-
-def _metavar(one: Option) -> str:
-    return "[=VALUE]" if one.is_switch else "VALUE"
-
-
-def _help(option: Option) -> str:
-    return option_help(option) + "; may be given several times" * option.may_be_several
 
 
 def _file(text: str) -> Path:
     path = Path(text).absolute()  # the script may change its working directory
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written; name one in a folder that is there")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in an existing folder")
     return path

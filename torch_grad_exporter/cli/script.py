@@ -1,4 +1,4 @@
-"""Runs a script, or a module, in this process as `python script.py` and `python -m module` would."""
+"""Runs a script, or a module, in this process like `python script.py` and `python -m module`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+# Programs that start other processes, by name or module, and how to start this command in each of those.
 LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
     "accelerate": "accelerate launch -m torch_grad_exporter run train.py",
@@ -26,16 +27,15 @@ LAUNCHERS = {
     },
     **dict.fromkeys(("python", "python3", "bash", "sh"), "torch-grad-exporter run train.py"),
 }
-"""What starts other processes, by its name or module, and how it is told to start this command in each of them."""
 
 
 class ScriptError(Exception):
-    """There is nothing that can be run; the message says what to do."""
+    """A target that cannot be run; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be run: a path or, of `is_module`, a name, and its arguments."""
+    """A script, or a module if `is_module`, and its arguments."""
 
     name: str
     arguments: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Target:
 
 
 def check(target: Target) -> None:
-    """Raises `ScriptError` where the target cannot be run; runs nothing of a script, and of a module the packages around it."""
+    """Raise `ScriptError` if the target cannot be run. Runs nothing of a script; imports the packages around a module."""
     launcher = LAUNCHERS.get(target.name if target.is_module else Path(target.name).name)
     if launcher is not None:
         raise ScriptError(f"{target.name} starts other processes, or programs; turn it around: {launcher}")
@@ -70,20 +70,22 @@ def _near(path: Path) -> str:
 def _check_module(name: str) -> None:
     with _path(_working_directory()):
         try:
-            found = importlib.util.find_spec(name)
-            if found is not None and found.submodule_search_locations is not None and name != "__main__":
-                found = importlib.util.find_spec(f"{name}.__main__")
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.submodule_search_locations is not None and name != "__main__":
+                spec = importlib.util.find_spec(f"{name}.__main__")
                 name = f"{name}.__main__"
         except Exception as error:  # noqa: BLE001 - a package around it that cannot be imported, whatever its code raises
             raise ScriptError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from None
-    if found is None:
+    if spec is None:
         raise ScriptError(f"there is no module {name!r}")
 
 
 def run(target: Target, ended: Callable[[BaseException | None], None]) -> None:
-    """Runs it as `__main__`. Raises what it raises, of which the interpreter then shows the script's own frames only.
+    """Run the target as `__main__`. Raises what it raises; the interpreter then shows only the frames of the script.
 
-    `ended` is called with the exception that has ended it, `None` for none. What a script leaves in the process stays there.
+    Args:
+        target: The script or module. What it leaves in the process stays there.
+        ended: Called with the exception that has ended it, None for none.
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -103,12 +105,12 @@ def run(target: Target, ended: Callable[[BaseException | None], None]) -> None:
     ended(None)
 
 
+# The module `__main__` of this command, whose code still runs.
 _replaced: list[types.ModuleType] = []
-"""The module `__main__` of this command, whose code still runs."""
 
 
 def _run_file(target: Target, main: types.ModuleType) -> None:
-    path = os.path.abspath(target.name)  # noqa: PTH100 - as the interpreter does it: links stay
+    path = os.path.abspath(target.name)  # noqa: PTH100 - like the interpreter: links stay
     main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     sys.argv = [target.name, *target.arguments]
     _insert(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120 - links do not stay here
@@ -116,11 +118,11 @@ def _run_file(target: Target, main: types.ModuleType) -> None:
 
 
 def _working_directory() -> str:
-    return os.getcwd()  # noqa: PTH109 - as the interpreter does it
+    return os.getcwd()  # noqa: PTH109 - like the interpreter
 
 
 def _insert(folder: str) -> None:
-    """Puts a folder in the place of this command's own, which comes first unless Python was told to leave it out."""
+    """Put a folder in the place of this command's own, which comes first unless Python runs with -P."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -140,14 +142,14 @@ class _path:  # noqa: N801 - used as a function
 
 
 def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The frames of the script, without those of this file that lead to it; none where the script could not be compiled."""
+    """Return the frames of the script, without those of this file before it; none if the script could not be compiled."""
     while trace is not None and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next
     return trace
 
 
 def _show_without_us(error: BaseException, own: types.TracebackType | None) -> None:
-    """Lets the interpreter show an exception that reaches it as if the script were the first frame, by whatever hook there is."""
+    """Let the interpreter show an exception as if the script were the first frame, by any hook that is installed."""
     shown_by = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""Two runs compared: what the one has come to beside what the other had, over the steps that both have."""
+"""Comparison of a run with a baseline, over the steps that both have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch_grad_exporter.gate.rows import Result, VerdictRow
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.saved import Metric, Saved, grid, lines
 
+# By what share a run may be worse: about twice as much as healthy runs of the demo with other seeds were, see docs/in-ci.md. A loss
+# and a step time may be lower by any amount. A norm may differ in both directions: by (1 + share) times at most. Skipped steps are
+# a share of all steps, which may be higher by this much.
 TOLERANCES: Mapping[str, float] = {
     "final_loss": 0.15,
     "mean_loss": 0.05,
@@ -21,20 +24,15 @@ TOLERANCES: Mapping[str, float] = {
     "step_seconds": 1.0,
     "skipped_steps": 0.02,
 }
-"""By what share a run may be worse: about twice as much as healthy runs of the demo with other seeds were, see docs/in-ci.md.
 
-A loss and a step time may be lower by any amount. A norm may differ in both directions: by (1 + share) times at most. Skipped steps
-are a share of all steps, which may be higher by so much.
-"""
-
+# Records that a comparison takes, of either run.
 LEAST = 5
-"""Records that a comparison takes, of either run."""
 
+# The share of the common steps that count as the end.
 LAST = 0.1
-"""The share of the common steps that count as the end."""
 
+# Layers that a text names, at most.
 NAMED = 5
-"""Layers that a text names, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class _StepValues:
 def compared(
     saved: Saved, other: Saved, metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], tolerances: Mapping[str, float]
 ) -> list[VerdictRow]:
-    """The rows. `other`: the baseline; `metrics`, `of_other`: at the end of each. `tolerances`: instead of the usual ones."""
+    """Return the rows. `other`: the baseline; `metrics`, `of_other`: at the end of each. `tolerances`: instead of usual ones."""
     allowed = {**TOLERANCES, **tolerances}
     rows = [*_losses(saved, other, allowed), *_norms(saved, other, allowed), _layers(saved, other, allowed["layer_norm_median"])]
     rows.append(_step_seconds(saved, other, allowed["step_seconds"]))
@@ -78,19 +76,19 @@ def _norms(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator
         if _few(mine, before, first, last):
             yield _not_compared(name, "global norms")
         else:
-            a, b = (float(np.percentile(one.within(first, last), percent)) for one in (mine, before))
+            a, b = (float(np.percentile(norms.within(first, last), percent)) for norms in (mine, before))
             yield _row(name, a, b, allowed[name], worse=_far(a, b, allowed[name]))
 
 
 def _layers(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
-    """The median norm of each layer that both have."""
+    """Compare the median norm of each layer that both have."""
     name = "layer_norm_median"
     mine, before = _by_layer(saved), _by_layer(other)
     far, ratios = [], []
-    for layer in (one for one in mine if one in before):
+    for layer in (name for name in mine if name in before):
         first, last = _common(mine[layer], before[layer])
         if not _few(mine[layer], before[layer], first, last):
-            a, b = (float(np.median(one.within(first, last))) for one in (mine[layer], before[layer]))
+            a, b = (float(np.median(norms.within(first, last))) for norms in (mine[layer], before[layer]))
             ratios.append(_times(a, b))
             if _far(a, b, allowed):
                 far.append(f"{layer} {a:.4g}, was {b:.4g}")
@@ -113,18 +111,18 @@ def _step_seconds(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
     first, last = _common(mine, before)
     if _few(mine, before, first, last):
         return _not_compared("step_seconds", "step times")
-    a, b = (float(np.median(one.within(first, last))) for one in (mine, before))
+    a, b = (float(np.median(times.within(first, last))) for times in (mine, before))
     return _row("step_seconds", a, b, allowed, worse=a > (1 + allowed) * b)
 
 
 def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allowed: float) -> VerdictRow:
-    found = []
-    for one in (metrics, of_other):
-        skipped, steps = (_largest(one.get(name)) for name in ("torch_train_skipped_steps_total", "torch_train_steps_total"))
+    shares = []
+    for run in (metrics, of_other):
+        skipped, steps = (_largest(run.get(name)) for name in ("torch_train_skipped_steps_total", "torch_train_steps_total"))
         if skipped is None or steps is None or skipped + steps == 0:
             return _not_compared("skipped_steps", "counts of steps")
-        found.append(skipped / (skipped + steps))
-    a, b = found
+        shares.append(skipped / (skipped + steps))
+    a, b = shares
     text = f"{a:.1%} of the steps, was {b:.1%}; up to {allowed:.1%} more are allowed"
     return VerdictRow("baseline", "skipped_steps", Result.FAILED if a - b > allowed else Result.OK, text)
 
@@ -133,31 +131,31 @@ def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allo
 
 
 def _scalar(saved: Saved, name: str) -> _StepValues:
-    """All of the run where its recent part has that, else its bins."""
+    """Return all records of the run if its recent part has them, else its bins."""
     view = "recent" if saved["run"]["recent"]["first"] == 0 else "whole"
-    found = lines(saved, view)
-    known = ~np.isnan(found.values[name])
-    return _StepValues(found.steps[known], found.values[name][known])
+    course = lines(saved, view)
+    known = ~np.isnan(course.values[name])
+    return _StepValues(course.steps[known], course.values[name][known])
 
 
 def _by_layer(saved: Saved) -> dict[str, _StepValues]:
     view = "recent" if saved["layers"]["norm"]["recent"]["first"] == 0 else "whole"
-    found, courses = grid(saved, "norm", view), {}
-    for layer, values in zip(found.layers, found.values, strict=True):
+    norms, courses = grid(saved, "norm", view), {}
+    for layer, values in zip(norms.layers, norms.values, strict=True):
         known = ~np.isnan(values)
-        courses[layer] = _StepValues(found.steps[known], values[known])
+        courses[layer] = _StepValues(norms.steps[known], values[known])
     return courses
 
 
-def _common(one: _StepValues, other: _StepValues) -> tuple[float, float]:
-    """The first and the last step that both have; of none of either, (0, 0)."""
-    if not len(one.steps) or not len(other.steps):
+def _common(mine: _StepValues, before: _StepValues) -> tuple[float, float]:
+    """Return the first and the last step that both have; (0, 0) if either has none."""
+    if not len(mine.steps) or not len(before.steps):
         return 0.0, 0.0
-    return max(float(one.steps[0]), float(other.steps[0])), min(float(one.steps[-1]), float(other.steps[-1]))
+    return max(float(mine.steps[0]), float(before.steps[0])), min(float(mine.steps[-1]), float(before.steps[-1]))
 
 
-def _few(one: _StepValues, other: _StepValues, first: float, last: float) -> bool:
-    return min(len(one.within(first, last)), len(other.within(first, last))) < LEAST
+def _few(mine: _StepValues, before: _StepValues, first: float, last: float) -> bool:
+    return min(len(mine.within(first, last)), len(before.within(first, last))) < LEAST
 
 
 def _largest(metric: Metric | None) -> float | None:
@@ -168,7 +166,7 @@ def _largest(metric: Metric | None) -> float | None:
 
 
 def _times(a: float, b: float) -> float:
-    """By how many times the larger of two norms is larger than the other."""
+    """Return by how many times the larger of two norms is larger than the other."""
     low, high = sorted((a, b))
     return 1.0 if low == high else math.inf if low <= 0 else high / low
 
@@ -183,13 +181,13 @@ def _row(name: str, a: float, b: float, allowed: float, *, worse: bool) -> Verdi
     return VerdictRow("baseline", name, Result.FAILED if worse else Result.OK, text)
 
 
-def _not_compared(name: str, what: str) -> VerdictRow:
-    return VerdictRow("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {what} of the steps that both runs have")
+def _not_compared(name: str, noun: str) -> VerdictRow:
+    return VerdictRow("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {noun} of the steps that both runs have")
 
 
 def _sets(mine: Mapping[str, object], before: Mapping[str, object]) -> str:
-    """How the layers of the two runs differ, if they do."""
-    new, gone = [one for one in mine if one not in before], [one for one in before if one not in mine]
-    parts = [f"{what}: {', '.join(names[:NAMED])}{' ...' if len(names) > NAMED else ''}" for what, names in
+    """Return how the layers of the two runs differ, empty if they do not."""
+    new, gone = [name for name in mine if name not in before], [name for name in before if name not in mine]
+    parts = [f"{where}: {', '.join(names[:NAMED])}{' ...' if len(names) > NAMED else ''}" for where, names in
              (("only in this run", new), ("only in the baseline", gone)) if names]  # fmt: skip
     return f"; {'; '.join(parts)}" if parts else ""

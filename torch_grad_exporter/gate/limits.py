@@ -16,6 +16,7 @@ from torch_grad_exporter.metrics.families import REMOVED, Kind
 from torch_grad_exporter.outputs.live.history import VIEWS
 from torch_grad_exporter.outputs.live.saved import Metric, Saved, grid, lines
 
+# Metrics of which a saved run has the course, and their names there.
 OF_THE_RUN = {
     "torch_train_loss": "loss",
     "torch_grad_global_norm": "norm",
@@ -23,19 +24,23 @@ OF_THE_RUN = {
     "torch_train_learning_rate": "learning_rate",
 }
 OF_LAYERS = {"torch_grad_norm": "norm", "torch_grad_zero_ratio": "zero_ratio", "torch_grad_dead_ratio": "dead_ratio"}
-"""Metrics of which a saved run has the course, and what they are called there."""
 
+# Rows of a metric that a text names, at most.
 SHOWN = 3
-"""Rows of a metric that a text names, at most."""
 
 _MATCHER = re.compile(r'\s*(\w+)\s*(=~|=)\s*"((?:[^"\\]|\\.)*)"\s*')
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on a metric. `kind`: "max" or "min" at the end, "peak" for the highest over the run.
+    """A limit on a metric.
 
-    `labels`: regular expressions that the whole of a label's value matches. `text`: as it was given.
+    Attributes:
+        kind: "max" or "min" at the end, "peak" for the highest value of the run.
+        metric: Its name.
+        labels: Regular expressions that the whole value of a label matches.
+        value: The limit.
+        text: The limit as it was given.
     """
 
     kind: str
@@ -45,39 +50,41 @@ class Limit:
     text: str
 
     def row(self, metrics: Mapping[str, Metric], saved: Saved) -> VerdictRow:
-        """Whether a run keeps to it. Raises `GateError` where there is no such metric or label."""
+        """Return whether a run keeps the limit. Raises `GateError` if there is no such metric or label."""
         self._check(metrics)
-        found = dict(self._course(saved) if self.kind == "peak" else self._at_end(metrics))
+        values = dict(self._course(saved) if self.kind == "peak" else self._at_end(metrics))
         name = f"--{self.kind} {self.text}"
-        if not found:
+        if not values:
             return VerdictRow("limits", name, Result.FAILED, "the run has no such series")
-        beyond = {series: number for series, number in found.items() if not self._kept(number)}
+        beyond = {series: number for series, number in values.items() if not self._kept(number)}
         if not beyond:
-            return VerdictRow("limits", name, Result.OK, _listed(found, self.kind))
+            return VerdictRow("limits", name, Result.OK, _listed(values, self.kind))
         return VerdictRow("limits", name, Result.FAILED, _listed(beyond, self.kind))
 
     def _kept(self, number: float) -> bool:
-        """A value that is not finite keeps to no limit."""
+        """Return whether a value keeps the limit; one that is not finite never does."""
         return math.isfinite(number) and (number >= self.value if self.kind == "min" else number <= self.value)
 
     def _at_end(self, metrics: Mapping[str, Metric]) -> Iterator[tuple[str, float]]:
-        one = metrics.get(self.metric)
-        for row, number in () if one is None else one.rows.items():
-            if one is not None and self._chosen(dict(zip(one.labels, row, strict=True))):
-                yield _series(self.metric, one.labels, row), number
+        metric = metrics.get(self.metric, Metric((), {}))
+        for row, number in metric.rows.items():
+            if self._chosen(dict(zip(metric.labels, row, strict=True))):
+                yield _series(self.metric, metric.labels, row), number
 
     def _course(self, saved: Saved) -> Iterator[tuple[str, float]]:
         if self.metric in OF_THE_RUN:
             name = OF_THE_RUN[self.metric]
             both = [lines(saved, view) for view in VIEWS]
-            peak = _peak([one.values[name] for one in both], [one.nonfinite[name] for one in both])
+            peak = _peak([part.values[name] for part in both], [part.nonfinite[name] for part in both])
             if not math.isnan(peak):
                 yield self.metric, peak
         else:
             both_grids = [grid(saved, OF_LAYERS[self.metric], view) for view in VIEWS]
             for at, layer in enumerate(both_grids[0].layers):
                 rows = [
-                    (one.values[at], one.nonfinite[at]) for one in both_grids if at < len(one.layers) and one.layers[at] == layer
+                    (part.values[at], part.nonfinite[at])
+                    for part in both_grids
+                    if at < len(part.layers) and part.layers[at] == layer
                 ]
                 peak = _peak([values for values, _ in rows], [flags for _, flags in rows])
                 if self._chosen({"layer": layer}) and not math.isnan(peak):
@@ -90,7 +97,7 @@ class Limit:
         option, catalogue = f"--{self.kind} {self.text}", REGISTRY.catalogue
         spec = catalogue.get(self.metric)
         if spec is None and self.metric not in metrics:
-            raise GateError(f"{option}: there is no metric {self.metric}{_near(self.metric, {*catalogue, *metrics})}")
+            raise GateError(f"{option}: unknown metric {self.metric}{_near(self.metric, {*catalogue, *metrics})}")
         if spec is not None and spec.kind is Kind.HISTOGRAM:
             raise GateError(f"{option}: {self.metric} is a histogram, which has no single value")
         course = (*OF_THE_RUN, *OF_LAYERS)
@@ -106,7 +113,7 @@ class Limit:
 
 
 def limit(kind: str, text: str) -> Limit:
-    """The limit that a text stands for, such as `torch_grad_norm{layer="head"}=10`. Raises `GateError`."""
+    """Return the limit that a text stands for, such as `torch_grad_norm{layer="head"}=10`. Raises `GateError`."""
     wrong = f'--{kind} {text}: write METRIC=VALUE, such as torch_grad_norm{{layer="head"}}=10'
     left, _, right = text.rpartition("=")
     parts = re.fullmatch(r"\s*([a-zA-Z_:][\w:]*)\s*(?:\{(.*)\}\s*)?", left, re.DOTALL)
@@ -122,15 +129,15 @@ def limit(kind: str, text: str) -> Limit:
 def _labels(text: str, wrong: str) -> Iterator[tuple[str, re.Pattern[str]]]:
     at = 0
     while at < len(text):
-        found = _MATCHER.match(text, at)
-        if found is None or text[found.end() : found.end() + 1] not in ("", ","):
+        match = _MATCHER.match(text, at)
+        if match is None or text[match.end() : match.end() + 1] not in ("", ","):
             raise GateError(wrong)
-        value = re.sub(r"\\(.)", r"\1", found[3]) if found[2] == "=" else found[3]
+        value = re.sub(r"\\(.)", r"\1", match[3]) if match[2] == "=" else match[3]
         try:
-            yield found[1], re.compile(re.escape(value) if found[2] == "=" else value)
+            yield match[1], re.compile(re.escape(value) if match[2] == "=" else value)
         except re.error as error:
             raise GateError(f"{wrong}; {value!r} is not a regular expression: {error}") from None
-        at = found.end() + 1
+        at = match.end() + 1
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -139,11 +146,11 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _peak(values: Iterable[np.ndarray], nonfinite: Iterable[np.ndarray]) -> float:
-    """The highest; infinity where any was not finite, NaN where there is none."""
+    """Return the highest value; infinity if any was not finite, NaN if there is none."""
     if any(flags.any() for flags in nonfinite):
         return math.inf
-    found = np.concatenate(list(values))
-    return float(np.nanmax(found)) if np.isfinite(found).any() else math.nan
+    numbers = np.concatenate(list(values))
+    return float(np.nanmax(numbers)) if np.isfinite(numbers).any() else math.nan
 
 
 def _series(metric: str, labels: tuple[str, ...], row: tuple[str, ...]) -> str:
@@ -151,8 +158,8 @@ def _series(metric: str, labels: tuple[str, ...], row: tuple[str, ...]) -> str:
     return f"{metric}{{{shown}}}" if shown else metric
 
 
-def _listed(found: Mapping[str, float], kind: str) -> str:
-    """The series that are farthest from where they should be, first."""
-    ordered = sorted(found.items(), key=lambda one: (math.isfinite(one[1]), one[1] if kind == "min" else -one[1]))
+def _listed(values: Mapping[str, float], kind: str) -> str:
+    """Return the series and their values, the worst first."""
+    ordered = sorted(values.items(), key=lambda pair: (math.isfinite(pair[1]), pair[1] if kind == "min" else -pair[1]))
     rest = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return ", ".join(f"{series} is {number:.6g}" for series, number in ordered[:SHOWN]) + rest

@@ -1,4 +1,4 @@
-"""What a verdict is made of: a row for each rule, each limit and each comparison."""
+"""The rows of a verdict: one for each rule, each limit and each comparison."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 
 class GateError(Exception):
-    """Why there can be no verdict, for the user."""
+    """The reason why there is not a verdict; the message is for the user."""
 
 
 class Result(enum.Enum):
-    """What became of a row; only `FAILED` makes a run unhealthy."""
+    """The result of a row; only `FAILED` makes a run unhealthy."""
 
     FAILED = "FAILED"
-    NOTED = "noted"
-    """It is not as it should be, and nobody asked to fail on it."""
+    NOTED = "noted"  # it is wrong, but is not to fail the run
     OK = "ok"
     NOT_JUDGED = "not judged"
 
@@ -32,7 +31,7 @@ class VerdictRow:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The verdict on a run. `about`: which one, in a sentence. `unusable`: why it says nothing, `None` where it does."""
+    """The verdict on a run. `about`: which run, in a sentence. `unusable`: why nothing can be said of it, else None."""
 
     about: str
     rows: tuple[VerdictRow, ...]
@@ -49,5 +48,5 @@ class RunVerdict:
         return 2 if self.unusable is not None else 0 if self.healthy else 1
 
     def of(self, result: Result) -> list[VerdictRow]:
-        """The rows of this result."""
+        """Return the rows with this result."""
         return [row for row in self.rows if row.result is result]

@@ -15,31 +15,30 @@ INDENT = " " * 10
 
 SUITE = "torch-grad-exporter check"
 
+# Characters that XML cannot have; a layer may have any name.
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML cannot have; a layer may be called anything."""
 
-
+# Characters that end a line or steer a terminal: a line of a CI log that begins with :: is a command there.
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029]+")
-"""What would end a line or steer a terminal: a line of CI's log that begins with :: is a command there."""
 
 
 def one_line(text: str) -> str:
-    """A text of a run, whose names may be anything, as it can be printed."""
+    """Return a text of a run, whose names may be anything, as it can be printed."""
     return _clean(_CONTROLS.sub(" ", text))
 
 
 def table(verdict: RunVerdict) -> str:
-    """What was judged, the failures first, and the verdict in the last line."""
+    """Return what was judged, the failures first, and the verdict in the last line."""
     rows = [row for result in ORDER for row in verdict.of(result)]
     reasons = dict.fromkeys(row.text for row in verdict.of(Result.NOT_JUDGED))
-    left_out = [_paragraph(f"not judged: {one}", [row.name for row in rows if row.text == one]) for one in reasons]
+    left_out = [_paragraph(f"not judged: {reason}", [row.name for row in rows if row.text == reason]) for reason in reasons]
     return "\n".join(
         [one_line(verdict.about), *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)]
     )
 
 
 def junit(verdicts: Sequence[RunVerdict]) -> bytes:
-    """A suite for each run with a test case for each row, as Jenkins and GitLab read it; of an unusable run one with an error."""
+    """Return a suite for each run with a test case for each row, for Jenkins and GitLab; an unusable run has one with an error."""
     root = Element("testsuites")
     for number, verdict in enumerate(verdicts, 1):
         root.append(_suite(verdict, SUITE if len(verdicts) == 1 else f"{SUITE}: run {number} of {len(verdicts)}"))
@@ -67,8 +66,8 @@ def _line(row: VerdictRow) -> str:
     if not row.text:
         return begin
     text = textwrap.fill(one_line(row.text), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
-    one = f"{begin}: {text.strip()}"
-    return one if len(one) <= WIDTH else f"{begin}\n{text}"
+    line = f"{begin}: {text.strip()}"
+    return line if len(line) <= WIDTH else f"{begin}\n{text}"
 
 
 def _paragraph(begin: str, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""By what a run is judged: which alerts fail, limits, a baseline and its tolerances."""
+"""The terms by which a run is judged: which alerts fail, limits, a baseline and its tolerances."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from torch_grad_exporter.rules import RULES
 from torch_grad_exporter.rules.catalogue import promql_only
 from torch_grad_exporter.rules.declaration import SEVERITIES
 
+# Severities that fail by default: they need a person, now or soon.
 FAIL_ON = ("critical", "warning")
-"""What fails by default: what a person is needed for, now or soon. What is "info" is noted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`fail_on`: severities and alerts. `baseline`: another run; `tolerances`: by what is compared, instead of the usual ones."""
+    """The terms of a verdict.
+
+    Attributes:
+        fail_on: Severities and alerts.
+        limits: On single metrics.
+        baseline: Another run.
+        tolerances: By comparison, instead of the usual ones.
+    """
 
     fail_on: Collection[str] = FAIL_ON
     limits: Sequence[Limit] = ()
@@ -30,7 +37,7 @@ class Terms:
 
 
 def read(source: str | os.PathLike[str], cacert: str | None = None) -> Saved:
-    """A saved run, or that of a running exporter at this address. Raises `GateError`."""
+    """Return a saved run, or that of a running exporter at this address. Raises `GateError`."""
     try:
         return loaded(os.fspath(source), cacert)
     except PlotError as error:
@@ -38,9 +45,14 @@ def read(source: str | os.PathLike[str], cacert: str | None = None) -> Saved:
 
 
 def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
-    """Raises `GateError` for what is neither a severity nor an alert. `more`: alerts that this process does not know.
+    """Check severities and alerts.
 
-    "none" alone stands for no alert at all; nothing is no choice, as of a variable of CI that is empty.
+    Args:
+        fail_on: Names; "none" alone stands for no alert at all. An empty list, like an empty variable of CI, is an error.
+        more: Further alerts by which the run was judged.
+
+    Raises:
+        GateError: A name is neither a severity nor an alert that a process judges.
     """
     if not fail_on:
         raise GateError('fail-on: name alerts or severities, or "none" for a verdict by limits and baseline alone')
@@ -53,11 +65,11 @@ def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
             if name in promql_only():
                 limit = "limit a metric, as in --max torch_cuda_ooms_total=0"
                 raise GateError(f"fail-on {name!r}: only Prometheus judges this alert; {limit}, or name one of {there}")
-            raise GateError(f"fail-on {name!r}: there is no such alert and no such severity; there are {there}")
+            raise GateError(f"fail-on {name!r}: unknown alert or severity; there are {there}")
 
 
 def check_tolerance(name: str, share: float) -> None:
-    """Raises `GateError` where nothing of this name is compared, or the share is none."""
+    """Raise `GateError` if nothing of this name is compared, or the share is not one."""
     if name not in TOLERANCES:
         raise GateError(f"tolerance {name!r}: nothing of this name is compared; there are {', '.join(TOLERANCES)}")
     if not 0 <= share < float("inf"):

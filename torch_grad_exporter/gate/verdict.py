@@ -21,7 +21,7 @@ SERVER = "only Prometheus judges it"
 
 
 def verdict(saved: Saved, terms: Terms) -> RunVerdict:
-    """The verdict. Raises `GateError` where the terms ask for what there is not, or where the run was not judged."""
+    """Return the verdict. Raises `GateError` if the terms name something unknown, or if the run was not judged."""
     try:
         return _verdict(saved, terms)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -31,7 +31,7 @@ def verdict(saved: Saved, terms: Terms) -> RunVerdict:
 def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
     judged, metrics = judged_of(saved), metrics_of(saved)
     if judged is None:
-        raise GateError("an earlier version has saved the run, without what was wrong in it; save it anew")
+        raise GateError("an earlier version has saved the run, without what was wrong in it; save it again")
     check_names(terms.fail_on, {rule.name for rule in judged.rules if rule.judged})
     if terms.tolerances and terms.baseline is None:
         raise GateError(f"tolerance {next(iter(terms.tolerances))!r}: there is no baseline to compare with")
@@ -59,42 +59,44 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
 
 
 def _wanted(row: VerdictRow, names: Collection[str]) -> VerdictRow:
-    """The row; one that was asked for by name has failed where it could not be judged."""
+    """Return the row; one that was asked for by name has failed if it could not be judged."""
     if row.result is not Result.NOT_JUDGED or row.name not in names:
         return row
     return replace(row, result=Result.FAILED, text=f"asked for by name, and could not be judged: {row.text}")
 
 
 def _about(saved: Saved, judged: RunJudgement) -> str:
-    one = status(saved)
-    steps = "steps unknown" if one.step is None else times(one.step)
-    how = f"{steps}, {times(judged.samples, 'sample')}, {duration(judged.seconds)}, {one.state or 'state unknown'}"
-    return f"run {one.run}, rank {one.rank} of {one.world_size}: {how}"
+    run = status(saved)
+    steps = "steps unknown" if run.step is None else times(run.step)
+    extent = f"{steps}, {times(judged.samples, 'sample')}, {duration(judged.seconds)}, {run.state or 'state unknown'}"
+    return f"run {run.run}, rank {run.rank} of {run.world_size}: {extent}"
 
 
 # By the rules
 
 
 def _of_rule(rule: JudgedRule, judged: RunJudgement, fail_on: Collection[str]) -> VerdictRow:
-    found = [one for one in judged.wrong if one.alert == rule.name]
-    if found:
-        failed = any(one.severity in fail_on or one.alert in fail_on for one in found)
-        return VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_told(found)))
+    problems = [problem for problem in judged.wrong if problem.alert == rule.name]
+    if problems:
+        failed = any(problem.severity in fail_on or problem.alert in fail_on for problem in problems)
+        return VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_described(problems)))
     why = _not_judged(rule, judged)
     return VerdictRow("rules", rule.name, Result.OK if why is None else Result.NOT_JUDGED, why or "")
 
 
-def _told(found: Sequence[Wrong]) -> Iterator[str]:
-    """The worst severity first; of layers that have the same problem the first few."""
-    for severity in (one for one in SEVERITIES if any(wrong.severity == one for wrong in found)):
-        alike = [one for one in found if one.severity == severity]
-        first, last = min(one.first for one in alike), max(one.last for one in alike)
+def _described(problems: Sequence[Wrong]) -> Iterator[str]:
+    """Yield a text for each severity, the worst first; of layers with the same problem it has the first few."""
+    for severity in SEVERITIES:
+        alike = [problem for problem in problems if problem.severity == severity]
+        if not alike:
+            continue
+        first, last = min(problem.first for problem in alike), max(problem.last for problem in alike)
         rest = f" And {times(len(alike) - NAMED, 'more layer')}." if len(alike) > NAMED else ""
-        yield f"{severity}, steps {first:,} to {last:,}: {' '.join(one.text for one in alike[:NAMED])}{rest}"
+        yield f"{severity}, steps {first:,} to {last:,}: {' '.join(problem.text for problem in alike[:NAMED])}{rest}"
 
 
 def _not_judged(rule: JudgedRule, judged: RunJudgement) -> str | None:
-    """Why the rule could not have fired in this run; `None` where it could."""
+    """Return why the rule could not have fired in this run; None if it could."""
     if not rule.judged:
         return SERVER
     if judged.samples < rule.least:

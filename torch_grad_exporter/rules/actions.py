@@ -44,8 +44,8 @@ STOP, CLIP = "Stop", "clip"
         "MaxNorm, and go back to a checkpoint from before the first failure."
     ),
     why=(
-        "One step without clipping may be the one that needed it. 10m: then it is over, if clipping works again. 10: after so many "
-        "failures in a row it is switched off, which nothing undoes. In the first 600 s of a process its whole count matters, "
+        "One step without clipping may be the one that needed it. 10m: then it is over, if clipping works again. 10: after "
+        "this many failures in a row it is disabled for good. In the first 600 s of a process its whole count matters, "
         "since `increase` does not show what came before the first scrape."
     ),
     note="Cannot fire without `start_exporter(clip=)`: failures of a Clipper are raised where it is called.",

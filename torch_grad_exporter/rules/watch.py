@@ -1,4 +1,4 @@
-"""Watch: judges rules by the present values and by those that it remembers, and tells how fast the run is."""
+"""Watch: judges rules by the present values and by those that it remembers, and measures how fast the run is."""
 
 from __future__ import annotations
 
