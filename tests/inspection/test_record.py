@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -186,6 +187,18 @@ def test_modules_called_twice_and_shared_modules() -> None:
     assert [torch.equal(call.outputs, out) for call, out in zip(calls["a"], (first, second), strict=True)] == [True, True]
     assert torch.equal(calls["a"][1].output_gradients, torch.ones(5, 4))
     assert torch.allclose(calls["a"][0].output_gradients, torch.ones(5, 4) @ model["a"].weight)
+
+
+def test_forwards_on_other_threads_are_left_out() -> None:
+    """A forward on another thread than that of the block changes nothing of what is recorded."""
+    model = network()
+    with record(model) as calls:
+        thread = threading.Thread(target=model, args=(2 * X,))
+        thread.start()
+        thread.join()
+        out = model(X)
+    assert {len(calls[name]) for name in calls} == {1}
+    assert torch.equal(calls[""][0].outputs, out)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -45,7 +45,7 @@ WEIGHT_CAPTURES = WEIGHTS.counter(
 
 
 class WeightFamilies:
-    """Makes the families of the weights."""
+    """The families of the weights."""
 
     def __init__(self, totals: WeightTotals) -> None:
         self._totals = totals

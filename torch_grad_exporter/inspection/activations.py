@@ -46,7 +46,7 @@ class _PendingForward:
 
 
 class Activations(Inspection, ForwardObserver):
-    """Measures the outputs of inner modules. Belongs to the training thread, and to that of the backward."""
+    """The inspection of the outputs of inner modules. Belongs to the training thread, and to that of the backward."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ COMPILED = "%d layers are not timed, since they are compiled; a hook in compiled
 
 
 class LayerTimer(Inspection, ForwardObserver):
-    """Belongs to the training thread, and to those of the backward."""
+    """The inspection. Belongs to the training thread, and to those of the backward."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class LayerTimer(Inspection, ForwardObserver):
             self._follows_backwards = not compiles_backwards()
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
-        """What was timed so far belongs to this round."""
+        """Take what was timed so far for this round."""
         if current.sampled:
             self._cut(current.number)
             self._read()
@@ -100,7 +100,7 @@ class LayerTimer(Inspection, ForwardObserver):
             self._restart()
 
     def round_over(self, number: int, *, kept: bool) -> None:
-        """The times of the round are complete. Where no backward was seen, they are those up to now."""
+        """Complete the times of the round. Where no backward was seen, they are those up to now."""
         self._hooks.round_over()
         if self._round.number != number:
             self._cut(number)
@@ -161,7 +161,7 @@ class LayerTimer(Inspection, ForwardObserver):
             line.restart()
 
     def _read(self) -> None:
-        """Hand over the rounds whose times are known by now."""
+        """Post the rounds whose times are known by now."""
         if capturing_graph():
             return
         while self._pending and self._pending[0].read():
@@ -211,7 +211,7 @@ class LayerTimer(Inspection, ForwardObserver):
         self._cost.spent(start, sampled=True)
 
     def _leave(self, call: TimedCall, start: float) -> None:
-        """From the beginning of the running hook on, it is the innermost call that runs on this device."""
+        """Time the innermost call that runs on this device, from the beginning of the running hook on."""
         self._hook_began = start
         call.line.enter(next(((around, FORWARD) for around in reversed(self._open) if around.line is call.line), None))
 

@@ -67,7 +67,7 @@ class _Accumulation:
 
 
 class LocalGradients(Inspection):
-    """Measures on sampled rounds and posts a record after the `SampleRead` that it belongs to.
+    """The inspection. It posts a record for each sampled round, after the `SampleRead` that it belongs to.
 
     Belongs to the thread of the backward; holds parameters during one only.
     """

@@ -41,7 +41,7 @@ BATCHES_ENOUGH, BATCHES_REMEMBERED = 8, 512
 
 @dataclass(slots=True)
 class NoiseScale:
-    """Averages the two terms over samples, exponentially, with equal weights."""
+    """The two terms, averaged over samples exponentially, with equal weights."""
 
     count: int = 0
     signal: float = 0.0
@@ -90,7 +90,7 @@ class ObservedBatches:
             self._rounds, self._samples = self._rounds / 2, self._samples / 2
 
     def rounds_over(self, rounds: int) -> None:
-        """This many more rounds are over."""
+        """Count rounds that are over."""
         self._since += rounds
 
     @property
@@ -108,7 +108,7 @@ class LocalValues:
 
 
 class LocalNormTotals:
-    """Takes the local norms, and adds each to the sample that it came with once that counts.
+    """The local norms of optimizers. Each is added to the sample that it came with once that counts.
 
     Belongs to the worker, but for `values`, which is replaced and never changed.
     """
@@ -131,7 +131,7 @@ class LocalNormTotals:
             self._batches.add(value)
 
     def rounds_over(self, rounds: int) -> None:
-        """This many more rounds are over."""
+        """Count rounds that are over."""
         self._batches.rounds_over(rounds)
 
     def counted(self, sample: CountedSample) -> None:

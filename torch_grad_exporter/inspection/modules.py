@@ -73,7 +73,7 @@ class ModuleKind(enum.Enum):
 
 
 class InnerModules:
-    """Finds the wanted modules of the models, again whenever a module came or went. Holds the models weakly.
+    """The wanted modules of the models, found again whenever a module came or went. Holds the models weakly.
 
     Args:
         models: The models by name.

@@ -68,7 +68,7 @@ def record(
 
 
 class _Recorder(AbstractContextManager[Calls], ForwardObserver):
-    """Records one `with` block, whose hooks it owns."""
+    """The hooks of one `with` block, and what they record."""
 
     def __init__(self, roots: Iterable[torch.nn.Module], wanted: Mapping[str, torch.nn.Module], limit: int) -> None:
         self._roots, self._wanted = list(roots), wanted

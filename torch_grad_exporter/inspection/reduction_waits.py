@@ -22,7 +22,7 @@ from torch_grad_exporter.torch_compat.autograd import after_backward
 
 
 class ReductionWaits(Inspection):
-    """Times the waits of sampled rounds. Belongs to the thread of the backward; its totals may be read from any.
+    """The inspection of waits in sampled rounds. Belongs to the thread of the backward; its totals may be read from any.
 
     Attributes:
         seconds: Of all waits.
@@ -62,5 +62,5 @@ class ReductionWaits(Inspection):
             self._timed_round = current.number
 
     def counted(self, *, unfinished: bool) -> None:  # noqa: ARG002
-        """Backwards were not seen."""
+        """Note that backwards were not seen."""
         self._last_task = None

@@ -74,7 +74,7 @@ never_compile(ReturnedLoss.__call__)
 
 
 class ClearedGradients:
-    """Says whether the gradients of the last backward were thrown away; unknown for those that FSDP2 keeps elsewhere."""
+    """Whether the gradients of the last backward were thrown away; unknown for those that FSDP2 keeps elsewhere."""
 
     def __init__(self, detection: BackwardDetection, index: LayerIndex, errors: ErrorLog) -> None:
         self._detection, self._index = detection, index
@@ -119,7 +119,7 @@ class _UsedLosses:
 
 
 class RoundLoss(Inspection):
-    """Reads the losses of rounds that are due, and posts each when its round is over. Belongs to the training thread.
+    """The inspection of losses that are due. Each is posted when its round is over. Belongs to the training thread.
 
     Where the user gives the loss, those of the model are shown neither in that round nor in the next one.
     """

@@ -53,7 +53,7 @@ class _ConfirmedRound:
 
 
 class RoundTallies:
-    """Sends the tallies of an inspection, a record for each sampled round.
+    """The tallies of an inspection; each sampled round sends a record of them.
 
     Belongs to the training thread and to that of the backward.
     """

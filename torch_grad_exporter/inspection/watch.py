@@ -34,11 +34,11 @@ SOURCE = "watch"
 
 
 class PartOfGradientError(RuntimeError):
-    """This rank has only a part of a gradient, so its norm is unknown and it cannot be clipped."""
+    """A gradient of which this rank has only a part, so its norm is unknown and it cannot be clipped."""
 
 
 class WatchedTensors(Inspection):
-    """Measures and clips the gradients of tensors. Belongs to the training thread, and to that of the backward.
+    """The inspection of watched tensors, which also clips their gradients. Belongs to the training thread, and to that of the backward.
 
     `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays
     unchanged.
@@ -87,7 +87,7 @@ class WatchedTensors(Inspection):
     # The moments of a round
 
     def forward_began(self, _root: object, _args: object, _kwargs: object, *, sampled: bool) -> None:
-        """What is watched from here on belongs to this round."""
+        """Assign what is watched from here on to this round."""
         self._sampled = sampled
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
@@ -107,7 +107,7 @@ class WatchedTensors(Inspection):
             self._mailbox.append(Inspected(SOURCE, number, tickets, ClipCounts(names)))
 
     def step_over(self, *, sampled: bool) -> None:
-        """What is watched from here on belongs to the next round."""
+        """Assign what is watched from here on to the next round."""
         self._sampled = sampled
         self._tallies.forget_backwards()
 

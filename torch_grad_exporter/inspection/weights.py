@@ -46,7 +46,7 @@ class WeightMeasurement:
 
 
 class WeightProbe(Inspection):
-    """Measures the next few layers around a sampled step. Belongs to the training thread."""
+    """The inspection of the next few layers around a sampled step. Belongs to the training thread."""
 
     def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
         self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox

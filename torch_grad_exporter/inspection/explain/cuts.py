@@ -90,7 +90,7 @@ class _Arguments:
 
 
 class CutCollector(TorchFunctionMode):
-    """Collects cuts while it is active.
+    """The mode that collects cuts while it is active.
 
     Attributes:
         cuts: In the order of the forward; bit `i` of a set of cuts stands for number `i`.
@@ -245,7 +245,7 @@ def _name_of(func: Any) -> str:  # noqa: ANN401 - a function, a method or an ope
 
 
 class OutsideNumbers:
-    """Remembers numbers that tensors became, with the cuts that their values went through."""
+    """The numbers that tensors became, with the cuts that their values went through."""
 
     def __init__(self) -> None:
         # By `id`; the number is kept, so that no other gets the same one.

@@ -126,7 +126,7 @@ class Turn:
 
 
 class GradientHooks:
-    """Hooks the nodes of a graph for the time of its backwards, and collects what passes. Holds no gradient.
+    """Hooks on the nodes of a graph for the time of its backwards, and what they saw. Holds no gradient.
 
     It reads values of gradients and so waits for the device.
 

@@ -40,7 +40,7 @@ class Where:
 
 
 class Places:
-    """Finds the place of what is running. `names`: of the models' modules by their `id`."""
+    """The place of what is running. `names`: of the models' modules by their `id`."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names

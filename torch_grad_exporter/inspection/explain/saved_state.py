@@ -17,7 +17,7 @@ from torch_grad_exporter.torch_compat.tensors import local
 
 
 class SavedState:
-    """Keeps everything at the begin of a `with` block and restores it at its end. Holds a copy of each tensor in between.
+    """The state at the begin of a `with` block, restored at its end. Holds a copy of each tensor in between.
 
     Tensors stay the same objects. An optimizer that was not given is kept when it is about to step, if it owns a parameter of the
     models.

@@ -68,7 +68,7 @@ class NamedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Finds the verdicts.
+    """The judge of parameters, by what was seen.
 
     Attributes:
         graph: The graph of the forward.

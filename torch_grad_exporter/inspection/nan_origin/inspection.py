@@ -36,7 +36,7 @@ SOURCE = "nan_origin"
 
 
 class NanOrigin(Inspection, ForwardObserver):
-    """Records rounds that the worker asks for. Belongs to the training thread, and to that of the backward.
+    """The inspection of rounds that the worker asks for. Belongs to the training thread, and to that of the backward.
 
     Args:
         hooks: Disconnects all hooks when the exporter closes.

@@ -40,7 +40,7 @@ class SentTape:
 
 
 class Origins:
-    """Takes tapes, and arms rounds where something is not finite. Belongs to the worker.
+    """The origins that tapes show, and the alarms that arm rounds. Belongs to the worker.
 
     Attributes:
         steps: By layer, pass and kind of each place the step at which it was last found, the latest at the end. From any thread: it
@@ -74,7 +74,7 @@ class Origins:
             self._arm()
 
     def rounds_over(self, rounds: int) -> None:
-        """Nothing: rounds alone arm nothing."""
+        """Do nothing: rounds alone arm nothing."""
 
     def _arm(self) -> None:
         now = time.monotonic()

@@ -36,7 +36,7 @@ class Origin:
 
 
 class OriginWriter:
-    """Writes the origins of a tape."""
+    """The origins of a tape, each with its sentence."""
 
     def __init__(self, flagged: FlaggedTape) -> None:
         self._flagged, self._tape = flagged, flagged.tape
