@@ -38,7 +38,7 @@ class PartOfGradientError(RuntimeError):
 
 
 class WatchedTensors(Inspection):
-    """The inspection of watched tensors, which also clips their gradients. Belongs to the training thread, and to that of the backward.
+    """The inspection of watched tensors, which clips them as well. Belongs to the training thread, and to that of the backward.
 
     `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays
     unchanged.
