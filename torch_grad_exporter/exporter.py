@@ -27,8 +27,7 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.watch import check
 from torch_grad_exporter.lifecycle import Ending
-from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.flat import flat
+from torch_grad_exporter.metrics.families import Family, flat
 from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.torch_compat.compiler import is_tracing
 

@@ -8,6 +8,7 @@ process (`run`, `rank` and the user's own) are added by the outputs and appear i
 from __future__ import annotations
 
 import enum
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,6 +162,25 @@ def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:
     for family in families:
         groups.setdefault(family.spec, []).append(family)
     return groups
+
+
+def flat(families: Iterable[Family], match: str | re.Pattern[str] = "") -> dict[str, float]:
+    """Return gauges and counters as one mapping, for loggers that know no labels, such as TensorBoard and MLflow.
+
+    Each is under the name of its metric and the values of its labels, such as `torch_grad_norm/encoder.0`. Left out are
+    histograms, which are not single numbers, metrics that are facts in labels (`..._info`), and the sums over removed layers.
+    `match`: a regular expression that is searched in these names.
+    """
+    pattern, values = re.compile(match), {}
+    for family in families:
+        if family.spec.kind is Kind.HISTOGRAM or family.spec.name.endswith("_info"):
+            continue
+        for row in family.row_numbers:
+            labels = family.labels.rows[row]
+            name = "/".join((family.spec.name, *filter(None, labels)))
+            if REMOVED not in labels and pattern.search(name):
+                values[name] = float(family.values[row])
+    return values
 
 
 def scalar(spec: Spec, value: float | None) -> Family:
