@@ -50,7 +50,7 @@ class Misspelt:
         (lambda hooks: hooks.call("after_train_step"), ValueError, "no point 'after_train_step'; did you mean after_train_"),
         (lambda hooks: hooks.register(print, point="befor_run"), ValueError, "did you mean before_run"),
         (lambda hooks: hooks.register(print), TypeError, "print.*say where it is called"),
-        (lambda hooks: hooks.register(Misspelt()), TypeError, "after_train_iteration is near after_train_iter"),
+        (lambda hooks: hooks.register(Misspelt()), TypeError, "no method with the name of a point"),
         (lambda hooks: hooks.register(print, 101, point="after_run"), ValueError, "0, which is called first, to 100"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_second_session_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
         one.begin(model)
         other.begin(model)
-    assert "Second: First tells this exporter" in caplog.text
+    assert "Second: First reports to this exporter" in caplog.text
     exporter = one.exporter
     assert exporter is not None
     for session in (one, other):
@@ -106,7 +106,7 @@ def test_an_interrupted_training_is_ended(tmp_path: Path, caplog: pytest.LogCapt
     assert exporter is (mine or running_exporter(model))
     step(model, second, tokens=5)
     if not gone:
-        assert not first.telling
+        assert not first.active
         first.observe(tokens=100)
         first.end()
     assert value(exporter, "torch_train_tokens_total") == 5
@@ -118,8 +118,8 @@ def test_an_interrupted_training_is_ended(tmp_path: Path, caplog: pytest.LogCapt
     else:
         broken.save(tmp_path / "saved.json")
         status = json.loads((tmp_path / "saved.json").read_text())["status"]
-        assert (status["state"], status["ended_by"]) == ("failed", "TrainingBrokeOff")
-    assert "tells this exporter" not in caplog.text
+        assert (status["state"], status["ended_by"]) == ("failed", "TrainingInterrupted")
+    assert "reports to this exporter" not in caplog.text
 
 
 def test_wrong_arguments() -> None:
@@ -129,9 +129,9 @@ def test_wrong_arguments() -> None:
         Session("Callback", exporter, {"port": 9100})
     with pytest.raises(TypeError, match="expected what start_exporter returned"):
         Session("Callback", 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Callback\(model, prot=...\): no option of start_exporter; docs/options.md"):
+    with pytest.raises(TypeError, match=r"Callback\(model, prot=...\): not an option of start_exporter; docs/options.md"):
         Session("Callback", options={"prot": 9100, "model": None, "every": 1})
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         Session("Callback", log="(")
 
 
@@ -160,11 +160,11 @@ def test_failures_at_an_event(caplog: pytest.LogCaptureFixture) -> None:
 
     session.during(fails, ValueError())  # no training was reported: nothing is done
     for _ in range(2):
-        assert session.found(fails, ValueError("strange")) is None
-    assert caplog.text.count("Callback: what the trainer knows could not be found") == 1
-    assert session.found(lambda: 3) == 3
+        assert session.before_start(fails, ValueError("strange")) is None
+    assert caplog.text.count("Callback: the trainer could not be read") == 1
+    assert session.before_start(lambda: 3) == 3
     session.begin(model)
-    assert session.telling
+    assert session.active
     exporter = session.exporter
     assert exporter is not None
     for _ in range(20):
@@ -174,7 +174,7 @@ def test_failures_at_an_event(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt):
         session.during(fails, KeyboardInterrupt())
     session.end()
-    assert not session.telling
+    assert not session.active
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -211,7 +211,7 @@ def test_wrong_arguments_raise() -> None:
     """Wrong arguments raise where the tracker is made or at `init_trackers`."""
     with start_exporter(network(), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
         GradExporterTracker(exporter, port=9100)
-    with pytest.raises(TypeError, match=r"GradExporterTracker\(prot=...\): no option of start_exporter"):
+    with pytest.raises(TypeError, match=r"GradExporterTracker\(prot=...\): not an option of start_exporter"):
         GradExporterTracker(prot=9100)
     with pytest.raises(ValueError, match="every"):
         loop([GradExporterTracker(port=None, every=-1)])
@@ -230,10 +230,10 @@ def test_a_training_after_a_failed_one(tmp_path: Path, caplog: pytest.LogCapture
         loop([first], bare=bare, after_step=fails)
     loop([second], bare=bare, epochs=1, after_step=lambda: kept.append(second.exporter))
     assert kept[-1] is not kept[0]
-    assert ending_of(kept[0], tmp_path) == ("failed", "TrainingBrokeOff")
+    assert ending_of(kept[0], tmp_path) == ("failed", "TrainingInterrupted")
     assert ending_of(kept[-1], tmp_path) == ("finished", None)
     assert value(kept[-1], "torch_train_loss") is not None
-    assert "tells this exporter" not in caplog.text
+    assert "reports to this exporter" not in caplog.text
 
 
 def test_compilation_before_the_start() -> None:

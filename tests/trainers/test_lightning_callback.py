@@ -286,9 +286,9 @@ def test_wrong_arguments_raise() -> None:
     with start_exporter(network(), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
         GradExporterCallback(exporter, port=9100)
     assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
-    with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): no option of start_exporter"):
+    with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): not an option of start_exporter"):
         GradExporterCallback(prot=9100)
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         GradExporterCallback(log="(")
     with pytest.raises(ValueError, match="every"):
         trainer_of(GradExporterCallback(port=None, every=-1)).fit(Through(), numbers(2))

@@ -201,7 +201,7 @@ def test_failures(tmp_path: Path, caught_by_with: bool) -> None:
             runner_of(Net(), tmp_path, hook, Looks(breaks)).train()
         first = kept.exporter
         runner_of(Net(), tmp_path, hook, Looks(kept)).train()
-        assert ending_of(first, tmp_path) == ("failed", "TrainingBrokeOff")
+        assert ending_of(first, tmp_path) == ("failed", "TrainingInterrupted")
         assert ending_of(kept.exporter, tmp_path) == ("finished", None)
         assert kept.exporter.run == first.run
 

@@ -171,7 +171,7 @@ def test_a_failure_without_a_with(tmp_path: Path) -> None:
     assert running_exporter(model) is fails.exporters[0]
     trainer.train()
     first, second = fails.exporters
-    assert ending_of(first, tmp_path) == ("failed", "TrainingBrokeOff")
+    assert ending_of(first, tmp_path) == ("failed", "TrainingInterrupted")
     assert ending_of(second, tmp_path) == ("finished", None)
     assert first.run == second.run
 
@@ -249,7 +249,7 @@ def test_wrong_arguments_raise(tmp_path: Path) -> None:
     with start_exporter(torch.nn.Linear(1, 1), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
         GradExporterCallback(exporter, port=9100)
     assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
-    with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): no option of start_exporter"):
+    with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): not an option of start_exporter"):
         GradExporterCallback(prot=9100)
     with pytest.raises(TypeError, match="expected True, False or a regular expression"):
         GradExporterCallback(log=3)  # type: ignore[arg-type]

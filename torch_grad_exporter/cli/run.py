@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import functools
 import logging
 import os
 import sys
@@ -72,22 +71,26 @@ class ScriptExporter:
         self._replacements = 0
         self._log = _log()
         self._process = os.getpid()
-        self._attachment = Attachment(
-            options.options,
-            tell=functools.partial(say, self._log),
-            attached=self._attached,
-            replaced=self._replaced,
-        )
+        self._attachment = Attachment(self)
         self._attachment.arm()
         atexit.register(self.close)
 
-    def _attached(self, exporter: Exporter) -> None:
+    def options(self) -> Mapping[str, Any]:
+        """Return the options of `start_exporter`."""
+        return self._options.options
+
+    def say(self, level: int, message: str, *arguments: object) -> None:
+        """Log a line for the user."""
+        say(self._log, level, message, *arguments)
+
+    def attached(self, exporter: Exporter) -> None:
+        """Take the exporter of the script from now on."""
         self._exporter = exporter
         # The exporter's own handler was registered just now, and the last one is called first.
         atexit.unregister(self.close)
         atexit.register(self.close)
 
-    def _replaced(self, exporter: Exporter) -> None:
+    def replaced(self, exporter: Exporter) -> None:
         """End an exporter that another one replaces, for other models; its history is kept."""
         exporter.end(KeyboardInterrupt())
         self._replacements += 1

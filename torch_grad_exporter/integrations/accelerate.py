@@ -1,8 +1,8 @@
 """The tracker for Accelerate: `Accelerator(log_with=GradExporterTracker())`.
 
-See docs/accelerate.md. The exporter follows models and optimizers by itself; the tracker takes the loss and the epoch of what the
-loop logs, and ends with `accelerator.end_training()`. Accelerate calls trackers on the main process only, whatever they say of
-themselves; so on the other ranks this one begins with the first forward.
+See docs/accelerate.md. The exporter follows models and optimizers by itself; the tracker reports the loss and the epoch that the
+loop logs, and ends with `accelerator.end_training()`. Accelerate calls trackers on the main process only, whatever their
+`main_process_only` says; so on the other ranks this one begins with the first forward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -20,9 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
-from torch_grad_exporter.integrations.caller import calling
-from torch_grad_exporter.integrations.requirement import require
-from torch_grad_exporter.integrations.session import MayStop, Models, Session
+from torch_grad_exporter.integrations.common import require
+from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 
 require("accelerate", "1.8", extra="accelerate")
@@ -32,31 +31,28 @@ from accelerate.tracking import GeneralTracker  # noqa: E402
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# Names under which a loop logs its loss and its epoch; the first that is there counts.
 LOSS = ("loss", "train_loss", "train/loss")
-"""What is taken for the loss of what a loop logs; the first one that there is."""
-
 EPOCH = ("epoch", "train/epoch")
 
 
-class _Handle(Protocol):
-    """Of the hook that waits."""
-
-    def remove(self) -> None:
-        """Ends the waiting."""
-
-
-class GradExporterTracker(MayStop, GeneralTracker):  # type: ignore[misc] # of a package without types here
+class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Accelerator(log_with=GradExporterTracker())`, on every rank.
 
-    `exporter`: one that you have started yourself, which goes on after the training; without it one is started, with the `options`
-    of `start_exporter`, by `init_trackers` or the first forward of a prepared model, and `end_training` ends it. An exporter that
-    is running on a model is used as well. `model`: what is watched, a module or a mapping of names to modules; without it what
-    `accelerator.prepare` was given by then. `log`: whether what the exporter shows also goes to the accelerator's other trackers,
-    with each `accelerator.log`: with `True` norms, clipping and skipped steps, or the names in which a regular expression is found.
+    Args:
+        exporter: One that you have started yourself, which goes on after the training. Without it `init_trackers` or the first
+            forward of a prepared model starts one, with the `options` of `start_exporter`, and `end_training` ends it. An
+            exporter that is running on a model is used as well.
+        model: What is watched, a module or a mapping of names to modules; by default what `accelerator.prepare` was given.
+        log: Whether the exporter's values also go to the accelerator's other trackers, with each `accelerator.log`: with `True`
+            norms, clipping and skipped steps, or the names that match a regular expression.
 
-    Raises `TypeError` or `ValueError` where an argument is wrong: here, or by `init_trackers`. What fails in a forward, as where an
-    argument does not fit a model that is prepared after `init_trackers`, is logged, and nothing is watched. Later failures are
-    counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+    Raises:
+        TypeError: An argument is of a wrong type; some are checked by `init_trackers`.
+        ValueError: An argument is wrong; likewise.
+
+    A failure in a forward, as where an option does not fit a model that is prepared after `init_trackers`, is logged, and nothing
+    is watched. Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
     name = "torch_grad_exporter"
@@ -71,12 +67,12 @@ class GradExporterTracker(MayStop, GeneralTracker):  # type: ignore[misc] # of a
         self._session.check_options()
         self._model = model
         self._step: int | None = None
-        self._calling: weakref.ref[Accelerator] | None = None
-        self._searched = 0
+        self._found: weakref.ref[Accelerator] | None = None
+        self._searches = 0
         self._guard = Guard(self._failed)
         self._looking = False
         never_compile(type(self)._forward_begins)
-        self._waiting: _Handle | None = register_module_forward_pre_hook(self._forward_begins)
+        self._waiting: Any = register_module_forward_pre_hook(self._forward_begins)
 
     @property
     def tracker(self) -> Exporter | None:
@@ -84,71 +80,77 @@ class GradExporterTracker(MayStop, GeneralTracker):  # type: ignore[misc] # of a
         return self._session.exporter
 
     def resume(self, step: int) -> None:
-        """Says that the training goes on after this many optimizer steps, as those of a checkpoint; before its next step."""
+        """Report that the training goes on after this many optimizer steps, as those of a checkpoint; before its next step."""
         self._step = step
-        if self._session.telling and self._session.exporter is not None:
+        if self._session.active and self._session.exporter is not None:
             self._session.exporter.resume(step)
 
     # What the accelerator calls
 
     def start(self) -> None:
-        """Starts the exporter, unless no model is prepared yet: then the first forward of one does."""
-        accelerator = calling(Accelerator)
-        self._calling = None if accelerator is None else weakref.ref(accelerator)
+        """Start the exporter; if no model is prepared yet, the first forward of one does."""
+        self._found = self._session.before_start(self._search)
         self._begin()
 
     def store_init_configuration(self, values: Mapping[str, object]) -> None:
-        """The configuration of a run is no metric."""
+        """Ignore the configuration of the run, which is not a metric."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **more: object) -> None:
-        """Takes the loss and the epoch that a loop logs, and adds the exporter's values for the other trackers."""
+        """Report the loss and the epoch that a loop logs, and add the exporter's values for the other trackers."""
         self._session.during(self._log, values, step)
 
     def finish(self) -> None:
-        """Ends the exporter that was started for this training; in a `finally`, by the exception that is being raised."""
-        self._wait_no_longer()
+        """End the exporter that was started for this training; in a `finally`, by the exception that is being raised."""
+        self._stop_waiting()
         self._session.end(sys.exception())
+
+    def _log(self, values: Mapping[str, Any], step: int | None) -> None:
+        loss, epoch = (next((values[name] for name in names if name in values), None) for names in (LOSS, EPOCH))
+        if loss is not None:
+            self._session.logged_loss(loss)
+        self._session.observe(epoch=epoch)
+        logged = self._session.logged()
+        if logged and self._accelerator is not None:
+            for tracker in self._accelerator.trackers:
+                if tracker is not self:
+                    tracker.log(logged, step=step)
+
+    # The start
 
     @property
     def _accelerator(self) -> Accelerator | None:
-        """The accelerator that has this tracker; `None` while it is not known."""
-        return None if self._calling is None else self._calling()
+        return None if self._found is None else self._found()
 
     def _begin(self) -> None:
-        """Starts the exporter on the models that are known, if there are any, and waits no longer."""
-        models = self._model if self._model is not None else self._session.found(self._prepared)
+        """Start the exporter on the models that are known, if there are any."""
+        models = self._model if self._model is not None else self._session.before_start(self._prepared)
         if models is None and self._session.exporter is None:
             return
-        self._wait_no_longer()
+        self._stop_waiting()
         accelerator = self._accelerator
         if accelerator is not None and not accelerator.is_main_process and self not in accelerator.trackers:
             accelerator.trackers.append(self)  # so that `end_training` ends it here, too
         scaler = getattr(accelerator, "scaler", None)
         self._session.begin(models or {}, step=self._step, trainer=accelerator, grad_scaler=scaler)
 
-    def _wait_no_longer(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.remove()
-
     def _prepared(self) -> Models | None:
-        """The models that the accelerator has prepared, without what it has wrapped around them."""
+        """Return the models that the accelerator has prepared, without what it has wrapped around them."""
         accelerator = self._accelerator
-        if accelerator is None:
-            return None
-        found: list[torch.nn.Module] = []
-        for model in accelerator._models:
-            module = accelerator.unwrap_model(model)
-            if module not in found:
-                found.append(module)
-        if len(found) < 2:
-            return found[0] if found else None
-        kinds = [type(module).__name__ for module in found]
+        models = [] if accelerator is None else [accelerator.unwrap_model(model) for model in accelerator._models]
+        unique = list({id(model): model for model in models}.values())
+        if len(unique) < 2:
+            return unique[0] if unique else None
+        kinds = [type(model).__name__ for model in unique]
         counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
-        return {f"{kind}-{n + 1}" if n else kind: one for kind, n, one in zip(kinds, counts, found, strict=True)}
+        return {f"{kind}-{n + 1}" if n else kind: model for kind, n, model in zip(kinds, counts, unique, strict=True)}
+
+    def _search(self) -> weakref.ref[Accelerator] | None:
+        """Return the accelerator that has this tracker, from all objects of the process, which takes a tenth of a second."""
+        accelerators = (each for each in gc.get_objects() if issubclass(type(each), Accelerator))
+        return next((weakref.ref(each) for each in accelerators if self in getattr(each, "log_with", ())), None)
 
     def _forward_begins(self, module: torch.nn.Module, args: object) -> None:
-        """Before the forward of any module, until the exporter is started."""
+        """Look for a prepared model before the forward of any module, until the exporter is started."""
         if is_compiling() or is_tracing() or self._looking:
             return
         compiler, self._looking = stop_compiling(), True
@@ -158,34 +160,23 @@ class GradExporterTracker(MayStop, GeneralTracker):  # type: ignore[misc] # of a
             self._looking = False
             compile_again(compiler)
 
+    def _look(self) -> None:
+        if self._accelerator is None and self._model is None:
+            self._searches += 1
+            if self._searches & (self._searches - 1):  # only at powers of two, since each search takes time
+                return
+            self._found = self._session.before_start(self._search)
+        self._begin()
+
     def _failed(self, error: Exception) -> None:
-        """A boundary: the script's own forward calls. What a signal's handler raised passes."""
+        # The script's own forward calls this; what a signal's handler raised passes.
         if raised_by_handler(error):
             raise error
-        self._wait_no_longer()
+        self._stop_waiting()
         message = "%s: nothing is watched: %s: %s"
         say(logger, logging.WARNING, message, type(self).__name__, type(error).__name__, error, error=error)
 
-    def _look(self) -> None:
-        if self._calling is None and self._model is None:
-            self._searched += 1
-            if self._searched & (self._searched - 1):  # each search takes a tenth of a second: it is repeated ever more rarely
-                return
-            self._calling = self._session.found(self._search)
-        self._begin()
-
-    def _search(self) -> weakref.ref[Accelerator] | None:
-        """The accelerator that has this tracker, among all objects."""
-        found = (one for one in gc.get_objects() if issubclass(type(one), Accelerator) and self in getattr(one, "log_with", ()))
-        return next(map(weakref.ref, found), None)
-
-    def _log(self, values: Mapping[str, Any], step: int | None) -> None:
-        loss, epoch = (next((values[name] for name in names if name in values), None) for names in (LOSS, EPOCH))
-        if loss is not None:
-            self._session.logged_loss(loss)
-        self._session.observe(epoch=epoch)
-        found = self._session.logged()
-        if found and self._accelerator is not None:
-            for tracker in self._accelerator.trackers:
-                if tracker is not self:
-                    tracker.log(found, step=step)
+    def _stop_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.remove()

@@ -1,7 +1,7 @@
-"""Finds the engine of DeepSpeed that trains a model, whichever way it was made, and follows its steps.
+"""Finds the engine of DeepSpeed that trains a model, and follows its steps.
 
 See docs/deepspeed.md. Trainers make engines themselves, as by `TrainingArguments(deepspeed=...)`; then what a parameter has as its
-gradient may not be what it is trained with. DeepSpeed itself is not imported here: where nobody else has, there is no engine.
+gradient may not be what it is trained with. DeepSpeed itself is not imported here: if nothing else has, there is no engine.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.integrations.round_losses import RoundLosses
+from torch_grad_exporter.integrations.common import RoundLosses
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# Steps from one write to the engine's monitor to the next if the engine's `steps_per_print` is None; its own default.
 LOG_EVERY = 10
-"""Steps from one write to the engine's monitor to the next where the engine's `steps_per_print` is none; its own default."""
 
 
 class FollowedEngines:
-    """Around the `backward` and `step` of engines until `remove`, or the end of the exporter, which gives them back.
+    """Wraps `backward` and `step` of engines until `remove`, which the end of the exporter calls, too.
 
-    `number_steps`: the engine's own count numbers the steps, where nobody else knows them. With engines of several models steps
-    are counted and have no norm, which would be that of each in turn. `tell` takes a line for the user, else the log does. What
-    fails is counted, as `integration`, and the training goes on.
+    With engines of several models steps are counted and have no norm, which would be that of each in turn. A failure is counted,
+    as `integration`, and the training goes on.
+
+    Args:
+        exporter: To which it reports.
+        engines: Those that train what the exporter watches.
+        number_steps: Whether the engine's own count numbers the steps.
+        tell: Takes a line for the user instead of the log.
     """
 
     def __init__(
@@ -45,41 +50,41 @@ class FollowedEngines:
         number_steps: bool,
         tell: Callable[..., object] | None = None,
     ) -> None:
-        found = [*engines]
+        followed = [*engines]
         self._exporter = exporter
-        self._engines = [weakref.ref(engine) for engine in found]  # a training that is over is freed, though the exporter goes on
-        # What an earlier training of the model has left behind may be kept alive by the parameters: it steps no more.
-        self._one_model = len({id(engine.module) for engine in found}) == 1
+        self._engines = [weakref.ref(engine) for engine in followed]  # a training that is over is freed
+        # An engine of an earlier training of the model may be kept alive by the parameters: it steps no more.
+        self._one_model = len({id(engine.module) for engine in followed}) == 1
         self._numbers = number_steps and self._one_model
-        elsewhere = [engine for engine in found if _gradients_elsewhere(engine)]
+        elsewhere = [engine for engine in followed if _gradients_elsewhere(engine)]
         self._elsewhere = bool(elsewhere)
         self._losses: RoundLosses | None = None
         self._logged: Callable[[], Mapping[str, float]] | None = None
         self._over = False
-        self._kept: object = None
+        self._reporter: object = None
         if elsewhere:
             exporter.gradients_elsewhere()
             _tell_elsewhere(elsewhere[0], tell or functools.partial(say, logger))
-        for engine in found:
+        for engine in followed:
             engine.backward = self._around_backward(engine.backward)
             engine.step = self._around_step(engine, engine.step)
         exporter.adopt(self)
 
-    def tell_losses(self) -> None:
-        """Takes the loss from what `backward` is given, the mean over the batches of a step; without this others tell it."""
+    def report_losses(self) -> None:
+        """Report what `backward` is given as the loss, the mean over the batches of a step."""
         self._losses = RoundLosses()
 
-    def keep(self, teller: object) -> None:
-        """Keeps who tells of this training until its end: nothing else may, and then it would seem to have broken off."""
-        self._kept = teller
+    def keep(self, reporter: object) -> None:
+        """Keep what reports this training alive until its end: else it would seem to be interrupted."""
+        self._reporter = reporter
 
     def log(self, logged: Callable[[], Mapping[str, float]]) -> None:
-        """Writes these values to the engine's monitor, at its `steps_per_print`; nothing where no monitor is enabled."""
+        """Write these values to the engine's monitor, at its `steps_per_print`, if a monitor is enabled."""
         self._logged = logged
 
     def remove(self) -> None:
-        """Gives the engines their own methods back; idempotent. What others have wrapped since goes through."""
-        self._over, self._logged, self._kept = True, None, None
+        """Give the engines their own methods back; idempotent. What others have wrapped since keeps working."""
+        self._over, self._logged, self._reporter = True, None, None
         for reference in self._engines:
             engine = reference()
             for name in () if engine is None else ("backward", "step"):
@@ -116,29 +121,26 @@ class FollowedEngines:
         return wrapped
 
     def _stepped(self, engine: Any) -> None:
-        """The engine was at the end of an accumulation, and has stepped or left its step out."""
+        """Report the end of an accumulation, at which the engine has stepped or skipped its step."""
         exporter = self._exporter
         if self._losses is not None and (loss := self._losses.round_over()) is not None:
             exporter.observe(loss=loss)
         if engine.zero_optimization_stage() > 0 or self._elsewhere:
             if engine.was_step_applied():
-                self._tell_step(engine)
+                norm = engine.get_global_grad_norm() if self._one_model else None
+                if norm is not None:
+                    exporter.observe(grad_norm=norm)
+                exporter.step(steps_of(engine) if self._numbers else None)
             elif self._elsewhere:
                 exporter.step_skipped()
         if self._logged is not None:
             _write(engine, self._logged)
 
-    def _tell_step(self, engine: Any) -> None:
-        norm = engine.get_global_grad_norm() if self._one_model else None
-        if norm is not None:
-            self._exporter.observe(grad_norm=norm)
-        self._exporter.step(steps_of(engine) if self._numbers else None)
-
 
 def followed_engines(models: torch.nn.Module | Iterable[torch.nn.Module]) -> list[Any]:
-    """The living engines of DeepSpeed that train one of these models: those that are one of them, or have a parameter of it.
+    """Return the living engines of DeepSpeed that train one of these models: are one of them, or have a parameter of it.
 
-    Looks at all objects of the process, which takes tens of milliseconds, only where something has imported DeepSpeed's engine.
+    Looks at all objects of the process, which takes tens of milliseconds, only if something has imported DeepSpeed's engine.
     """
     kind = _class_of_engines()
     if kind is None:
@@ -147,43 +149,42 @@ def followed_engines(models: torch.nn.Module | Iterable[torch.nn.Module]) -> lis
     if engines := [model for model in wanted if isinstance(model, kind)]:
         return engines
     parameters = {id(parameter) for model in wanted for parameter in model.parameters()}
-    found = _training_engines(kind, parameters)
-    if len(found) < 2:
-        return found
-    found.clear()
+    engines = _training_engines(kind, parameters)
+    if len(engines) < 2:
+        return engines
+    engines.clear()
     gc.collect()  # one of them may be of an earlier training, which only the garbage collector frees
     return _training_engines(kind, parameters)
 
 
 def living_engines(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Those of these modules that are engines of DeepSpeed with an optimizer."""
+    """Return those of these modules that are engines of DeepSpeed with an optimizer."""
     kind = _class_of_engines()
     return [] if kind is None else [module for module in modules if issubclass(type(module), kind) and _trains(module)]
 
 
 def optimizer_of(engine: Any) -> Any:
-    """The optimizer of PyTorch that an engine was made with, or has made."""
+    """Return the optimizer of PyTorch that an engine was made with, or has made."""
     return engine.basic_optimizer
 
 
 def steps_of(engine: Any) -> int:
-    """Steps that the engine has taken; those that it has left out are not among them."""
+    """Return the steps that the engine has taken, without those that it skipped."""
     return int(engine.global_steps - engine.skipped_steps)
 
 
 def _class_of_engines() -> Any:
-    """DeepSpeed's class of engines; `None` where nothing has imported it."""
     return getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
 
 
 def _training_engines(kind: Any, parameters: set[int]) -> list[Any]:
     # By its type alone: to ask a proxy for its class may run code of others.
-    engines = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    return [one for one in engines if _trains(one) and not parameters.isdisjoint(map(id, one.parameters()))]
+    engines = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [each for each in engines if _trains(each) and not parameters.isdisjoint(map(id, each.parameters()))]
 
 
 def _trains(engine: Any) -> bool:
-    """Whether it has an optimizer: without one, as where a reference model is held in parts, it only computes."""
+    # Without an optimizer, as for a reference model that is held in parts, it only computes.
     return engine.__dict__.get("basic_optimizer") is not None
 
 
@@ -197,7 +198,7 @@ def _tell_elsewhere(engine: Any, tell: Callable[..., object]) -> None:
 
 
 def _write(engine: Any, logged: Callable[[], Mapping[str, float]]) -> None:
-    """Gives the values to the engine's monitor, on the first rank, where it writes; as its own values, by the samples so far."""
+    """Write values to the engine's monitor, on the first rank at its logging steps, by the samples so far."""
     if engine.monitor.enabled and engine.global_rank == 0 and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0:
         engine.monitor.write_events([(name, value, engine.global_samples) for name, value in logged().items()])
 
@@ -207,5 +208,5 @@ def _reduced_precision(engine: Any) -> bool:
 
 
 def _gradients_elsewhere(engine: Any) -> bool:
-    """Whether what a parameter has as its gradient is not the one that it is trained with."""
+    """Return whether what a parameter has as its gradient is not the one that it is trained with."""
     return bool(engine.zero_optimization_stage() > 1 or engine.dp_world_size > 1 or _reduced_precision(engine))

@@ -1,6 +1,6 @@
 """The handler for trainers of PyTorch-Ignite.
 
-See docs/ignite.md. The exporter follows the model and the optimizers by itself; the handler tells it what only the trainer knows:
+See docs/ignite.md. The exporter follows the model and the optimizers by itself; the handler reports what only the trainer knows:
 when a run begins, ends and fails, its step after a checkpoint, the epoch, and the loss of each iteration.
 """
 
@@ -10,35 +10,40 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
-from torch_grad_exporter.integrations.requirement import require
-from torch_grad_exporter.integrations.round_losses import RoundLosses
-from torch_grad_exporter.integrations.session import HasSession, Models, Session
+from torch_grad_exporter.integrations.common import RoundLosses, TrainingInterrupted, require
+from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 
 require("ignite", "0.5", extra="ignite")
 
-from ignite.engine import Engine, Events  # noqa: E402 - what is missing has been said by now
+from ignite.engine import Engine, Events  # noqa: E402 - require() has raised if it is missing
 
 
 def loss_of(output: object) -> object:
-    """The loss in what a trainer's step returns: a number, "loss" of a mapping, or the first of several values."""
+    """Return the loss in what a trainer's step returns: a number, "loss" of a mapping, or the first of several values."""
     if isinstance(output, Mapping):
         return output.get("loss")
     return output[0] if isinstance(output, list | tuple) and output else output
 
 
-class GradExporterHandler(HasSession):
+class GradExporterHandler(SessionOwner):
     """Shows the gradients and the course of a training: `GradExporterHandler(model, port=9100).attach(trainer)`.
 
-    `model`, `options`: as of `start_exporter`. `exporter`: one that you have started yourself, which goes on after the training;
-    without it each `run()` starts one, and ends it. An exporter that is running on the model is used as well. `output_transform`:
-    gives the loss, of what the trainer's step returns. `gradient_accumulation_steps`: iterations of one step of the optimizer, as
-    `create_supervised_trainer` was told; the loss is the mean over them. `log`: whether what the exporter shows is also put into
-    `trainer.state.metrics`, where Ignite's loggers find it, every `log_every` iterations and after each epoch: with `True` norms,
-    clipping and skipped steps, or the names in which a regular expression is found.
+    Args:
+        model: As for `start_exporter`, like the `options`.
+        exporter: One that you have started yourself, which goes on after the training. Without it each `run()` starts one, and
+            ends it. An exporter that is running on the model is used as well.
+        output_transform: Returns the loss, given what the trainer's step returns.
+        gradient_accumulation_steps: Iterations of one step of the optimizer, as in `create_supervised_trainer`; the loss is the
+            mean over them.
+        log: Whether the exporter's values are also put into `trainer.state.metrics`, for Ignite's loggers, every `log_every`
+            iterations and after each epoch: with `True` norms, clipping and skipped steps, or the names that match a regular
+            expression.
 
-    Raises `TypeError` or `ValueError` where an argument is wrong: here, or when the training begins. Later failures are counted,
-    in `torch_grad_exporter_errors_total{source="integration"}`.
+    Raises:
+        TypeError: An argument is of a wrong type; some are checked when the training begins.
+        ValueError: An argument is wrong; likewise.
+
+    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
     def __init__(
@@ -65,9 +70,10 @@ class GradExporterHandler(HasSession):
         self._error: BaseException | None = None
 
     def attach(self, trainer: Engine) -> None:
-        """Adds the handlers to a trainer.
+        """Add the handlers to a trainer.
 
-        Raises `ValueError` where this handler is attached to it already.
+        Raises:
+            ValueError: This handler is attached to it already.
         """
         if trainer.has_event_handler(self._started, Events.STARTED):
             raise ValueError("this GradExporterHandler is attached to the trainer already; attach it once")
@@ -82,8 +88,8 @@ class GradExporterHandler(HasSession):
     # The trainer's events
 
     def _started(self, trainer: Engine) -> None:
-        if self._session.telling:
-            self._session.end(self._error or TrainingBrokeOff())
+        if self._session.active:
+            self._session.end(self._error or TrainingInterrupted())
         self._losses, self._error = RoundLosses(), None
         self._iterations = trainer.state.iteration or self._iterations  # a second run goes on
         self._session.begin(self._model, step=self._iterations // self._accumulated or None, trainer=trainer)
@@ -113,13 +119,13 @@ class GradExporterHandler(HasSession):
         trainer.state.metrics.update(self._session.logged())
 
     def _raised(self, trainer: Engine, error: BaseException) -> None:
-        """The training has failed, unless a handler of the user's for this event lets it go on.
+        """End a training that has failed, unless a handler of the user's for this event lets it go on.
 
-        A trainer raises what its step has raised only where nothing handles this event: where all that do are of this class, as
-        with one for each of two models, the last of them raises it.
+        A trainer raises what its step has raised only if nothing handles this event: if all that do are of this class, as with
+        one for each of two models, the last of them raises it.
         """
         handlers = [getattr(handler, "__self__", None) for handler, *_ in trainer._event_handlers[Events.EXCEPTION_RAISED]]
-        if not all(isinstance(one, GradExporterHandler) for one in handlers):
+        if not all(isinstance(handler, GradExporterHandler) for handler in handlers):
             self._error = error
             return
         self._session.end(error)

@@ -1,6 +1,6 @@
 """The callback for the `Trainer` of Lightning, of the package `lightning` and of `pytorch_lightning`.
 
-See docs/lightning.md. The exporter follows the model and the optimizers by itself; the callback tells it what only the trainer
+See docs/lightning.md. The exporter follows the model and the optimizers by itself; the callback reports what only the trainer
 knows: when a training begins, evaluates, ends and fails, its step after a checkpoint, the epoch, and the loss and size of each
 batch.
 """
@@ -15,16 +15,15 @@ import torch
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.capture.module_tensors import batch_size
-from torch_grad_exporter.integrations.requirement import require
-from torch_grad_exporter.integrations.round_losses import RoundLosses
-from torch_grad_exporter.integrations.session import HasSession, Session
+from torch_grad_exporter.integrations.common import RoundLosses, require
+from torch_grad_exporter.integrations.session import Session, SessionOwner
 
+# Of both packages.
 OLDEST = "2.2"
-"""Of both packages."""
 
 
 def _class_of_callbacks() -> type:
-    """Lightning's class of callbacks: of the package that is in use, of both if both are, else of the one that is installed."""
+    """Return Lightning's class of callbacks: of the package in use, of both if both are, else of the one that is installed."""
     used = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
     if "lightning.pytorch" in used or not used:
         try:
@@ -44,16 +43,20 @@ else:
     Callback = _class_of_callbacks()
 
 
-class GradExporterCallback(HasSession, Callback):  # type: ignore[misc] # of a package without types here
+class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Trainer(callbacks=[GradExporterCallback()])`.
 
-    `exporter`: one that you have started yourself, which goes on after the training; without it each `fit()` starts one, with the
-    `options` of `start_exporter`, and ends it. An exporter that is running on the module is used as well. `log`: whether what the
-    exporter shows also goes to the trainer's loggers and its `callback_metrics`, whenever the trainer logs: with `True` norms,
-    clipping and skipped steps, or the names in which a regular expression is found.
+    Args:
+        exporter: One that you have started yourself, which goes on after the training. Without it each `fit()` starts one, with
+            the `options` of `start_exporter`, and ends it. An exporter that is running on the module is used as well.
+        log: Whether the exporter's values also go to the trainer's loggers and its `callback_metrics`, whenever the trainer
+            logs: with `True` norms, clipping and skipped steps, or the names that match a regular expression.
 
-    Raises `TypeError` or `ValueError` where an argument is wrong: here, or when the training begins. Later failures are counted,
-    in `torch_grad_exporter_errors_total{source="integration"}`.
+    Raises:
+        TypeError: An argument is of a wrong type; some are checked when the training begins.
+        ValueError: An argument is wrong; likewise.
+
+    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
     def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: object) -> None:
@@ -62,32 +65,31 @@ class GradExporterCallback(HasSession, Callback):  # type: ignore[misc] # of a p
         self._logs = log is not False
         self._steps = 0
         self._losses = RoundLosses()
-        self._samples = 0
-        """Examples of the batches since the last step."""
+        self._samples = 0  # examples of the batches since the last step
         self._knows_size: bool | None = None
 
     # The trainer's events
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the exporter, unless there is one. Checkpoints are restored by now, and the module is where it is trained."""
+        """Start the exporter, unless there is one. Checkpoints are restored by now, and the module is on its device."""
         if sum(callback is self for callback in trainer.callbacks) > 1:
             raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
-        step, scaler = self._session.found(_steps_before, trainer), self._session.found(_scaler_of, trainer)
+        step, scaler = self._session.before_start(_steps_before, trainer), self._session.before_start(_scaler_of, trainer)
         self._session.begin(pl_module, step=step or None, trainer=trainer, grad_scaler=scaler)
         self._steps, self._losses, self._samples, self._knows_size = trainer.global_step, RoundLosses(), 0, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tells of the epoch."""
+        """Report the epoch."""
         self._session.during(lambda: self._session.observe(epoch=trainer.current_epoch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Tells of the backward, which nothing else shows where `training_step` calls submodules."""
+        """Report the backward, which nothing else shows if `training_step` calls submodules."""
         self._session.backward_comes(loss)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Tells of the batch, logs if the trainer does, and ends the training where a `Stop()` wants it."""
+        """Report the batch, log if the trainer does, and end the training if a `Stop()` asks for it."""
         self._session.during(self._batch_over, trainer, pl_module, outputs, batch)
         if self._session.should_stop:
             trainer.should_stop = True
@@ -95,21 +97,21 @@ class GradExporterCallback(HasSession, Callback):  # type: ignore[misc] # of a p
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Tells that an evaluation goes on, which is not seen where `validation_step` calls submodules."""
+        """Report that an evaluation runs, which is not seen if `validation_step` calls submodules."""
         self._session.during(self._session.evaluating)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tells that it is over."""
+        """Report that it is over."""
         self._session.during(self._session.evaluating, False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The training has failed, by this exception."""
-        self._session.during(lambda: self._tell(loss=False))
+        """End a training that has failed, by this exception."""
+        self._session.during(lambda: self._report(loss=False))
         self._session.end(exception)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the exporter that was started for this training."""
-        self._session.during(lambda: self._tell(loss=False))
+        """End the exporter that was started for this training."""
+        self._session.during(lambda: self._report(loss=False))
         self._session.end()
 
     def _batch_over(self, trainer: Trainer, module: LightningModule, outputs: object, batch: object) -> None:
@@ -126,12 +128,12 @@ class GradExporterCallback(HasSession, Callback):  # type: ignore[misc] # of a p
         steps = trainer.global_step
         stepped, self._steps = steps != self._steps, steps
         if stepped:
-            self._tell(loss=True)
+            self._report(loss=True)
         if stepped and self._logs and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
             self._log(trainer)
 
-    def _tell(self, *, loss: bool) -> None:
-        """Tells what has come since it was last told, in one call a step. `loss`: a step is over, whose loss is known now."""
+    def _report(self, *, loss: bool) -> None:
+        """Report what has come since the last report. `loss`: a step is over, whose loss is known now."""
         samples, self._samples = self._samples, 0
         self._session.observe(samples=samples or None, loss=self._losses.round_over() if loss else None)
 
@@ -143,25 +145,25 @@ class GradExporterCallback(HasSession, Callback):  # type: ignore[misc] # of a p
 
 
 def _steps_before(trainer: Trainer) -> int:
-    """Steps of the training so far, as its loggers count: each batch is one, where several optimizers share it."""
+    """Return the steps so far, as the trainer's loggers count: each batch is one if several optimizers share it."""
     if len(trainer.optimizers) <= 1:
         return int(trainer.global_step)
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _scaler_of(trainer: Trainer) -> object:
-    """The gradient scaler of half precision, if there is one."""
+    """Return the gradient scaler of half precision, if there is one."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _size(batch: object) -> int | None:
-    """Examples in a batch: the first dimension of its tensors; `None` where they disagree, or there are none."""
+    """Return the examples in a batch, the first dimension of its tensors; None if they disagree, or there are none."""
     if isinstance(batch, Mapping):
         return batch_size((), batch)
     return batch_size(tuple(batch) if isinstance(batch, list | tuple) else (batch,), {})
 
 
 def _loss(outputs: object) -> torch.Tensor | None:
-    """The loss in what the trainer hands on of a `training_step`."""
+    """Return the loss in what the trainer passes on of a `training_step`."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None

@@ -1,6 +1,6 @@
 """The hook for the `Runner` of MMEngine, and of what is built on it, such as MMDetection.
 
-See docs/mmengine.md. The exporter follows the model and the optimizers by itself; the hook tells it what only the runner knows:
+See docs/mmengine.md. The exporter follows the model and the optimizers by itself; the hook reports what only the runner knows:
 when a training begins, evaluates and ends, its step after a checkpoint, the epoch, and the loss and size of each batch.
 """
 
@@ -10,36 +10,38 @@ from collections.abc import Mapping, Sized
 from typing import Any
 
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
-from torch_grad_exporter.integrations.requirement import require
-from torch_grad_exporter.integrations.round_losses import RoundLosses
-from torch_grad_exporter.integrations.session import EndsWith, Session
+from torch_grad_exporter.integrations.common import RoundLosses, TrainingInterrupted, require
+from torch_grad_exporter.integrations.session import Session, SessionOwner
 
 require("mmengine", "0.10", extra="mmengine")
 
-from mmengine.hooks import Hook, LoggerHook  # noqa: E402 - what is missing has been said by now
+from mmengine.hooks import Hook, LoggerHook  # noqa: E402 - require() has raised if it is missing
 from mmengine.optim import OptimWrapperDict  # noqa: E402
 from mmengine.registry import HOOKS  # noqa: E402
 
+# Iterations from one logged one to the next if there is no `LoggerHook`; its own default.
 INTERVAL = 10
-"""Iterations from one logged one to the next, where there is no `LoggerHook`; as that one's own."""
 
 
 @HOOKS.register_module()
-class GradExporterHook(EndsWith, Hook):  # type: ignore[misc] # of a package without types here
+class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `custom_hooks=[dict(type="GradExporterHook", port=9100)]`.
 
-    In a configuration it needs `custom_imports=dict(imports=["torch_grad_exporter.integrations.mmengine"])`. `exporter`: one that
-    you have started yourself, which goes on after the training; without it each training starts one, with the `options` of
-    `start_exporter`, and ends it. An exporter that is running on the model is used as well. `log`: whether what the exporter shows
-    also goes to the runner's visualizer, at the iterations at which its `LoggerHook` logs: with `True` norms, clipping and skipped
-    steps, or the names in which a regular expression is found.
-
-    MMEngine tells no hook of an exception. One that ends the process is seen; where yours catches it, train in a `with`:
+    In a configuration it needs `custom_imports=dict(imports=["torch_grad_exporter.integrations.mmengine"])`. MMEngine has no event
+    for an exception. One that ends the process is seen; where your code catches it, train in a `with`:
     `with GradExporterHook() as hook: Runner(..., custom_hooks=[hook]).train()`.
 
-    Raises `TypeError` or `ValueError` where an argument is wrong: here, or when the training begins. Later failures are counted,
-    in `torch_grad_exporter_errors_total{source="integration"}`.
+    Args:
+        exporter: One that you have started yourself, which goes on after the training. Without it each training starts one, with
+            the `options` of `start_exporter`, and ends it. An exporter that is running on the model is used as well.
+        log: Whether the exporter's values also go to the runner's visualizer, at the iterations at which its `LoggerHook` logs:
+            with `True` norms, clipping and skipped steps, or the names that match a regular expression.
+
+    Raises:
+        TypeError: An argument is of a wrong type; some are checked when the training begins.
+        ValueError: An argument is wrong; likewise.
+
+    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
     priority = "NORMAL"
@@ -52,35 +54,35 @@ class GradExporterHook(EndsWith, Hook):  # type: ignore[misc] # of a package wit
     # The runner's points
 
     def before_train(self, runner: Any) -> None:
-        """Starts the exporter, unless there is one. Checkpoints are loaded by now."""
+        """Start the exporter, unless there is one. Checkpoints are loaded by now."""
         if sum(hook is self for hook in runner.hooks) > 1:
             raise ValueError("this GradExporterHook was registered twice; register it once")
-        if self._session.telling:
-            self._session.end(TrainingBrokeOff())
+        if self._session.active:
+            self._session.end(TrainingInterrupted())
         self._losses = RoundLosses()
         wrapper = runner.optim_wrapper
         self._session.begin(runner.model, step=_steps_before(runner) or None, trainer=runner, **_known(wrapper))
 
     def before_train_epoch(self, runner: Any) -> None:
-        """Tells of the epoch."""
+        """Report the epoch."""
         self._session.during(lambda: self._session.observe(epoch=runner.epoch))
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Tells of the batch, logs if the runner does, and ends the training where a `Stop()` wants it."""
+        """Report the batch, log if the runner does, and end the training if a `Stop()` asks for it."""
         self._session.during(self._batch_over, runner, batch_idx, data_batch, outputs)
         if self._session.should_stop:
             runner.train_loop.stop_training = True
 
     def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Tells that an evaluation goes on."""
+        """Report that an evaluation runs."""
         self._session.during(self._session.evaluating)
 
     def after_val(self, runner: Any) -> None:
-        """Tells that it is over."""
+        """Report that it is over."""
         self._session.during(self._session.evaluating, False)
 
     def after_train(self, runner: Any) -> None:
-        """Ends the exporter that was started for this training."""
+        """End the exporter that was started for this training."""
         self._session.end()
 
     def _batch_over(self, runner: Any, batch_idx: int, data_batch: Any, outputs: Any) -> None:
@@ -92,7 +94,7 @@ class GradExporterHook(EndsWith, Hook):  # type: ignore[misc] # of a package wit
             runner.visualizer.add_scalars(self._session.logged(), step=runner.iter + 1)
 
     def _logged_now(self, runner: Any, batch_idx: int) -> bool:
-        """Whether the runner's `LoggerHook`, which comes after this one, logs this iteration."""
+        """Return whether the runner's `LoggerHook`, which comes after this one, logs this iteration."""
         logger = next((hook for hook in runner.hooks if isinstance(hook, LoggerHook)), None)
         if logger is None or self.every_n_inner_iters(batch_idx, logger.interval):
             return logger is not None or self.every_n_inner_iters(batch_idx, INTERVAL)
@@ -101,21 +103,21 @@ class GradExporterHook(EndsWith, Hook):  # type: ignore[misc] # of a package wit
 
 
 def _known(wrapper: Any) -> dict[str, object]:
-    """What an `OptimWrapper`, or several by name, knows of the training, as options of `start_exporter`."""
+    """Return what an `OptimWrapper`, or several by name, knows of the training, as options of `start_exporter`."""
     if isinstance(wrapper, OptimWrapperDict):
         wrappers = dict(wrapper.items())
-        scalers = [scaler for one in wrappers.values() if (scaler := getattr(one, "loss_scaler", None)) is not None]
-        found: dict[str, object] = {"optimizers": {name: one.optimizer for name, one in wrappers.items()}}
-        return found | ({"grad_scaler": scalers[0]} if len(scalers) == 1 else {})
+        scalers = [scaler for each in wrappers.values() if (scaler := getattr(each, "loss_scaler", None)) is not None]
+        optimizers: dict[str, object] = {"optimizers": {name: each.optimizer for name, each in wrappers.items()}}
+        return optimizers | ({"grad_scaler": scalers[0]} if len(scalers) == 1 else {})
     return {"optimizers": wrapper.optimizer, "grad_scaler": getattr(wrapper, "loss_scaler", None)}
 
 
 def _steps_before(runner: Any) -> int:
-    """Steps of the optimizer in the iterations so far: each so many batches have one."""
+    """Return the steps of the optimizer in the iterations so far: several batches may share one."""
     return int(runner.iter // max(1, getattr(runner.optim_wrapper, "_accumulative_counts", 1)))
 
 
 def _size(batch: object) -> int | None:
-    """Examples in a batch, as MMEngine's collate functions make them: those of `inputs`, or of the first of its parts."""
+    """Return the examples in a batch of MMEngine's collate functions: those of `inputs`, or of its first part."""
     parts = [batch.get("inputs")] if isinstance(batch, Mapping) else list(batch)[:1] if isinstance(batch, list | tuple) else []
     return len(parts[0]) if parts and isinstance(parts[0], Sized) else None

@@ -17,66 +17,91 @@ from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.integrations.attach import Attachment
+    from torch_grad_exporter.exporter import Exporter
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# Names in `OTEL_METRICS_EXPORTER` that mean a push over OTLP.
 OTLP = {"otlp", "otlp_proto_grpc", "otlp_proto_http"}
-"""Names in `OTEL_METRICS_EXPORTER` that mean a push over OTLP."""
 
+# Where OpenTelemetry pushes to by default.
 DEFAULT_ENDPOINT = {"grpc": "http://localhost:4317", "http/protobuf": "http://localhost:4318"}
-"""Where OpenTelemetry pushes to unless it is told."""
 
 _PORT, _TEXTFILE = "TORCH_GRAD_EXPORTER_PORT", "TORCH_GRAD_EXPORTER_TEXTFILE_DIR"
 
 
 class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # it has no types where it is not installed
-    """Watches what the process trains, once it does, with what OpenTelemetry's variables say.
+    """Watches what the process trains, as OpenTelemetry's variables say.
 
     No port is opened unless `TORCH_GRAD_EXPORTER_PORT` asks for one. `instrument()` takes options of `start_exporter`.
     """
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """What is instrumented."""
+        """Return what is instrumented."""
         return ("torch >= 2.4",)
 
     def _instrument(self, **options: Any) -> None:
-        self._attachment: Attachment | None = None
+        self._program: _Program | None = None
         self._wanted = shown(options, os.environ) is not None
         if self._wanted:
             wrapt.register_post_import_hook(functools.partial(self._torch_is_imported, options), "torch")
 
     def _torch_is_imported(self, options: Mapping[str, Any], _torch: object) -> None:
-        """A boundary: the program's own `import torch` calls."""
-        Guard(_failed)(self._torch_is_there, options)
+        # The program's own `import torch` calls this.
+        Guard(_failed)(self._attach, options)
 
-    def _torch_is_there(self, options: Mapping[str, Any]) -> None:
+    def _attach(self, options: Mapping[str, Any]) -> None:
         chosen = shown(options, os.environ) if self._wanted else None
-        if chosen is None:
-            return
-        from torch_grad_exporter.integrations.attach import Attachment  # noqa: PLC0415 - it imports torch
-
-        self._attachment = Attachment(
-            functools.partial(_with_provider, chosen),
-            tell=functools.partial(say, logger),
-            attached=_nothing,
-            replaced=lambda exporter: exporter.end(None),
-        )
-        self._attachment.arm()
+        if chosen is not None:
+            self._program = _Program(chosen)
 
     def _uninstrument(self, **_options: Any) -> None:
-        self._wanted, attachment = False, self._attachment
-        if attachment is not None:
-            attachment.disarm()
-            if attachment.exporter is not None:
-                attachment.exporter.close()
+        self._wanted = False
+        if self._program is not None:
+            self._program.close()
+
+
+class _Program:
+    """The program that is instrumented, which hears nothing of its exporter but the log."""
+
+    def __init__(self, chosen: Mapping[str, Any]) -> None:
+        from torch_grad_exporter.integrations.attach import Attachment  # noqa: PLC0415 - it imports torch
+
+        self._chosen = chosen
+        self._attachment = Attachment(self)
+        self._attachment.arm()
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the options when a training begins: a program may set OpenTelemetry's provider after it has imported torch."""
+        if "meter_provider" not in self._chosen or self._chosen["meter_provider"] is not None:
+            return self._chosen
+        from opentelemetry.metrics import get_meter_provider  # noqa: PLC0415 - a program that never trains does not pay for it
+
+        return {**self._chosen, "meter_provider": get_meter_provider()}
+
+    def say(self, level: int, message: str, *arguments: object) -> None:
+        """Log a line for the user."""
+        say(logger, level, message, *arguments)
+
+    def attached(self, exporter: Exporter) -> None:
+        """Nothing depends on it."""
+
+    def replaced(self, exporter: Exporter) -> None:
+        """End the exporter of other models."""
+        exporter.end(None)
+
+    def close(self) -> None:
+        """Remove the hooks and end the exporter."""
+        self._attachment.disarm()
+        if self._attachment.exporter is not None:
+            self._attachment.exporter.close()
 
 
 def shown(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The options of `start_exporter`, by which each value goes one way only; `None` where it would go nowhere.
+    """Return the options of `start_exporter` by which each value goes one way only, None if it would go nowhere.
 
     Where metrics are pushed over OTLP, the exporter pushes all of them itself, those of layers too. Else a meter provider shows
-    global values by whatever exporters it has: the one that is given, or for `None` OpenTelemetry's.
+    global values by the exporters it has: the one that is given, or for `None` OpenTelemetry's.
     """
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
@@ -87,20 +112,17 @@ def shown(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[st
     variables = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     endpoint = options.get("otlp_endpoint") is not None or any(environment.get(name, "").strip() for name in variables)
     provider = chosen.pop("meter_provider", None)
-    if names == {"none"}:
-        is_shown = False
-    elif names & OTLP or (endpoint and not names):
-        is_shown = True
+    is_shown = names != {"none"}
+    if names & OTLP or (endpoint and not names):
         _push(chosen, environment, names, endpoint=endpoint)
-    else:
-        is_shown = True
+    elif is_shown:
         chosen["meter_provider"] = provider
     elsewhere = chosen.get("port", environment.get(_PORT)) is not None or environment.get(_TEXTFILE, "").strip()
     return chosen if is_shown or elsewhere or "textfile_dir" in chosen else None
 
 
 def _push(chosen: dict[str, Any], environment: Mapping[str, str], names: set[str], *, endpoint: bool) -> None:
-    """What of the push neither options nor the variables say, which start_exporter reads itself."""
+    """Add what neither options nor the variables that `start_exporter` reads say of the push."""
     if "otlp" not in names and names & OTLP and "otlp_protocol" not in chosen:
         chosen["otlp_protocol"] = "grpc" if "otlp_proto_grpc" in names else "http/protobuf"
     if not endpoint:
@@ -110,21 +132,7 @@ def _push(chosen: dict[str, Any], environment: Mapping[str, str], names: set[str
         chosen["otlp_endpoint"] = DEFAULT_ENDPOINT.get(str(protocol).strip().lower(), DEFAULT_ENDPOINT["http/protobuf"])
 
 
-def _with_provider(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The options when a training begins: a program may set OpenTelemetry's provider after it has imported torch."""
-    if "meter_provider" not in chosen or chosen["meter_provider"] is not None:
-        return dict(chosen)
-    from opentelemetry.metrics import get_meter_provider  # noqa: PLC0415 - a program that never trains does not pay for it
-
-    return {**chosen, "meter_provider": get_meter_provider()}
-
-
 def _failed(error: Exception) -> None:
-    """What a signal's handler raised passes."""
     if raised_by_handler(error):
         raise error
     say(logger, logging.WARNING, "no training is watched: %s: %s", type(error).__name__, error, error=error)
-
-
-def _nothing(_exporter: object) -> None:
-    """Whoever instruments needs no telling."""

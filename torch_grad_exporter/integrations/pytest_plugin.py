@@ -1,4 +1,4 @@
-"""The fixture `grad_health` for pytest: a training in a test fails it where the run is not healthy.
+"""The fixture `grad_health` for pytest: a training in a test fails it if the run is not healthy.
 
 pytest loads this file wherever the package is installed. It imports PyTorch, and all else of the package, when a test first uses
 the fixture.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GradHealth:
-    """What a test gets as `grad_health`: `with grad_health(model) as exporter:` watches the training in the block and judges it."""
+    """The value of `grad_health`: `with grad_health(model) as exporter:` watches the training in the block and judges it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,18 +41,23 @@ class GradHealth:
         save: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Iterator[Exporter]:
-        """Starts an exporter on the model for the block, at whose end the test fails unless the run is healthy.
+        """Start an exporter on the model for the block, at whose end the test fails unless the run is healthy.
 
         A run without a sample is not. The message has the table of `torch-grad-exporter check`. An exception in the block passes.
 
-        - `fail_on`: alerts and severities that fail, by default what is critical and what is a warning.
-        - `max`, `min`: limits at the end by metric, such as `{'torch_grad_norm{layer="head"}': 10}`; `peak`: the same over the run.
-        - `baseline`: a saved run to compare with; `tolerance`: by what is compared, by which share the run may be worse.
-        - `save`: where to keep the run, as `exporter.save(path)` does, such as for a baseline.
-        - `options`: of `start_exporter`; here nothing is served (`port=None`) and each step is sampled (`every=1`) unless they say
-          otherwise.
+        Args:
+            model: As for `start_exporter`.
+            fail_on: Alerts and severities that fail (default: critical and warning).
+            max: Upper limits at the end by metric, such as `{'torch_grad_norm{layer="head"}': 10}`.
+            min: Lower limits.
+            peak: Upper limits over the run.
+            baseline: A saved run to compare with.
+            tolerance: By what is compared, the share by which the run may be worse.
+            save: Where to keep the run, as `exporter.save(path)` does, such as for a baseline.
+            options: Those of `start_exporter`; by default nothing is served (`port=None`) and each step is sampled (`every=1`).
 
-        Raises `GateError` where one of these cannot be judged by, before the training as far as that is known then.
+        Raises:
+            GateError: A term cannot be judged; before the training if that is known then.
         """
         from torch_grad_exporter import start_exporter  # noqa: PLC0415 - imports PyTorch
 
@@ -69,7 +74,7 @@ class GradHealth:
 
 @pytest.fixture
 def grad_health(tmp_path_factory: pytest.TempPathFactory) -> GradHealth:
-    """Fails the test unless what it trains in a `with` block of this fixture is healthy; see `GradHealth`."""
+    """Fail the test unless what it trains in a `with` block of this fixture is healthy; see `GradHealth`."""
     return GradHealth(tmp_path_factory.mktemp("grad_health"))
 
 
@@ -86,8 +91,8 @@ def _terms(
     check_names(chosen)
     for name, share in (tolerance or {}).items():
         check_tolerance(name, share)
-    found = [limit(kind, f"{metric}={value!r}") for kind, given in limits.items() for metric, value in (given or {}).items()]
-    return Terms(chosen, found, None if baseline is None else read(baseline), tolerance or {})
+    checked = [limit(kind, f"{metric}={value!r}") for kind, given in limits.items() for metric, value in (given or {}).items()]
+    return Terms(chosen, checked, None if baseline is None else read(baseline), tolerance or {})
 
 
 def _judge(path: Path, terms: Terms) -> None:
@@ -95,6 +100,6 @@ def _judge(path: Path, terms: Terms) -> None:
     from torch_grad_exporter.gate.terms import read  # noqa: PLC0415
     from torch_grad_exporter.gate.verdict import verdict  # noqa: PLC0415
 
-    found = verdict(read(path), terms)
-    if not found.healthy:
-        pytest.fail(table(found), pytrace=False)
+    judged = verdict(read(path), terms)
+    if not judged.healthy:
+        pytest.fail(table(judged), pytrace=False)

@@ -1,7 +1,7 @@
-"""What starts an exporter in a worker of Ray Train.
+"""Starts an exporter in a worker of Ray Train.
 
-See docs/ray.md. Ray's callbacks run on its controller, where nothing trains: the line stands in the training function, which each
-worker runs.
+See docs/ray.md. Ray's callbacks run on its controller, where nothing trains: call it in the training function, which each worker
+runs.
 """
 
 from __future__ import annotations
@@ -11,33 +11,43 @@ from typing import Any
 from torch_grad_exporter import Exporter
 from torch_grad_exporter import start_exporter as start
 from torch_grad_exporter.config.option import UNSET, Unset
-from torch_grad_exporter.integrations.requirement import require
+from torch_grad_exporter.integrations.common import require
 from torch_grad_exporter.integrations.session import Models
 
 require("ray", "2.10", extra="ray")
 
-import ray.train  # noqa: E402 - what is missing has been said by now
+import ray.train  # noqa: E402 - require() has raised if it is missing
 
 
 def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: Any) -> Exporter:
-    """As `torch_grad_exporter.start_exporter`, in the training function of Ray Train: one exporter in each worker.
+    """Start an exporter in the training function of Ray Train, one in each worker; see `torch_grad_exporter.start_exporter`.
 
-    The run has the name of Ray's experiment, with that of the trial where it is another; the rank is Ray's world rank. `port`: of
-    the first worker on a host; others take the next ones, by their local rank. `options` of yours win. Call it after
+    The run has the name of Ray's experiment, with that of the trial if it is another; the rank is Ray's world rank. Call it after
     `prepare_model`, with what that returned. In a `with` an exception in the training function makes the run `failed`:
 
         with start_exporter(model) as exporter:
             ...
             ray.train.report({"loss": loss, **exporter.values("^torch_grad_global_norm")})
 
-    Raises `RuntimeError` outside of a training function, and what `start_exporter` raises.
+    Args:
+        model: What `prepare_model` returned.
+        port: Of the first worker on a host; others take the next ones, by their local rank.
+        options: Those of `start_exporter`, which win over what Ray knows.
+
+    Returns:
+        The running exporter.
+
+    Raises:
+        RuntimeError: It is called outside of a training function.
+        TypeError: As `start_exporter` does.
+        ValueError: Likewise.
     """
     context = _context()
     return start(model, port, **{"run": _run(context), "rank": context.get_world_rank(), **options})
 
 
 def _context() -> Any:
-    """Ray's context of this worker. Without one some versions raise and others give one that knows nothing."""
+    """Return Ray's context of this worker. Without one some versions raise and others return one that knows nothing."""
     outside = "start_exporter() of torch_grad_exporter.integrations.ray was called outside of a training function of Ray Train; "
     outside += "call it in train_func, or use torch_grad_exporter.start_exporter"
     try:
@@ -51,7 +61,7 @@ def _context() -> Any:
 
 
 def _run(context: Any) -> str:
-    """The name of the experiment, which all ranks and a restart share; of a trial among several, also its name."""
+    """Return the name of the experiment, which all ranks and a restart share, and of a trial among several also its name."""
     experiment = context.get_experiment_name() or "ray"
     try:
         trial = context.get_trial_name()

@@ -1,4 +1,4 @@
-"""What every integration does with an exporter: starts one or takes the user's, tells it what the trainer knows, and ends it."""
+"""What every integration does with an exporter: starts one or uses the user's, reports what the trainer knows, and ends it."""
 
 from __future__ import annotations
 
@@ -20,57 +20,59 @@ from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
 from torch_grad_exporter.exporter import open_exporters
-from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
+from torch_grad_exporter.integrations.common import TrainingInterrupted
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# What a trainer's own logger gets with `log=True`: the norms, the clipping, and what went wrong.
 LOGGED = r"^torch_(grad_global_norm|grad_norm/|grad_clip_coefficient|grad_nonfinite_steps_total|train_skipped_steps_total)"
-"""What a trainer's own logger gets unless the user chooses: the norms, the clipping, and what went wrong."""
 
 _Arguments = TypeVarTuple("_Arguments")
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
-class _Teller:
-    """Who tells an exporter of its training. `ends`: it has started it. `trainer`: the one that called it, if that is known."""
+class _Reporter:
+    """The session that reports to an exporter, whether it started it, and the trainer that called it, if that is known."""
 
     session: weakref.ref[Session]
-    ends: bool
+    started: bool
     trainer: weakref.ref[object] | None
 
-    def goes_on(self, trainer: object | None) -> Session | None:
-        """The session, if its training may go on; `None` if it has broken off.
+    def active(self, trainer: object | None) -> Session | None:
+        """Return the session, None if its training was interrupted.
 
-        It has if nothing has the session any more, or if another trainer of the same kind begins to train the model.
+        It was if nothing refers to the session or its trainer, or another trainer of the same kind begins to train the model.
         """
         session = self.session()
         if session is None or self.trainer is None or trainer is None:
             return session
         before = self.trainer()
-        if before is None or (before is not trainer and isinstance(trainer, type(before)) | isinstance(before, type(trainer))):
-            return None
-        return session
+        same_kind = isinstance(trainer, type(before)) or isinstance(before, type(trainer))
+        return None if before is None or (before is not trainer and same_kind) else session
 
 
-_TOLD_BY: weakref.WeakKeyDictionary[Exporter, _Teller] = weakref.WeakKeyDictionary()
-"""Who tells an exporter of its training: two would count everything twice."""
+# One for each exporter: two would count everything twice.
+_REPORTERS: weakref.WeakKeyDictionary[Exporter, _Reporter] = weakref.WeakKeyDictionary()
 
 
 class Session:
-    """The exporter of a trainer, from one `fit` to the next. Not thread-safe: it belongs to the training thread.
+    """The exporter of a trainer, from one `fit` to the next. It belongs to the training thread.
 
-    It can be pickled, as trainers do with their callbacks that start processes; what is unpickled tells of no training yet.
+    It can be pickled, as trainers do with their callbacks; what is unpickled reports no training yet.
 
-    `who`: the class that the user wrote, for messages. `exporter`: the user's own, which is told everything and is never ended
-    here; else `options` go to `start_exporter`. `log`: what the trainer's own logger gets: nothing, what `LOGGED` says, or the
-    names in which a regular expression is found.
+    Args:
+        who: The class that the user wrote, for messages.
+        exporter: The user's own, which is never ended here.
+        options: Those of `start_exporter`, if there is no exporter.
+        log: What the trainer's own logger gets: nothing, what `LOGGED` says, or the names that match a regular expression.
 
-    Raises `TypeError` where both `exporter` and `options` are given, or an option that there is not, and `ValueError` where `log`
-    is no regular expression.
+    Raises:
+        TypeError: Both an exporter and options are given, or an unknown option.
+        ValueError: `log` is not a regular expression.
     """
 
     def __init__(
@@ -78,182 +80,194 @@ class Session:
     ) -> None:
         if exporter is not None and options:
             raise TypeError(
-                f"{who}(exporter=..., {', '.join(f'{name}=...' for name in options or {})}): "
+                f"{who}(exporter=..., {', '.join(f'{name}=...' for name in options)}): "
                 "give an exporter or options of start_exporter, not both; pass the options to start_exporter"
             )
         if exporter is not None and not isinstance(exporter, Exporter):
             raise TypeError(f"{who}(exporter={exporter!r}): expected what start_exporter returned")
         if unknown := set(options or {}) - (set(inspect.signature(start_exporter).parameters) - {"model"}):
-            raise TypeError(f"{who}({', '.join(sorted(unknown))}=...): no option of start_exporter; docs/options.md lists them")
-        _check_pattern(who, log)
+            raise TypeError(f"{who}({', '.join(sorted(unknown))}=...): not an option of start_exporter; docs/options.md lists them")
+        if not isinstance(log, bool | str):
+            raise TypeError(f"{who}(log={log!r}): expected True, False or a regular expression")
+        try:
+            re.compile(log if isinstance(log, str) else "")
+        except re.error as error:
+            raise ValueError(f"{who}(log={log!r}): not a regular expression: {error}") from None
         self._who = who
         self._given = exporter
         self._options = dict(options or {})
         self._log = LOGGED if log is True else log
-        self._told: Exporter | None = None
-        self._ends = False
-        self._tells_losses: bool | None = None
+        self._current: Exporter | None = None
+        self._started = False
+        self._reports_losses: bool | None = None
         self._failed_before = False
+        # The engines of DeepSpeed that train the model, if there are any.
         self.engines: FollowedEngines | None = None
-        """The engines of DeepSpeed that train the model, where there are any."""
 
     @property
-    def telling(self) -> bool:
-        """Whether a training has begun, and not ended, of which this session tells."""
-        return self._told is not None
+    def active(self) -> bool:
+        """Whether this session reports a training that has begun and not ended."""
+        return self._current is not None
+
+    def reports(self, trainer: object) -> bool:
+        """Return whether this session reports the training of this trainer, as where a callback was added to it twice."""
+        reporter = None if self._current is None else _REPORTERS.get(self._current)
+        return reporter is not None and reporter.trainer is not None and reporter.trainer() is trainer
 
     @property
     def exporter(self) -> Exporter | None:
-        """The exporter that is told of this training; `None` before `begin` and after `end`, unless the user gave one."""
-        return self._told or self._given
+        """The exporter of this training; before `begin` and after `end` the user's own, or None."""
+        return self._current or self._given
 
     def check_options(self) -> None:
-        """Raises `TypeError` or `ValueError` where the value of an option is wrong by itself, whatever the model."""
+        """Raise `TypeError` or `ValueError` if the value of an option is wrong, whatever the model."""
         if self._given is None:
             resolve(self._options, os.environ)
             Arguments.checked(self._options)
 
-    def begin(self, model: Models, *, step: int | None = None, trainer: object | None = None, **found: object) -> None:
-        """The training of this model begins, or goes on after so many steps.
+    def begin(self, model: Models, *, step: int | None = None, trainer: object | None = None, **known: object) -> None:
+        """Begin to report a training of the model.
 
-        `found`: options that the trainer knows, such as `optimizers` or `grad_scaler`; the user's own win. Where the user has
-        started an exporter on the model, that one is told. What another session tells already, as where the same callback was
-        added twice, this one leaves alone.
+        An exporter that the user has started on the model is used. If another session reports to it already, as where a
+        callback was added twice, this one does nothing.
 
-        `trainer`: whose training begins. Some tell nobody of an exception: where another one of its kind trained the model, or the
-        session that told is gone, that training has broken off; what it had started ends, and what the user has started is told
-        from here on.
+        Args:
+            model: What is trained.
+            step: The steps that were done before, as in a checkpoint.
+            trainer: Whose training begins. Some frameworks have no event for an exception: if another trainer of the same kind
+                trained the model, or the other session is gone, that training was interrupted. The exporter that it started
+                ends, and that of the user is taken over.
+            known: Options that the trainer knows, such as `optimizers`; the user's own win.
 
-        Raises what `start_exporter` raises where an option is wrong.
+        Raises:
+            TypeError: An option is of a wrong type.
+            ValueError: An option is wrong.
         """
         self.end()
         running = self._given or running_exporter(model)
-        if running is not None and (teller := _TOLD_BY.get(running)) is not None:
-            if (other := teller.goes_on(trainer)) is not None:
-                say(logger, logging.WARNING, "%s: %s tells this exporter already; remove one of them", self._who, other._who)
+        if running is not None and (reporter := _REPORTERS.get(running)) is not None:
+            if (other := reporter.active(trainer)) is not None:
+                say(logger, logging.WARNING, "%s: %s reports to this exporter already; remove one of them", self._who, other._who)
                 return
-            running = self._take_over(running, teller)
-        options: dict[str, Any] = {**found, **self._options}
-        self._told = running or start_exporter(model, **options)
-        self._ends = running is None
-        _TOLD_BY[self._told] = _Teller(weakref.ref(self), self._ends, None if trainer is None else weakref.ref(trainer))
-        self._tells_losses = None
-        if self._ends:
-            self._options.setdefault("run", self._told.run)  # the next fit is the same training
+            running = self._take_over(running, reporter)
+        self._started = running is None
+        self._current = running or start_exporter(model, **{**known, **self._options})
+        _REPORTERS[self._current] = _Reporter(weakref.ref(self), self._started, None if trainer is None else weakref.ref(trainer))
+        self._reports_losses = None
+        if self._started:
+            self._options.setdefault("run", self._current.run)  # the next fit is the same training
         self.during(self._follow_engines, model, step is None)
         if step is not None:
-            self._told.resume(step)
+            self._current.resume(step)
 
-    def _take_over(self, running: Exporter, teller: _Teller) -> Exporter | None:
-        """The exporter of a training that has broken off, if the user has started it; `None` where it has ended by this."""
-        kept, other = self._given is running or not teller.ends, teller.session()
+    def _take_over(self, running: Exporter, reporter: _Reporter) -> Exporter | None:
+        """Return the exporter of an interrupted training, if the user has started it; else end it and return None."""
+        kept, other = self._given is running or not reporter.started, reporter.session()
         if other is not None:
-            other._ends = not kept
-            other.end(TrainingBrokeOff())
+            other._started = not kept
+            other.end(TrainingInterrupted())
         elif not kept:
-            running.end(TrainingBrokeOff())
+            running.end(TrainingInterrupted())
         return running if kept else None
 
     def _follow_engines(self, model: Models, number_steps: bool) -> None:
-        """Where DeepSpeed trains the model, by whichever way, its engine says what the parameters' gradients do not."""
-        found = followed_engines(model if isinstance(model, torch.nn.Module) else model.values())
-        if found and self._told is not None:
-            if number_steps and len(found) == 1 and (done := steps_of(found[0])):
-                self._told.resume(done)
-            self.engines = FollowedEngines(self._told, found, number_steps=number_steps)
+        """Follow DeepSpeed's engine if it trains the model: it knows what the parameters' gradients do not show."""
+        engines = followed_engines(model if isinstance(model, torch.nn.Module) else model.values())
+        if engines and self._current is not None:
+            if number_steps and len(engines) == 1 and (done := steps_of(engines[0])):
+                self._current.resume(done)
+            self.engines = FollowedEngines(self._current, engines, number_steps=number_steps)
             self.engines.keep(self)
 
     def observe(self, **values: Number | None) -> None:
-        """As `Exporter.observe`, without those that are `None`."""
-        if self._told is not None:
-            self._told.observe(**values)
+        """Report values of the step; those that are None are left out."""
+        if self._current is not None:
+            self._current.observe(**values)
 
     def logged_loss(self, loss: Number) -> None:
-        """A loss that the trainer logs, such as a mean over many steps: it is told only where the exporter sees none itself.
+        """Report a loss that the trainer logs, such as a mean over many steps, unless the model returns its loss itself.
 
-        It does where the model returns a loss. One scrape finds it out, at the first of these that there is.
+        One scrape shows that, at the first loss.
         """
-        if self._told is None:
+        if self._current is None:
             return
-        if self._tells_losses is None:
-            seen = self._told.values(r"^torch_train_loss(_nonfinite_total)?$")
-            self._tells_losses = "torch_train_loss" not in seen and not seen.get("torch_train_loss_nonfinite_total")
-        if self._tells_losses:
-            self._told.observe(loss=loss)
+        if self._reports_losses is None:
+            seen = self._current.values(r"^torch_train_loss(_nonfinite_total)?$")
+            self._reports_losses = "torch_train_loss" not in seen and not seen.get("torch_train_loss_nonfinite_total")
+        if self._reports_losses:
+            self._current.observe(loss=loss)
 
     def backward_comes(self, loss: torch.Tensor) -> None:
-        """As `Exporter.backward_comes`."""
-        if self._told is not None:
-            self._told.backward_comes(loss)
+        """Report that a backward begins; see `Exporter.backward_comes`."""
+        if self._current is not None:
+            self._current.backward_comes(loss)
 
     def evaluating(self, now: bool = True) -> None:
-        """As `Exporter.evaluating`."""
-        if self._told is not None:
-            self._told.evaluating(now)
+        """Report that an evaluation runs, or has ended; see `Exporter.evaluating`."""
+        if self._current is not None:
+            self._current.evaluating(now)
 
-    def found(self, look: Callable[[*_Arguments], _Found], *arguments: *_Arguments) -> _Found | None:
-        """What an integration finds in its trainer before there is an exporter; `None` where that fails, which is logged once."""
-        return Guard(self._say_once).result(look, *arguments)
+    def before_start(self, look: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result | None:
+        """Return what an integration reads from its trainer before there is an exporter, None if that fails.
 
-    def _say_once(self, error: Exception) -> None:
+        The first failure is logged.
+        """
+        return Guard(self._failed_before_start).result(look, *arguments)
+
+    def _failed_before_start(self, error: Exception) -> None:
         if raised_by_handler(error):
             raise error
         if not self._failed_before:
             self._failed_before = True
-            message = "%s: what the trainer knows could not be found; the training begins without it: %s: %s"
+            message = "%s: the trainer could not be read; the training begins without what it knows: %s: %s"
             say(logger, logging.WARNING, message, self._who, type(error).__name__, error, error=error)
 
     def during(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
-        """What an integration does at an event of the trainer, while a training is told of: if it fails, the training goes on.
+        """Run what an integration does at an event, if a training is active; a failure does not reach the training.
 
-        The failure is logged once and counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+        It is logged once and counted, in `torch_grad_exporter_errors_total{source="integration"}`.
         """
-        if self._told is not None:
-            self._told.guarded(action, *arguments)
+        if self._current is not None:
+            self._current.guarded(action, *arguments)
 
     @property
     def should_stop(self) -> bool:
-        """Whether a `Stop()` wants the training to end."""
-        return self._told is not None and self._told.should_stop
+        """Whether a `Stop()` asks the training to end."""
+        return self._current is not None and self._current.should_stop
 
     def logged(self) -> dict[str, float]:
-        """What the trainer's own logger gets now; empty where the user wants none."""
-        return {} if self._log is False or self._told is None else self._told.values(self._log)
+        """Return what the trainer's own logger gets now, empty if the user wants nothing."""
+        return {} if self._log is False or self._current is None else self._current.values(self._log)
 
     def end(self, error: BaseException | None = None) -> None:
-        """The training has ended, by this exception if there is one. An exporter that the user has started goes on."""
-        told, self._told = self._told, None
+        """End the training, by this exception if there is one. An exporter that the user has started goes on."""
+        exporter, self._current = self._current, None
         engines, self.engines = self.engines, None
-        if told is not None:
-            _TOLD_BY.pop(told, None)
-            if self._ends:
-                told.end(error)
+        if exporter is not None:
+            _REPORTERS.pop(exporter, None)
+            if self._started:
+                exporter.end(error)
             if engines is not None:
-                told.guarded(engines.remove)
+                exporter.guarded(engines.remove)
 
 
-class HasSession:
-    """What is told of a training, by a session of its own."""
+class SessionOwner:
+    """A callback or hook of a framework, with the session by which it reports.
+
+    In a `with` around the training an exception ends the run as failed, where the framework has no event for it.
+    """
 
     _session: Session
 
     @property
     def exporter(self) -> Exporter | None:
-        """The exporter of the training; `None` while there is none, unless it was given."""
+        """The exporter of the training, None while there is none."""
         return self._session.exporter
-
-
-class MayStop(HasSession):
-    """The same in a loop of the user's, which ends itself."""
 
     @property
     def should_stop(self) -> bool:
-        """Whether a `Stop()` wants the training to end, for the loop to look at; in a job after the same step on all ranks."""
+        """Whether a `Stop()` asks the training to end, for a loop of your own; in a job after the same step on all ranks."""
         return self._session.should_stop
-
-
-class EndsWith(HasSession):
-    """The same of a trainer that tells nobody of an exception: a `with` around the training does."""
 
     def __enter__(self) -> Self:
         return self
@@ -264,17 +278,7 @@ class EndsWith(HasSession):
         self._session.end(error)
 
 
-def _check_pattern(who: str, log: bool | str) -> None:
-    """Raises what is wrong with what is to be logged."""
-    if not isinstance(log, bool | str):
-        raise TypeError(f"{who}(log={log!r}): expected True, False or a regular expression")
-    try:
-        re.compile(log if isinstance(log, str) else "")
-    except re.error as error:
-        raise ValueError(f"{who}(log={log!r}): no regular expression: {error}") from None
-
-
 def running_exporter(model: Models) -> Exporter | None:
-    """The open exporter that watches this model, or one of these; `None` if there is none."""
+    """Return the open exporter that watches this model, or one of these; None if there is none."""
     models = [model] if isinstance(model, torch.nn.Module) else [*model.values()]
-    return next((one for one in open_exporters() if one.watches(models)), None)
+    return next((exporter for exporter in open_exporters() if exporter.watches(models)), None)

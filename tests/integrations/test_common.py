@@ -1,4 +1,4 @@
-"""The messages of an integration whose framework is missing, too old or broken, and the object whose method calls."""
+"""What integrations share: the version of their framework, and the loss of a round."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from torch_grad_exporter.integrations.caller import calling
-from torch_grad_exporter.integrations.requirement import require
+from torch_grad_exporter.integrations.common import RoundLosses, require
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def test_integrations_without_their_framework(monkeypatch: pytest.MonkeyPatch) -
             importlib.import_module(f"torch_grad_exporter.integrations.{name}")
 
 
-def test_the_calling_object() -> None:
-    """The nearest object of the type whose method is running is returned, else none."""
-
-    class Handler:
-        def call(self) -> Handler | None:
-            return calling(Handler)
-
-    handler = Handler()
-    assert handler.call() is handler
-    assert calling(Handler) is None
+def test_mean_loss_of_a_round() -> None:
+    """Over the batches since the last step, of tensors and numbers; other values are left out."""
+    losses = RoundLosses()
+    assert losses.round_over() is None
+    for loss in (torch.tensor(1.0), torch.tensor([2.0], dtype=torch.bfloat16), 6, None, torch.ones(2), True, "text"):
+        losses.add(loss)
+    assert float(losses.round_over() or 0) == 3
+    assert losses.round_over() is None
+    losses.add(2.5)
+    assert float(losses.round_over() or 0) == 2.5
