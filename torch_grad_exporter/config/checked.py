@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.actions.clip.at_steps import ClipOptions
-from torch_grad_exporter.actions.clip.policy import OnFailure, policy_name
+from torch_grad_exporter.actions.clip.policy import ClipOptions, OnFailure, policy_name
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity, process_group

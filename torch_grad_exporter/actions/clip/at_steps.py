@@ -11,7 +11,6 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch_grad_exporter.actions.clip.clipped_optimizers import ClippedOptimizer, ClippedOptimizers
 from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.fixed import SkipAbove
-from torch_grad_exporter.actions.clip.policy import NoClipping, Policy, policy_name
+from torch_grad_exporter.actions.clip.policy import ClipOptions, NoClipping, policy_name
 from torch_grad_exporter.actions.clip.skipping import is_fused, remove_gradients
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.torch_hooks import HookHandle
@@ -39,26 +38,6 @@ SOURCE, TRIED, SHOWN = SOURCES = "clip", "clip_dry_run", "clip_report"
 OBSERVED = 1024  # losses that wait for the next step, at most
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipOptions:
-    """The user's choice.
-
-    Attributes:
-        policy: The policy that clips, None if others are only tried.
-        dry_run: The policies that are only tried.
-        raises: Whether a step that cannot be clipped raises.
-    """
-
-    policy: Policy | None
-    dry_run: tuple[Policy, ...] = ()
-    raises: bool = False
-
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        """All of them."""
-        return (*(() if self.policy is None else (self.policy,)), *self.dry_run)
 
 
 class _StepHook:

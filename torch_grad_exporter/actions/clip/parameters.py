@@ -86,7 +86,7 @@ class ClippedParameter:
 
 
 def clipped_parameter(name: str, layer: str, parameter: torch.Tensor, module: torch.nn.Module | None = None) -> ClippedParameter:
-    """Return what is to know of a parameter. Raises `ValueError` for one that cannot be clipped."""
+    """Return a parameter with its units and the ranks that share it. Raises `ValueError` if it cannot be clipped."""
     if is_flattened(parameter):
         raise ValueError(
             f"{name} belongs to FullyShardedDataParallel, which hides what ranks share;"
@@ -206,7 +206,7 @@ class ParameterTracker:
 
 
 def _identities(modules: Sequence[torch.nn.Module]) -> tuple[list[int], list[int]]:
-    """Return those of the modules' parameters and children."""
+    """Return the identities of the modules' parameters and children."""
     owned = itertools.chain.from_iterable(parameters.values() for parameters in map(parameters_in, modules))
     children = itertools.chain.from_iterable(inner.values() for inner in map(children_in, modules))
     return [*map(id, owned)], [*map(id, children)]

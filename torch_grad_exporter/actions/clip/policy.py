@@ -141,6 +141,26 @@ class NoClipping(Policy):
         return Decision(math.inf)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipOptions:
+    """What `clip=`, `dry_run=` and `on_failure=` ask for.
+
+    Attributes:
+        policy: The policy that clips, None if others are only tried.
+        dry_run: The policies that are only tried.
+        raises: Whether a step that cannot be clipped raises.
+    """
+
+    policy: Policy | None
+    dry_run: tuple[Policy, ...] = ()
+    raises: bool = False
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All of them."""
+        return (*(() if self.policy is None else (self.policy,)), *self.dry_run)
+
+
 def finite(norms: torch.Tensor) -> torch.Tensor:
     """Return which norms are finite. A norm is never negative, so one comparison is enough."""
     return norms < math.inf
