@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.rules.test_problems import Metrics, c, family, layer, optimizer
+from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.rules import Finding, Record, Rule, RuleContext, Values, Watch
 from torch_grad_exporter.rules.record import EVERY, JudgedAt, Wrong
 
@@ -16,18 +17,23 @@ Rows = float | Mapping[tuple[str, ...], float]
 START = 1_800_000_000.0
 
 
-def values(state: str = "training", **metrics: Rows) -> Values:
-    """Return a moment of a run that began at `START`."""
+def families(state: str = "training", **metrics: Rows) -> list[Family]:
+    """Return a scrape of a run that began at `START`."""
     given: dict[str, Rows] = {"TRAIN_START_TIMESTAMP": START, **metrics}
-    families = [family(getattr(c, name), rows if isinstance(rows, Mapping) else {(): rows}) for name, rows in given.items()]
+    shown = [family(getattr(c, name), rows if isinstance(rows, Mapping) else {(): rows}) for name, rows in given.items()]
     states = ("initialising", "training", "evaluating", "finished", "failed")
-    return Values([*families, family(c.TRAIN_STATE, {(one,): float(one == state) for one in states})])
+    return [*shown, family(c.TRAIN_STATE, {(name,): float(name == state) for name in states})]
+
+
+def values(state: str = "training", **metrics: Rows) -> Values:
+    """Return the values of such a scrape."""
+    return Values(families(state, **metrics))
 
 
 def by_samples(record: Record, first: int, last: int, **metrics: Rows) -> list[Wrong]:
     """Judge samples `first` to `last`, in no time."""
     for sample in range(first, last + 1):
-        record.of_sample(sample, sample, lambda: values(**metrics))
+        record.of_sample(sample, sample, lambda: families(**metrics))
     return record.wrong
 
 
@@ -73,11 +79,11 @@ def test_a_window_of_ten_minutes_is_forty_samples() -> None:
     record = Record()
     for sample in range(1, 121):
         spikes = float(sum(sample >= at for at in (10, 60, 110)))
-        record.of_sample(sample, sample, lambda spikes=spikes: values(**optimizer(GRAD_GLOBAL_NORM_SPIKES=spikes)))
+        record.of_sample(sample, sample, lambda spikes=spikes: families(**optimizer(GRAD_GLOBAL_NORM_SPIKES=spikes)))
     assert record.wrong == []
     for sample in range(121, 161):
         spikes = 3.0 + sum(sample >= at for at in (125, 130, 135))
-        record.of_sample(sample, sample, lambda spikes=spikes: values(**optimizer(GRAD_GLOBAL_NORM_SPIKES=spikes)))
+        record.of_sample(sample, sample, lambda spikes=spikes: families(**optimizer(GRAD_GLOBAL_NORM_SPIKES=spikes)))
     [wrong] = record.wrong
     assert (wrong.alert, wrong.first) == ("GradientExploding", 132)
     assert "in the last 40 samples" in wrong.text
@@ -150,13 +156,13 @@ def test_a_failed_judgement_leaves_the_next_ones() -> None:
 
     record = Record([Rule(name="Broken", judge=judge, states=frozenset({"training"}), by_samples=True)])
     with pytest.raises(ZeroDivisionError):
-        record.of_sample(EVERY, 1, lambda: values(TRAIN_LOSS=1.0))
+        record.of_sample(EVERY, 1, lambda: families(TRAIN_LOSS=1.0))
     inside, go_on = threading.Event(), threading.Event()
 
-    def slow() -> Values:
+    def slow() -> list[Family]:
         inside.set()
         go_on.wait()
-        return values()
+        return families()
 
     thread = threading.Thread(target=record.of_sample, args=(2 * EVERY, 2, slow))
     thread.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,11 +81,10 @@ def build_scrape(
     )  # fmt: skip
     view = View(
         Run(checked.run, checked.rank, identity.world_size, hostname(), __version__), worker,
-        stage.steps, scrape, for_rules=scrape.for_rules, targets=announcement.body, happened=acted.happened.latest,
+        stage.steps, scrape, targets=announcement.body, happened=acted.happened.latest,
         of_sample=OfSample(REGISTRY, settings.enabled_collectors, context),
         dead_from=dead_from(settings.dead_window), moments=settings.moments, now=time.time,
-        on_error=functools.partial(errors.count, "history"),
-        activations=None if totals.activations is None else totals.activations.snapshot,
+        errors=errors, activations=totals.activations,
     )  # fmt: skip
     return ScrapeStage(
         worker=worker, context=context, frozen=frozen, acted=acted, notified=notified, scrape=scrape,

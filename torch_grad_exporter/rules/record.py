@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
+from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.rules.catalogue import RULES
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
 from torch_grad_exporter.rules.declaration import Problem, Rule
@@ -95,13 +96,13 @@ class Record:
         """The rules for which there was something to judge."""
         return frozenset(self._there)
 
-    def of_sample(self, samples: int, step: int, values: Callable[[], Values]) -> None:
+    def of_sample(self, samples: int, step: int, scrape: Callable[[], Iterable[Family]]) -> None:
         """Judge by samples, at every few of them.
 
         Args:
             samples: Number of the sample, beginning with 1.
             step: Its optimizer step.
-            values: Returns its values; called only if it is judged.
+            scrape: Returns its metrics; called only if it is judged.
 
         Raises:
             TimeoutError: Another judgement is under way.
@@ -109,7 +110,7 @@ class Record:
         self._seen = samples
         if samples % EVERY == 0:
             with self._judging():
-                self._judge_samples(values(), samples, step)
+                self._judge_samples(Values(scrape()), samples, step)
 
     def of_scrape(self, values: Values, moment: JudgedAt, problems: Iterable[Problem], ended: Iterable[Problem] = ()) -> None:
         """Judge by the clock, and by samples once these no longer come one by one.

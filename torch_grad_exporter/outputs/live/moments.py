@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter.inspection.activation_totals import ActivationSnapshot
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, Moment
@@ -156,13 +156,13 @@ class GradientMoments:
 class ActivationMoments:
     """The moments of activations, for a history of their own."""
 
-    def __init__(self, activations: Callable[[], ActivationSnapshot]) -> None:
+    def __init__(self, activations: ActivationTotals) -> None:
         self._activations = activations
         self._nonfinite = _Growth()
 
     def of(self, steps: int, sample_step: int | None = None) -> Moment:
         """Return the moment after this many steps. Layers without a value in the last sample, at `sample_step`, have none."""
-        snapshot = self._activations()
+        snapshot = self._activations.snapshot()
         layers = {name: layer for name, layer in snapshot.layers.items() if name != REMOVED}
         last = [layer if layer.sample == snapshot.samples else layer.only_counts() for layer in layers.values()]
         columns = [[layer.rms for layer in last], [layer.zero_ratio for layer in last], [layer.dead_ratio for layer in last]]

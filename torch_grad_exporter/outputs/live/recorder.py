@@ -5,23 +5,26 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.collectors.of_sample import OfSample
+from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, RECORD_SECONDS, Moment
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, RECORD_SECONDS, History, Moment
+from torch_grad_exporter.outputs.live.live import Live
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments
 from torch_grad_exporter.outputs.live.rows import scalars
 from torch_grad_exporter.outputs.live.track import RECENT
+from torch_grad_exporter.rules import Record
 from torch_grad_exporter.store.records import PLACED
 from torch_grad_exporter.store.snapshots import Reading
 from torch_grad_exporter.store.worker import Worker
 
 # Seconds between two judgements of problems.
-REMEMBER_SECONDS = 15.0
+JUDGE_SECONDS = 15.0
 
 # Seconds between two looks while the page is closed, at a training that is fast or idle. A look costs half a millisecond.
 UNSEEN_SECONDS = 5.0
@@ -33,34 +36,35 @@ FAST = 4.0
 OPEN_SECONDS = 10.0
 
 
+# The source of failures.
+SOURCE = "history"
+
+
 class Recorder(BackgroundLoop):
-    """A loop that records and remembers until it is closed.
+    """The thread that records and judges until it is closed.
 
     Args:
-        record: Called each second or less often.
-        remember: Called every 15 seconds.
+        histories: Each takes a record every second or less often.
+        live: Judges every 15 seconds, and at the end.
         steps: Returns the number of optimizer steps.
-        on_error: Takes what the others raise.
-        last: Called at the end.
+        errors: Counts failures.
         clock: Returns seconds.
     """
 
     def __init__(
         self,
-        record: Callable[[], None],
-        remember: Callable[[], None],
+        histories: Sequence[History],
+        live: Live,
         steps: Callable[[], int],
-        *,
-        on_error: Callable[[BaseException], None],
-        last: Callable[[], None],
+        errors: ErrorLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._remember, self._steps, self._clock = remember, steps, clock
-        self._remember_at, self._open_until = -math.inf, -math.inf
+        self._histories, self._live = histories, live
+        self._steps, self._clock = steps, clock
+        self._judge_at, self._open_until = -math.inf, -math.inf
         self._stepped, self._fast = (clock(), 0), False  # time and number of the last new step
-        super().__init__(
-            "history", record, self._remember_now_and_then, guard=Guard(unless_late(on_error)), pause=self._pause, last=last
-        )
+        guard = guard_unless_late(errors)
+        super().__init__("history", self._record, self._judge_now_and_then, guard=guard, pause=self._pause, last=self._finish)
 
     def looked_at(self) -> None:
         """Note that the page is open. From any thread."""
@@ -69,11 +73,20 @@ class Recorder(BackgroundLoop):
             self.wake()
         self._open_until = now + OPEN_SECONDS
 
-    def _remember_now_and_then(self) -> None:
+    def _record(self) -> None:
+        for history in self._histories:
+            history.record_if_due()
+
+    def _judge_now_and_then(self) -> None:
         now = self._clock()
-        if now >= self._remember_at:
-            self._remember_at = now + REMEMBER_SECONDS
-            self._remember()
+        if now >= self._judge_at:
+            self._judge_at = now + JUDGE_SECONDS
+            self._live.remember()
+
+    def _finish(self) -> None:
+        for history in self._histories:
+            history.finish()
+        self._live.conclude()
 
     def _pause(self) -> float:
         now, steps = self._clock(), self._steps()
@@ -84,14 +97,14 @@ class Recorder(BackgroundLoop):
         return UNSEEN_SECONDS if now > self._open_until and (self._fast or idle) else RECORD_SECONDS
 
 
-def unless_late(on_error: Callable[[BaseException], None]) -> Callable[[Exception], None]:
-    """Return a handler that reports errors, except timeouts: another thread was busy, and the next record has the values."""
+def guard_unless_late(errors: ErrorLog) -> Guard:
+    """Return a guard that counts errors, except timeouts: another thread was busy, and the next record has the values."""
 
     def failed(error: Exception) -> None:
         if not isinstance(error, TimeoutError):
-            on_error(error)
+            errors.count(SOURCE, error)
 
-    return failed
+    return Guard(failed)
 
 
 class Looks:
@@ -105,7 +118,9 @@ class Looks:
         activations: Of activations, if they are seen.
         steps: Returns the steps of the optimizer that took the most.
         now: Returns Unix time.
-        judge: Gets the reading of each of the first samples, and its step.
+        of_sample: Returns the metrics of a sample.
+        record: Judges each of the first samples.
+        errors: Counts failures of that.
     """
 
     def __init__(
@@ -116,9 +131,11 @@ class Looks:
         steps: Callable[[], int],
         now: Callable[[], float],
         *,
-        judge: Callable[[Reading, int], object] = lambda _reading, _step: None,
+        of_sample: OfSample,
+        record: Record,
+        errors: ErrorLog,
     ) -> None:
-        self._judge = judge
+        self._of_sample, self._record, self._judging = of_sample, record, guard_unless_late(errors)
         self._host, self._moments, self._activations = host, moments, activations
         self._steps, self._now = steps, now
         self._samples: deque[tuple[float, Moment]] = deque()
@@ -139,7 +156,8 @@ class Looks:
     def _sampled(self, at: float, reading: Reading) -> None:
         """Take a sample."""
         moment = self._moments.of_sample(reading, self._steps())
-        self._judge(reading, moment.steps)
+        self._judging(self._of_sample.take, reading)
+        self._judging(self._record.of_sample, moment.samples, moment.steps, self._of_sample)
         self._samples.append((at, moment))
         self._look_inside(at, moment)
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.collectors.outcomes import Happened
-from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.inspection.activation_totals import ActivationSnapshot
-from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.collectors.scrape import Scrape
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import Looks, Recorder, unless_late
-from torch_grad_exporter.rules import Record, Values
-from torch_grad_exporter.store.snapshots import Reading
+from torch_grad_exporter.outputs.live.recorder import Looks, Recorder
+from torch_grad_exporter.rules import Record
 from torch_grad_exporter.store.worker import Worker
 
 # The end waits this long for the last record, at most.
@@ -34,16 +33,15 @@ class View:
         run: The process.
         host: The worker.
         steps: Returns the steps of the optimizer that took the most.
-        scrape: Returns all metrics.
-        for_rules: Returns the metrics that rules read.
+        scrape: All metrics, or those that rules read.
         targets: Returns the ranks in the form of http_sd.
         happened: Returns what actions have done.
         of_sample: Returns the metrics of a sample.
         dead_from: Samples from which on a dead ratio means anything.
         now: Returns Unix time.
-        on_error: Takes errors of the thread.
+        errors: Counts failures.
         moments: Whether mean and standard deviation are measured.
-        activations: Returns what was seen of inner modules, if the option is on.
+        activations: What was seen of inner modules, if the option is on.
     """
 
     def __init__(
@@ -51,35 +49,24 @@ class View:
         run: Run,
         host: Worker,
         steps: Callable[[], int],
-        scrape: Callable[[], Iterable[Family]],
+        scrape: Scrape,
         *,
-        for_rules: Callable[[], Iterable[Family]],
         targets: Callable[[], bytes],
         happened: Callable[[], Sequence[Happened]],
         of_sample: OfSample,
         dead_from: int,
         now: Callable[[], float],
-        on_error: Callable[[BaseException], None],
+        errors: ErrorLog,
         moments: bool = False,
-        activations: Callable[[], ActivationSnapshot] | None = None,
+        activations: ActivationTotals | None = None,
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
         inside = None if activations is None else ActivationMoments(activations)
         record = Record()
-        judging = Guard(unless_late(on_error))
-
-        def judge(reading: Reading, step: int) -> None:
-            """Judge one of the first samples, on the thread that drains."""
-            judging(of_sample.take, reading)
-            judging(record.of_sample, reading.snapshot.gradients.samples, step, lambda: Values(of_sample()))
-
-        looks = Looks(host, GradientMoments(dead_from, quantities), inside, steps, now, judge=judge)
+        gradients = GradientMoments(dead_from, quantities)
+        looks = Looks(host, gradients, inside, steps, now, of_sample=of_sample, record=record, errors=errors)
         self.history = History(looks.gradients, now=now, quantities=quantities)
-        self._histories = [self.history]
-        inner = None
-        if inside is not None:
-            inner = History(looks.activations, now=now, quantities=ACTIVATIONS)
-            self._histories.append(inner)
+        inner = None if inside is None else History(looks.activations, now=now, quantities=ACTIVATIONS)
         self.live = Live(
             run,
             self.history,
@@ -89,19 +76,11 @@ class View:
             now=now,
             activations=inner,
             record=record,
-            for_rules=for_rules,
+            for_rules=scrape.for_rules,
         )
         self._pages = Pages(self.live)
-        self._recorder = Recorder(self._record, self.live.remember, steps, on_error=on_error, last=self._finish)
-
-    def _record(self) -> None:
-        for history in self._histories:
-            history.record_if_due()
-
-    def _finish(self) -> None:
-        for history in self._histories:
-            history.finish()
-        self.live.conclude()
+        # In this order: a look at gradients takes the activations as well.
+        self._recorder = Recorder([self.history] if inner is None else [self.history, inner], self.live, steps, errors)
 
     def start(self) -> None:
         """Start to record. Raises `RuntimeError` if no thread can be started."""
