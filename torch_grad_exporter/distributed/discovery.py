@@ -22,21 +22,14 @@ from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreE
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
-# Between two readings of what the ranks have published.
-READ_SECONDS = 10.0
-
-# Between two checks of this rank's file.
-TOUCH_SECONDS = 60.0
-
-# Files of other ranks that are read at the start: a thousand ranks that read a thousand files each are too many.
-FEW = 256
+READ_SECONDS = 10.0  # between two readings of what the ranks have published
+TOUCH_SECONDS = 60.0  # between two checks of this rank's file
+FEW = 256  # files of other ranks that are read at the start: a thousand ranks that read a thousand files each are too many
 
 # The age since its last modification from which on the process of a file is taken to be gone. Prometheus sees a new time of
 # modification when it reads the file again, by default every 5 minutes.
 STALE_SECONDS = 900.0
-
-# How long the end of a rank waits until its entries are gone, at most.
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 2.0  # how long the end of a rank waits until its entries are gone, at most
 
 _Group = dict[str, object]
 

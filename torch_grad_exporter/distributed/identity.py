@@ -117,8 +117,7 @@ def _variables(
     )
 
 
-# From here on, Slurm's numbers of steps are names: of the batch script, of an interactive shell.
-_NO_TASKS = 0xFFFF_FF00
+_NO_TASKS = 0xFFFF_FF00  # from here on, Slurm's numbers of steps are names: of the batch script, of an interactive shell
 
 
 def _slurm(environment: Mapping[str, str]) -> Identity | None:

@@ -32,17 +32,10 @@ from torch_grad_exporter.torch_compat import replicas
 
 logger = logging.getLogger("torch_grad_exporter")
 
-# Of all our keys.
-PREFIX = "torch_grad_exporter/"
-
-# How long the start of an exporter waits for the store, at most, in all.
-START_SECONDS = 5.0
-
-# How long anything else waits for an answer, at most.
-SECONDS = 2.0
-
-# A value that no key has.
-_ABSENT = "\x00absent"
+PREFIX = "torch_grad_exporter/"  # of all our keys
+START_SECONDS = 5.0  # how long the start of an exporter waits for the store, at most, in all
+SECONDS = 2.0  # how long anything else waits for an answer, at most
+_ABSENT = "\x00absent"  # a value that no key has
 
 _T = TypeVar("_T")
 

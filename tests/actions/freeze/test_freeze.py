@@ -478,9 +478,9 @@ def test_a_state_that_does_not_fit_is_refused(run: Run, layers: list[str], error
 # Wrong calls
 
 REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
-    (lambda: (Freeze(0),), "threshold=0: expected a norm, a number above 0"),
-    (lambda: (Freeze(after=0),), "after=0: expected a number of optimizer steps"),
-    (lambda: (Freeze(revive=0),), "revive=0: expected a number of optimizer steps, a whole number above 0 or None for never"),
+    (lambda: (Freeze(0),), "threshold=0: expected a norm above 0, such as 0.001"),
+    (lambda: (Freeze(after=0),), "after=0: expected a number of optimizer steps of at least 1"),
+    (lambda: (Freeze(revive=0),), "revive=0: expected None for never, or a number of optimizer steps of at least 1"),
     (lambda: (Freeze(layers="("),), r"layers='\(': expected a regular expression .*missing \)"),
     (lambda: (never, Freeze(layers=".")), r"layers='\.': freezing 0, 2, 4: no layer of the model would be trained"),
     (lambda: (never, Freeze(layers="decoder")), "layers='decoder': it matches no layer that is trained; there are 0, 2, 4"),

@@ -32,14 +32,9 @@ if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.sample_feed import SampleFeed
     from torch_grad_exporter.outputs.live.live import Judged
 
-# Between two evaluations.
-EVALUATION_SECONDS = 1.0
-
-# Of the time that evaluations may take; if one takes long, the next one comes later.
-SHARE = 0.05
-
-# Without a judgement by Notify, if that is on, after which this judges itself.
-FED_SECONDS = 5.0
+EVALUATION_SECONDS = 1.0  # between two evaluations
+SHARE = 0.05  # of the time that evaluations may take; if one takes long, the next one comes later
+FED_SECONDS = 5.0  # without a judgement by Notify, if that is on, after which this judges itself
 
 # How long the end waits for actions, at most, and where a user or a launcher waits for it.
 CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0

@@ -36,23 +36,12 @@ from torch_grad_exporter.distributed.store import JobStore, StoreError
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
-# Between two reads of the store.
-POLL_SECONDS = 1.0
-
-# The steps of this time are those within which a rank reads a decision that it has answered.
-LEASE_SECONDS = 2.0
-
-# Time for all ranks to answer.
-ANSWER_SECONDS = 60.0
-
-# The longest that a question waits for the store.
-STORE_SECONDS = 1.0
-
-# Steps of which the pace is the median.
-PACE_STEPS = 32
-
-# Seconds of a step; shorter ones end in a moment, and the training would not come to the step for long.
-FASTEST = 1e-4
+POLL_SECONDS = 1.0  # between two reads of the store
+LEASE_SECONDS = 2.0  # the steps of this time are those within which a rank reads a decision that it has answered
+ANSWER_SECONDS = 60.0  # time for all ranks to answer
+STORE_SECONDS = 1.0  # the longest that a question waits for the store
+PACE_STEPS = 32  # steps of which the pace is the median
+FASTEST = 1e-4  # seconds of a step; shorter ones end in a moment, and the training would not come to the step for long
 
 # Exporters of this process whose ranks act together, by job and rank: in the store, each one's decisions are apart.
 GENERATIONS: Counter[tuple[str, int]] = Counter()
@@ -133,9 +122,9 @@ class JobDecisions:
         self._read_at = 0
         self._bound: JobDecision | None = None
         self._scheduled: list[tuple[int, ActionSlot, Any]] = []
-        # What follows belongs to the thread: the number of the next decision, and of the last ones prepared and answered.
+        # What follows belongs to the thread: the number of the next decision, and of the last one that was considered.
         self._number = 0
-        self._considered = self._answered = -1
+        self._considered = -1
         self._objection = ""
         self._prepared: Any = None
         self._asked_at = 0.0
@@ -251,14 +240,10 @@ class JobDecisions:
     def _advanced(self) -> JobDecision | None:
         """Return the next decision if it is closed; else make, answer or close it."""
         decision, wish = self._read()
-        if decision is None and self._job.rank == 0:
-            decision = self._proposed(wish)
-        elif decision is None:
-            self._wish()
+        decision = decision or self._proposed(wish)
         if decision is None or not decision.open:
             return decision
-        if self._answered != self._number:
-            self._answer(decision)
+        self._answer(decision)
         if self._job.rank == 0:
             decision = self._closed(decision)
         return None if decision.open else decision
@@ -273,35 +258,24 @@ class JobDecisions:
             if session != self._session:
                 with self._changed:  # those of an earlier start are over
                     self._session, self._number, self._bound, self._scheduled = session, 0, None, []
-                self._considered = self._answered = -1
+                self._considered = -1
                 values = self._collect(self._key())
         text = values.get(self._key())
         return JobDecision(*json.loads(text)) if text else None, values.get(self._key("wish"), b"").decode()
 
-    def _wanted(self) -> list[ActionSlot]:
-        now = self._clock()
-        wanted = [slot for slot in self._slots.values() if slot.choice is not None]
-        for slot in wanted:
-            if slot.trigger.timing.cooling(now):  # asked for again in the moment in which it was done
-                slot.choice = None
-        return [slot for slot in wanted if slot.choice is not None]
-
-    def _wish(self) -> None:
-        """Tell rank 0 which action this rank wants next, if any."""
-        wanted = self._wanted()
-        if wanted and self._session:
-            self._job.store.agree(self._key("wish"), str(wanted[0].number), seconds=STORE_SECONDS)
-
     def _proposed(self, wish: str) -> JobDecision | None:
-        """Return the decision that rank 0 makes now, None without a cause."""
-        wanted = self._wanted()
-        if wanted:
-            decision = JobDecision(wanted[0].number, wanted[0].what, wanted[0].choice or "", self._lease())
-        elif wish:
-            slot = self._slots.get(int(wish))
-            decision = JobDecision(int(wish), "" if slot is None else slot.what, "", self._lease())
-        else:
+        """Return the decision that rank 0 makes now, None without a cause. Another rank tells rank 0 that it has one."""
+        wanted = next((slot for slot in self._slots.values() if slot.choice is not None), None)
+        if self._job.rank:
+            if wanted is not None and self._session:
+                self._job.store.agree(self._key("wish"), str(wanted.number), seconds=STORE_SECONDS)
             return None
+        if wanted is None and not wish:
+            return None
+        number = int(wish) if wanted is None else wanted.number
+        slot = self._slots.get(number)
+        what, choice = ("", None) if slot is None else (slot.what, slot.choice)
+        decision = JobDecision(number, what, choice or "", self._lease())
         self._asked_at = self._clock()
         self._publish(decision)
         return decision
@@ -322,7 +296,6 @@ class JobDecisions:
                     self._bound, self._read_at = decision, self._steps
         answer = json.dumps([self._steps, self._objection]).encode()
         self._job.store.publish(self._key(f"answer/{self._job.rank}"), answer, seconds=STORE_SECONDS)
-        self._answered = self._number
 
     def _prepare(self, decision: JobDecision) -> str:
         """Prepare the action. Returns why this rank cannot do it, empty if it can."""

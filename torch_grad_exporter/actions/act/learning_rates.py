@@ -16,11 +16,8 @@ OF_GROUPS = ("initial_lr", "max_lr", "swa_lr")
 # What they keep themselves: a list with a number for each group.
 OF_SCHEDULERS = ("base_lrs", "max_lrs")
 
-# What OneCycleLR keeps in the groups as well; others may use the name for something else.
-OF_ONE_CYCLE = "min_lr"
-
-# What those that follow a cosine keep: one number for all groups, towards which learning rates go.
-LEAST = "eta_min"
+OF_ONE_CYCLE = "min_lr"  # what OneCycleLR keeps in the groups as well; others may use the name for something else
+LEAST = "eta_min"  # what those that follow a cosine keep: one number for all groups, towards which learning rates go
 
 Schedulers = Sequence[weakref.ref[Any]]
 

@@ -21,8 +21,7 @@ from torch_grad_exporter.rules.values import Values
 if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
 
-# Of one condition.
-MOST_WINDOWS = 1000
+MOST_WINDOWS = 1000  # of one condition
 
 # Metrics that change with a sample of the gradients, of which there may be none between two evaluations.
 _SAMPLED = frozenset((*GRADIENTS.specs, *CLIPPING.specs, *WEIGHTS.specs))

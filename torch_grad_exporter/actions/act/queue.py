@@ -14,8 +14,7 @@ from torch_grad_exporter.actions.users_code import contained
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
-# Events that wait, at most.
-ROOM = 100
+ROOM = 100  # events that wait, at most
 
 
 class ActionQueue:

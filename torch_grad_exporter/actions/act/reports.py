@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torch_grad_exporter")
 
-# Of the failures of actions and conditions.
-SOURCE = "action"
+SOURCE = "action"  # of the failures of actions and conditions
 
 
 class ActionReports:

@@ -27,8 +27,7 @@ from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
 
-# What a call of the hook takes before and after what a clock inside of it measures.
-HOOK_SECONDS = 2e-6
+HOOK_SECONDS = 2e-6  # what a call of the hook takes before and after what a clock inside of it measures
 
 
 class StepActionRunner:
@@ -159,7 +158,9 @@ class StepActionRunner:
         """
         if self._decisions is None:
             self._check_alone(slot.action)
-        choice = None if slot.pending else slot.action.choose(self._training, named)
+        if slot.pending or slot.trigger.timing.cooling(self._clock()):  # it may have been done since it was judged
+            return
+        choice = slot.action.choose(self._training, named)
         if choice is None:
             return
         if self._decisions is not None:

@@ -31,8 +31,7 @@ from torch_grad_exporter.store.records import Outcome
 from torch_grad_exporter.store.snapshots import GradientSnapshot, Reading
 from torch_grad_exporter.store.worker import EachSample, Worker
 
-# These change without a sample.
-_BETWEEN_SAMPLES = {GRAD_CLIP_CANDIDATES, GRAD_CLIP_THRESHOLD, GRAD_NORM_RECENT_MAX, LAYER_FROZEN}
+_BETWEEN_SAMPLES = {GRAD_CLIP_CANDIDATES, GRAD_CLIP_THRESHOLD, GRAD_NORM_RECENT_MAX, LAYER_FROZEN}  # these change without a sample
 
 OF_SAMPLES = frozenset((*GRADIENTS.specs, *CLIPPING.specs)) - _BETWEEN_SAMPLES
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.actions.act.learning_rates import scale, schedulers_of
+from torch_grad_exporter.arguments import check_number
 from torch_grad_exporter.model.optimizers import Optimizers
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ class ScaleLearningRate(StepAction):
     """
 
     def __init__(self, factor: float, min_lr: float = 0.0) -> None:
-        self.factor = _number("factor", factor, above=True)
-        self.min_lr = _number("min_lr", min_lr, above=False)
+        self.factor = check_number(f"factor={factor!r}", factor, above=0.0, example=0.5)
+        self.min_lr = check_number(f"min_lr={min_lr!r}", min_lr, example=1e-6)
 
     def prepare(self, training: Training, _choice: str) -> Any:  # noqa: ANN401 - weak references
         """Return the schedulers, for which it goes through all objects of the process."""
@@ -126,12 +126,3 @@ class ScaleLearningRate(StepAction):
 
     def __repr__(self) -> str:
         return f"ScaleLearningRate(factor={self.factor:g}, min_lr={self.min_lr:g})"
-
-
-def _number(name: str, value: float, *, above: bool) -> float:
-    expected = f"expected a number {'above 0' if above else 'that is not below 0'}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}: {expected}")
-    if not math.isfinite(value) or value < 0 or (above and value == 0):
-        raise ValueError(f"{name}={value!r}: {expected}")
-    return float(value)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from torch_grad_exporter.actions.act.measurements import Measurements, near
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.users_code import contained
+from torch_grad_exporter.arguments import check_number
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values
 from torch_grad_exporter.rules.catalogue import promql_only
 
-# The defaults of `on`, in seconds.
-FOR, COOLDOWN = 0.0, 600.0
+FOR, COOLDOWN = 0.0, 600.0  # the defaults of `on`, in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,10 @@ class Timing:
     @classmethod
     def of(cls, for_: object, cooldown: object) -> Timing:
         """Return the timing of these arguments of `on`. Raises `TypeError` or `ValueError` if one is wrong."""
-        return cls(_seconds("for_", for_), _seconds("cooldown", cooldown))
+        return cls(
+            check_number(f"for_={for_!r}", for_, what="seconds", example=30),
+            check_number(f"cooldown={cooldown!r}", cooldown, what="seconds", example=COOLDOWN),
+        )
 
     def due(self, holds: bool, now: float) -> bool:
         """Return whether it is due at an evaluation now. Changes only since when the cause holds."""
@@ -181,15 +184,6 @@ def _check_function(name: str, function: object) -> None:
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if any(kind(bare) or kind(getattr(type(bare), "__call__", None)) for kind in kinds):  # noqa: B004 - it is looked at, not asked for
         raise TypeError(f"{name}={function!r}: expected a regular function, not a coroutine or generator function")
-
-
-def _seconds(name: str, value: object) -> float:
-    expected = "expected seconds, a number that is not below 0"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}: {expected}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r}: {expected}")
-    return float(value)
 
 
 def name_of(function: object) -> str:

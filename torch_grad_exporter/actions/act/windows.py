@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The largest windows.
-LONGEST_SECONDS, MOST_SAMPLES = 86_400.0, 100_000
+LONGEST_SECONDS, MOST_SAMPLES = 86_400.0, 100_000  # the largest windows
 
 
 class ConditionError(ValueError):

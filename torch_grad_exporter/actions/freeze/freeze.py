@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from torch_grad_exporter.actions.act.measurements import Measurements, near
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
+from torch_grad_exporter.arguments import check_number, check_whole
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.rules import Rule
 
@@ -52,9 +52,11 @@ class Freeze(StepAction):
         *,
         layers: str | re.Pattern[str] | None = None,
     ) -> None:
-        self.threshold = _threshold(threshold)
-        self.after = _steps("after", after)
-        self.revive = None if revive is None else _steps("revive", revive, " or None for never")
+        steps = "a number of optimizer steps"
+        self.threshold = check_number(f"threshold={threshold!r}", threshold, above=0.0, what="a norm", example=THRESHOLD)
+        self.after = check_whole(f"after={after!r}", after, what=steps, example=AFTER)
+        shown = f"revive={revive!r}"
+        self.revive = None if revive is None else check_whole(shown, revive, what=f"None for never, or {steps}", example=REVIVE)
         self.layers = _pattern(layers)
         self._norms = LayerNorms(self.after)
         self._layers: FrozenLayers | None = None
@@ -274,24 +276,6 @@ class Freeze(StepAction):
             ours += layers.freeze(plan)
         # What the script or another `Freeze` has frozen is theirs.
         self._frozen = {layer: self._steps - frozen[layer] for layer in ours}
-
-
-def _threshold(value: object) -> float:
-    expected = "expected a norm, a number above 0"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"threshold={value!r}: {expected}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"threshold={value!r}: {expected}")
-    return float(value)
-
-
-def _steps(name: str, value: object, also: str = "") -> int:
-    expected = f"expected a number of optimizer steps, a whole number above 0{also}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: {expected}")
-    if value <= 0:
-        raise ValueError(f"{name}={value!r}: {expected}")
-    return value
 
 
 def _pattern(layers: object) -> re.Pattern[str] | None:
