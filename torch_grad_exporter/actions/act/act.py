@@ -8,7 +8,6 @@ steps on the training thread.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -54,13 +53,14 @@ class Handle:
         name: As in events and in the log.
     """
 
-    def __init__(self, name: str, remove: Callable[[], None]) -> None:
-        self.name = name
-        self._remove = remove
+    def __init__(self, act: Act, trigger: Trigger) -> None:
+        self.name = trigger.name
+        self._act = act
+        self._trigger = trigger
 
     def remove(self) -> None:
         """End it: nothing new happens by it. Idempotent, from any thread."""
-        self._remove()
+        self._act.remove(self._trigger)
 
     def __repr__(self) -> str:
         return f"<Handle {self.name!r}>"
@@ -137,7 +137,7 @@ class Act:
             try:
                 self._start()
             except RuntimeError:
-                self._remove(trigger)
+                self.remove(trigger)
                 raise
             if rule is not None and self._episodes is None:
                 self._episodes = Episodes(RULES)
@@ -146,9 +146,9 @@ class Act:
         try:
             self._check_open()  # or just now, by a signal's handler
         except RuntimeError:
-            self._remove(trigger)
+            self.remove(trigger)
             raise
-        return Handle(name, functools.partial(self._remove, trigger))
+        return Handle(self, trigger)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -161,7 +161,8 @@ class Act:
             self._started = True
             self._due = self._clock() + self._first_pause
 
-    def _remove(self, trigger: Trigger) -> None:
+    def remove(self, trigger: Trigger) -> None:
+        """End a trigger. Idempotent, from any thread."""
         trigger.removed = True
         trigger.measurements.forget()
         with self._lock:

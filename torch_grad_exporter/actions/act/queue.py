@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,20 +24,16 @@ class ActionQueue:
         self._clock = clock
         self._waiting: deque[tuple[Trigger, Event]] = deque()
         self._started = self._closed = False
-        self._lock = threading.Lock()  # of what waits, held for moments
         self._give_up_at = 0.0
         self._guard = reports.errors.boundary(SOURCE, "running", limit=None)
         self._loop = BackgroundLoop("action", self._work, guard=self._guard, last=self._flush)
 
     def offer(self, trigger: Trigger, event: Event) -> None:
         """Run the action after those that wait, or drop it if there is no room. Raises `RuntimeError` without a thread."""
-        with self._lock:
-            fits = len(self._waiting) < ROOM and not self._closed
-            if fits:
-                self._waiting.append((trigger, event))
-        if not fits:
+        if len(self._waiting) >= ROOM or self._closed:
             self._reports.note(trigger, ActionOutcome.DROPPED)
             return
+        self._waiting.append((trigger, event))
         if not self._started:
             self._loop.start()
             self._started = True
@@ -48,29 +43,25 @@ class ActionQueue:
         """Run what waits for this many seconds at most, and drop the rest. One that hangs is left behind. Idempotent."""
         self._give_up_at = self._clock() + seconds
         self._loop.close(seconds)
-        with self._lock:
-            left, self._waiting, self._closed = self._waiting, deque(), True
-        for trigger, _ in left:
-            self._reports.note(trigger, ActionOutcome.DROPPED)
+        self._closed = True
+        while (left := self._next()) is not None:
+            self._reports.note(left[0], ActionOutcome.DROPPED)
 
     # The thread
 
+    def _next(self) -> tuple[Trigger, Event] | None:
+        try:
+            return self._waiting.popleft()
+        except IndexError:  # another thread may have taken the last one
+            return None
+
     def _work(self) -> None:
-        while not self._loop.stopping and self._run_next():
-            pass
+        while not self._loop.stopping and (following := self._next()) is not None:
+            self._guard(self._run, *following)
 
     def _flush(self) -> None:
-        while self._clock() < self._give_up_at and self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Run the action that waits longest. Returns whether there was one."""
-        with self._lock:
-            if not self._waiting:
-                return False
-            trigger, event = self._waiting.popleft()
-        self._guard(self._run, trigger, event)
-        return True
+        while self._clock() < self._give_up_at and (following := self._next()) is not None:
+            self._guard(self._run, *following)
 
     def _run(self, trigger: Trigger, event: Event) -> None:
         if trigger.off or isinstance(trigger.action, StepAction):
