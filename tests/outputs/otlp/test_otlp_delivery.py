@@ -66,6 +66,25 @@ def test_every_point_arrives(protocol: str) -> None:
             assert request.headers.get("content-encoding") == "gzip"
 
 
+PASSWORDS: dict[str, tuple[str, str, str]] = {
+    "netrc": ("", "", "Basic bmV0cmM6YQ=="),
+    "endpoint": ("url:b@", "", "Basic dXJsOmI="),
+    "header": ("url:b@", "authorization=Bearer%20c", "Bearer c"),
+}
+
+
+@pytest.mark.parametrize("source", PASSWORDS)
+def test_the_password_that_is_sent(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header wins over a user in the endpoint, and both over `~/.netrc`."""
+    user, header, expected_header = PASSWORDS[source]
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login netrc password a\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with HttpReceiver() as receiver:
+        assert failure(receiver.endpoint.replace("//", f"//{user}"), EXPORTER_OTLP_HEADERS=header) == ""
+    (request,) = receiver.received
+    assert request.headers["authorization"] == expected_header
+
+
 # Answers
 
 ANSWERS: dict[str, tuple[str, Answer, str]] = {

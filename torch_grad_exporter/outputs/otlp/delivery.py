@@ -10,7 +10,7 @@ import contextlib
 import logging
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
@@ -91,7 +91,7 @@ def _over_http(settings: PushSettings, seconds: float) -> MetricExporter:
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - slow to import
 
     mute("opentelemetry", "urllib3")
-    return OTLPMetricExporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=_Session(settings.headers))
+    return OTLPMetricExporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=_Session(settings))
 
 
 def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
@@ -103,11 +103,13 @@ def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
 
 
 class _Session(requests.Session):
-    """Guards what is sent to a receiver, and looks at each answer. `headers`: those that the user has given, if any."""
+    """Guards which headers and passwords are sent to a receiver, and looks at each answer."""
 
-    def __init__(self, headers: Mapping[str, str] | None) -> None:
+    def __init__(self, settings: PushSettings) -> None:
         super().__init__()
-        self._sent = None if headers is None else OWN_HEADERS.union(headers)
+        self._sent = None if settings.headers is None else OWN_HEADERS.union(settings.headers)
+        user = requests.utils.get_auth_from_url(settings.endpoint)
+        self.auth = user if any(user) else None  # else a password from `~/.netrc` would replace it
         self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=()))  # else a receiver could have ever more sent back
 
     def request(self, *arguments: Any, **options: Any) -> requests.Response:  # noqa: ANN401 - as `requests.Session` has it
@@ -116,7 +118,7 @@ class _Session(requests.Session):
         if self._sent is not None:  # the exporter adds those of the environment, which may hold a password for another receiver
             headers = {name: value for name, value in headers.items() if name.lower() in self._sent}
             options["headers"] = headers
-        if "authorization" in map(str.lower, headers):  # else a password from `~/.netrc` would replace it
+        if "authorization" in map(str.lower, headers):  # wins over any password
             options["auth"] = lambda request: request
         if isinstance(self.verify, str):  # else `REQUESTS_CA_BUNDLE` would win
             options["verify"] = self.verify
