@@ -11,12 +11,14 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 # Items of the inputs or outputs of a call that are visited, at most.
 VISITED = 4096
+
+Container = TypeVar("Container")
 
 _PLAIN = (int, float, complex, str, torch.dtype, torch.device, types.NoneType)
 
@@ -39,21 +41,19 @@ class Call:
     """
 
     module: str
-    _inputs: Any
-    _keywords: Any
+    _inputs: tuple[Any, ...]
+    _keywords: dict[str, Any]
     _outputs: Any
 
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The positional arguments, as the caller gave them."""
-        value: tuple[Any, ...] = _values(self._inputs)
-        return value
+        return _values(self._inputs)
 
     @property
     def keyword_inputs(self) -> dict[str, Any]:
         """The keyword arguments."""
-        value: dict[str, Any] = _values(self._keywords)
-        return value
+        return _values(self._keywords)
 
     @property
     def outputs(self) -> Any:  # noqa: ANN401 - whatever the module returns
@@ -63,14 +63,12 @@ class Call:
     @property
     def input_gradients(self) -> tuple[Any, ...]:
         """The gradients of the positional arguments."""
-        value: tuple[Any, ...] = _gradients(self._inputs)
-        return value
+        return _gradients(self._inputs)
 
     @property
     def keyword_input_gradients(self) -> dict[str, Any]:
         """The gradients of the keyword arguments."""
-        value: dict[str, Any] = _gradients(self._keywords)
-        return value
+        return _gradients(self._keywords)
 
     @property
     def output_gradients(self) -> Any:  # noqa: ANN401 - as `outputs`
@@ -127,7 +125,7 @@ class Calls(Mapping[str, Sequence[Call]]):
         return tensor.detach().clone() if self.has_room(size) else None
 
 
-def mapped(value: object, change: Callable[[Any], object], *, tensors_only: bool = False) -> Any:  # noqa: ANN401 - like `value`
+def mapped(value: Container, change: Callable[[Any], object], *, tensors_only: bool = False) -> Container:
     """Return copies of the containers with what `change` makes of tensors and slots.
 
     Of objects other than numbers and texts the type is kept; with `tensors_only` nothing. `VISITED` items are visited.
@@ -149,7 +147,8 @@ def mapped(value: object, change: Callable[[Any], object], *, tensors_only: bool
             return None
         return item if isinstance(item, (*_PLAIN, type)) else type(item)
 
-    return of(value)
+    result: Container = of(value)
+    return result
 
 
 def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:  # noqa: ANN401 - a sequence of the same class
@@ -177,9 +176,11 @@ def _with(value: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401 - an object
     return made
 
 
-def _values(kept: object) -> Any:  # noqa: ANN401 - what was kept, with tensors
+def _values(kept: Container) -> Container:
+    """Return what was kept, with tensors in the place of slots."""
     return mapped(kept, operator.attrgetter("value"))
 
 
-def _gradients(kept: object) -> Any:  # noqa: ANN401 - as `_values`
+def _gradients(kept: Container) -> Container:
+    """Return what was kept, with gradients in the place of slots."""
     return mapped(kept, operator.attrgetter("gradient"), tensors_only=True)
