@@ -47,42 +47,31 @@ class _Search:
     # The search
 
     def origin(self, *, loss_was_nonfinite: bool) -> Origin | None:
-        tape, flagged = self._tape, self._flagged
-        losses = flagged.any_of(slot for slot, _ in tape.losses)
+        tape, kind, any_of = self._tape, self._flagged.kind, self._flagged.any_of
+        losses = any_of(slot for slot, _ in tape.losses)
         if losses:
             return self._forward([value for _, value in tape.losses], losses)
+        outputs = self._outputs()
+        values, worst = [place.value for place in outputs], any_of(place.slot for place in outputs)
         if not tape.backward:
-            outputs = self._outputs()
-            return self._forward([place.value for place in outputs], self._worst(outputs)) if loss_was_nonfinite else None
-        new = self._new_gradients()
-        leaves = flagged.any_of(self._leaf_slots())
-        if not (new or (leaves and (not tape.after or flagged.any_of(tape.after.values())))):
+            return self._forward(values, worst) if loss_was_nonfinite else None
+        # The parameters whose gradient has become non-finite, and what the backward has given to leaves.
+        new = [name for name, slot in tape.after.items() if kind(slot) and not (name in tape.before and kind(tape.before[name]))]
+        given = any_of(
+            slot
+            for event in tape.events if not event.arrives
+            for at, slot in event.slots if at < len(leaves := tape.nodes[event.node].leaves) and leaves[at]
+        )  # fmt: skip
+        if not (new or (given and (not tape.after or any_of(tape.after.values())))):
             return None
-        if not tape.losses and self._worst(self._outputs()) == "nan":
-            outputs = self._outputs()
-            return self._forward([place.value for place in outputs], "nan")
-        return self._backward(new, leaves)
+        if not tape.losses and worst == "nan":
+            return self._forward(values, worst)
+        return self._backward(new, given)
 
     def _outputs(self) -> list[TensorPlace]:
         """Return the outputs of whole models that are not finite."""
         roots = {*self._tape.roots}
         return [place for place in self._tape.places if place.output and place.call in roots and self._flagged.kind(place.slot)]
-
-    def _worst(self, places: Iterable[TensorPlace]) -> str:
-        return self._flagged.any_of(place.slot for place in places)
-
-    def _new_gradients(self) -> list[str]:
-        """Return the parameters whose gradient has become non-finite."""
-        kind, before = self._flagged.kind, self._tape.before
-        return [name for name, slot in self._tape.after.items() if kind(slot) and not (name in before and kind(before[name]))]
-
-    def _leaf_slots(self) -> list[int]:
-        """Return what the backward has given to leaves, in its order."""
-        nodes = self._tape.nodes
-        return [
-            slot for event in self._tape.events if not event.arrives
-            for at, slot in event.slots if at < len(nodes[event.node].leaves) and nodes[event.node].leaves[at]
-        ]  # fmt: skip
 
     # The forward
 
@@ -184,22 +173,17 @@ class _Search:
 
     # The backward
 
-    def _backward(self, new: list[str], leaves: str) -> Origin | None:
+    def _backward(self, new: list[str], given: str) -> Origin | None:
         for event in self._tape.events:
             kind = self._flagged.any_of(slot for _, slot in event.slots)
             if kind and event.arrives:
                 return self._arrived(event.node, kind)
             if kind:
-                return self._gave(event.node, kind)
-        if not leaves and new:
-            return self._write.of_reduction(new)
-        return None
-
-    def _gave(self, node: int, kind: str) -> Origin:
-        call, name = self._call_of(node), operation(self._tape.nodes[node].name)
-        if call == -1:
-            return self._write.of_loss(kind, f"an operation after the model gave it in the backward ({name})")
-        return self._write.of_call(call, "backward", kind, f"gave {NAMES[kind]} in the backward for finite gradients", name)
+                call, name = self._call_of(event.node), operation(self._tape.nodes[event.node].name)
+                if call == -1:
+                    return self._write.of_loss(kind, f"an operation after the model gave it in the backward ({name})")
+                return self._write.of_call(call, "backward", kind, f"gave {NAMES[kind]} in the backward for finite gradients", name)
+        return self._write.of_reduction(new) if new and not given else None
 
     def _arrived(self, node: int, kind: str) -> Origin:
         """Return who gave a gradient that is not finite to a node, where all that was seen to be given before was finite."""
