@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "torch_grad_exporter"
 
 # Of integrations, whose users import one of them, of commands, and of what is still to be renamed.
 SEVERAL = frozenset({
-    "GradExporterCallback", "GradExporterHook", "Options", "Target", "HookHandle",
+    "GradExporterCallback", "GradExporterHook", "Options", "HookHandle",
     "Column", "Group", "Origin", "Verdict",
 })  # fmt: skip
 

@@ -7,8 +7,8 @@
 From then on `/metrics` shows the norm of each layer's gradient, NaN counts, dead units, clipping and the
 progress of the training. The training itself is never changed, never waited for and never raised into.
 
-Importing the package imports no PyTorch; the first use of a name here does. What only stands in an environment, such as the pytest
-fixture or OpenTelemetry's instrumentor, so costs those nothing who do not train.
+Importing the package imports no PyTorch; the first use of a name here does. So the pytest fixture and OpenTelemetry's instrumentor,
+which are found in every environment, cost programs that do not train nothing.
 """
 
 import importlib
@@ -33,12 +33,12 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """A public name, from its module, which is imported now; PEP 562. Raises `AttributeError` where there is none."""
+    """Return a public name from its module, which is imported now; PEP 562."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = found
-    return found
+    value: object = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

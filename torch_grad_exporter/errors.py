@@ -1,10 +1,10 @@
 """The guard at every boundary: a failure of ours is logged once, counted, and never reaches the user.
 
 A boundary is a place where foreign code calls ours: a hook, an iteration of a background thread, a collector, a request.
-Each has a `Guard` of its own, which counts what it catches under the boundary's source; a boundary with a limit that fails so
-many times in a row is switched off, whatever succeeds elsewhere under the same source. `BaseException` (an interrupt, an
-exit) always passes, and so does what a signal handler of the user raises while the main thread is in code of ours: it is meant
-for the training.
+Each has a `Guard` of its own, which counts what it catches under the boundary's source. A boundary with a limit is disabled after
+that many failures in a row, whatever succeeds elsewhere under the same source. `BaseException` (an interrupt, an exit) always
+passes, and so does what a signal handler of the user raises while the main thread is in code of ours: it is meant for the
+training.
 
 Logging runs foreign code, too. A handler that raises loses its line. A handler that blocks is the user's own, and blocks the
 thread that logs; a line is logged once per source.
@@ -22,11 +22,11 @@ from typing import TypeVar, TypeVarTuple
 
 logger = logging.getLogger("torch_grad_exporter")
 
+# Of every line that is logged.
 PREFIX = "torch_grad_exporter: "
-"""Of every line that is logged."""
 
+# Failures in a row after which a boundary is disabled.
 LIMIT = 10
-"""Failures in a row after which a boundary is switched off."""
 
 _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
@@ -35,8 +35,13 @@ _Result = TypeVar("_Result")
 class Guard:
     """One boundary: what an action raises goes to `on_error`, and no further.
 
-    It counts its own failures in a row, which nothing but a success of its own ends. After `limit` of them it calls `gave_up`
-    and is off: it runs nothing any more. Without a limit it goes on whatever happens. To be called from any thread.
+    It counts its own failures in a row, which only a success of its own ends. After `limit` of them it calls `gave_up` and is
+    disabled: it runs nothing any more. Without a limit it is never disabled. Thread-safe.
+
+    Args:
+        on_error: Takes what was raised; what it raises itself, passes.
+        limit: Failures in a row after which it is disabled, None for never.
+        gave_up: Called when it is disabled.
     """
 
     __slots__ = ("_gave_up", "_in_a_row", "_limit", "_on_error")
@@ -54,7 +59,7 @@ class Guard:
         self._in_a_row = 0
 
     def __call__(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> bool:
-        """Runs `action`, unless it is off; whether that was done and raised nothing."""
+        """Run `action`, unless it is disabled; return whether it ran and raised nothing."""
         if self._in_a_row >= self._limit:
             return False
         try:
@@ -62,30 +67,30 @@ class Guard:
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the caller
             self.failed(error)
             return False
-        if 0 < self._in_a_row < self._limit:  # one that another thread has switched off stays off
+        if 0 < self._in_a_row < self._limit:  # if another thread has disabled it, it stays so
             self._in_a_row = 0
         return True
 
     def result(self, action: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result | None:
-        """What `action` returns; `None` where it fails, or the guard is off."""
+        """Return what `action` returns, None if it fails or the guard is disabled."""
         results: list[_Result] = []
         self(lambda: results.append(action(*arguments)))
         return results[0] if results else None
 
     def failed(self, error: Exception) -> None:
-        """Notes a failure that was not raised in a call. Raises what `on_error` raises, as where a signal's handler has failed."""
+        """Count a failure that was not raised in a call. What `on_error` raises passes, as if a signal's handler has failed."""
         self._on_error(error)
         self._in_a_row += 1
         if self._in_a_row == self._limit and self._gave_up is not None:
             self._gave_up()
 
     def succeeded(self) -> None:
-        """Notes a success outside of a call: ends the row of failures, and switches on what is off."""
+        """Count a success outside of a call: end the row of failures, and enable what was disabled."""
         self._in_a_row = 0
 
     @property
     def off(self) -> bool:
-        """Whether it has failed too often in a row to run anything."""
+        """Whether it is disabled."""
         return self._in_a_row >= self._limit
 
 
@@ -99,35 +104,38 @@ class ErrorLog:
         self._lock = threading.RLock()
 
     def boundary(self, source: str, part: str = "", *, limit: int | None = LIMIT) -> Guard:
-        """A guard of one boundary, whose failures are counted under `source`; several may count under the same one.
+        """Return a guard of one boundary.
 
-        `limit`: failures in a row after which it is off, `None` for never. `part`: what is off, in the line that says so.
+        Args:
+            source: Under which its failures are counted; several may count under the same one.
+            part: What is disabled, for the line that says so.
+            limit: Failures in a row after which it is disabled, None for never.
         """
         name = f"{source} ({part})" if part else source
         return Guard(functools.partial(self.count, source), limit=limit, gave_up=functools.partial(self.gave_up, name))
 
     def count(self, source: str, error: BaseException, times: int = 1) -> None:
-        """Counts a failure, or several at once; logs the first one of the source.
+        """Count a failure, or several at once; log the first one of the source.
 
-        Raises the error if it is none of ours, see `raised_by_handler`.
+        Raises the error if it is not ours, see `raised_by_handler`.
         """
         if self._counted(source, error, times) == times:
             message = "%s failed; training goes on, further failures are only counted: %s: %s"
             say(self._log, logging.WARNING, message, source, type(error).__name__, error, error=error)
 
     def tell(self, source: str, error: BaseException) -> None:
-        """Counts one failure whose message is for the user, such as a wrong file, and logs each of them, in a line."""
+        """Count one failure whose message is for the user, such as a wrong file, and log each of them, in a line."""
         self._counted(source, error)
         say(self._log, logging.WARNING, "%s: %s; training goes on", source, error)
 
     def tell_once(self, source: str, error: BaseException) -> None:
-        """Counts one failure whose message is for the user, and logs the first of a source, in a line."""
+        """Count one failure whose message is for the user, and log the first of a source, in a line."""
         if self._counted(source, error) == 1:
             message = "%s: %s; training goes on, further failures are only counted"
             say(self._log, logging.WARNING, message, source, error)
 
     def _counted(self, source: str, error: BaseException, times: int = 1) -> int:
-        """How many failures of the source there are now."""
+        """Count failures; return how many the source has now."""
         if raised_by_handler(error):
             raise error
         with self._lock:
@@ -135,24 +143,24 @@ class ErrorLog:
         return count
 
     def gave_up(self, source: str) -> None:
-        """Logs that a source is switched off."""
+        """Log that a source is disabled."""
         say(self._log, logging.ERROR, "%s failed %d times in a row and is switched off", source, LIMIT)
 
     def counts(self) -> dict[str, int]:
-        """Failures by source since the start; every known source is there, with 0 if it never failed."""
+        """Return the failures by source since the start, with 0 for a known source that never failed."""
         with self._lock:
             return dict(self._counts)
 
 
 def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> Exception | None:
-    """Runs `action`; what it has raised, `None` if nothing. For a failure that other code judges, such as another thread."""
+    """Run `action` and return what it raised, None if nothing; for a failure that other code judges, such as another thread."""
     failures: list[Exception] = []
     Guard(failures.append)(action, *arguments)
     return failures[0] if failures else None
 
 
 def say(log: logging.Logger, level: int, message: str, *arguments: object, error: BaseException | None = None) -> None:
-    """Logs a line, with the traceback of `error`. A handler that raises, as on a full disk, costs the line and nothing else.
+    """Log a line, with the traceback of `error`. A handler that raises, as on a full disk, costs the line and nothing else.
 
     Few programs set up logging, and without that a line does not show where it comes from: each line names the package.
     """
@@ -164,7 +172,7 @@ def say(log: logging.Logger, level: int, message: str, *arguments: object, error
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Whether a signal's handler raised this, wherever the main thread was: a DataLoader's does so when a worker has died."""
+    """Return whether a signal's handler raised this, wherever the main thread was: a DataLoader's does when a worker has died."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers = {id(code) for number in signal.valid_signals() if (code := _code(signal.getsignal(number))) is not None}
@@ -177,7 +185,7 @@ def raised_by_handler(error: BaseException) -> bool:
 
 
 def _code(handler: object) -> object:
-    """The code that a call of a handler runs, if it is Python's."""
+    """Return the code that a call of a handler runs, if it is Python's."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     if not callable(handler):

@@ -10,18 +10,18 @@ import tempfile
 import time
 from pathlib import Path
 
+# Readable by all: Prometheus and node_exporter run as users of their own.
 MODE = 0o644
-"""Readable by all: Prometheus and node_exporter run as users of their own."""
 
+# After this time a file that is still being written belongs to a process that was killed.
 STALE_SECONDS = 3600.0
-"""After this time a file that is still being written belongs to a process that was killed."""
 
+# The directory, next to the files, in which new ones are written: each user has one, since others may not write in it.
 NEW = f".new-{os.getuid()}" if hasattr(os, "getuid") else ".new"
-"""The directory, next to the files, in which new ones are written: each user has one, since others may not write in it."""
 
 
 def file_name(run: str, rank: int, suffix: str) -> str:
-    """A name for the file of a rank: letters, digits, `.`, `_` and `-` only; different runs never share one."""
+    """Return a name for the file of a rank: letters, digits, `.`, `_` and `-` only; different runs never share one."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", run).lstrip(".")[:150] or "run"
     if name != run:
         name = f"{name}-{hashlib.sha256(run.encode(errors='surrogatepass')).hexdigest()[:8]}"
@@ -29,10 +29,13 @@ def file_name(run: str, rank: int, suffix: str) -> str:
 
 
 def write(path: Path, content: bytes) -> int:
-    """Puts the content there at once and makes missing directories; returns the new file's inode. Raises `OSError`.
+    """Replace the file at once, make missing directories, and return the new file's inode.
 
-    It is written in a directory below and moved: Prometheus reads all files anew at each event in a directory that it watches,
-    and this is one.
+    It is written in a directory below and moved: Prometheus reads all files again at each event in a directory that it watches,
+    such as this one.
+
+    Raises:
+        OSError: It cannot be written.
     """
     below = path.parent / NEW
     below.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,7 @@ def write(path: Path, content: bytes) -> int:
 
 
 def _sweep(below: Path) -> None:
-    """Removes what killed processes of this user have left."""
+    """Remove what killed processes of this user have left."""
     for file in below.glob("*.tmp"):
         with contextlib.suppress(OSError):
             if file.stat().st_mtime < time.time() - STALE_SECONDS:

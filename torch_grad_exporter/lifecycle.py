@@ -14,12 +14,13 @@ from torch_grad_exporter.errors import Guard
 
 
 class Ending:
-    """The end of a run of `ranks` ranks: how it came, and that everything is given back once. From any thread.
+    """The end of a run: its outcome, and that everything is released once. Thread-safe.
 
-    `state`: "finished" or "failed", `None` while the run goes on; the first end is the one that counts. `error`: the type of the
-    exception that failed it; no more of that, since a message may hold anything. `hurried`: whether the end must be quick: a
-    user at the keyboard waits, or a launcher, for which ranks that fail wait together. `closed`: whether everything is given back,
-    or about to be.
+    Attributes:
+        state: "finished" or "failed", None while the run goes on; the first end counts.
+        error: The type of the exception that failed it; not its message, which may hold anything.
+        hurried: Whether the end must be quick: a user at the keyboard waits, or a launcher, for which failed ranks wait together.
+        closed: Whether everything is released, or about to be.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -32,7 +33,7 @@ class Ending:
         self._closing = threading.RLock()
 
     def close(self) -> bool:
-        """Whether this call is the first, whose caller then has to give everything back. A run that has no end yet ends well."""
+        """Return whether this call is the first, whose caller then releases everything. A run without an end yet is finished."""
         with self._closing:
             first = not self.closed
             self.closed = True
@@ -40,12 +41,12 @@ class Ending:
             return first
 
     def after_fork_in_child(self) -> None:
-        """The child has nothing to give back, and none of the threads that may hold the lock."""
+        """Forget the lock, which a thread of the parent may hold; the child has nothing to release."""
         self.closed = True
         self._closing = threading.RLock()
 
     def by(self, error: BaseException | None) -> None:
-        """The run ends, by this exception if there is one. Ctrl-C is an intended end, and so is `sys.exit` with success."""
+        """End the run, by this exception if there is one. Ctrl-C is an intended end, and so is `sys.exit` with success."""
         with self._closing:
             if self.state is None:
                 interrupted = isinstance(error, KeyboardInterrupt)
@@ -57,7 +58,7 @@ class Ending:
 
 
 class ThreadTime:
-    """CPU time of the package's own threads in this process. From any thread, also from a signal's handler: nothing waits."""
+    """CPU time of the package's own threads in this process. For any thread and signal handlers: nothing waits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, spent: Callable[[], float] = time.thread_time) -> None:
         self._clock, self._spent = clock, spent
@@ -68,7 +69,7 @@ class ThreadTime:
         self._past = deque([(clock(), 0.0)], maxlen=5)  # times, and the seconds until then, over the last minute
 
     def note(self) -> None:
-        """Count what this thread, which is one of ours, has spent since it last did so."""
+        """Count what this thread, which is one of ours, has spent since its last call."""
         spent = self._spent()
         self._news.append(spent - getattr(self._noted, "at", 0.0))
         self._noted.at = spent
@@ -76,7 +77,7 @@ class ThreadTime:
 
     def _add_up(self) -> None:
         if not self._adding.acquire(blocking=False):
-            return  # another thread is at it; what it does not see any more is added next time
+            return  # another thread adds up; what it misses is added next time
         try:
             while self._news:
                 self._seconds += self._news.popleft()
@@ -88,13 +89,13 @@ class ThreadTime:
 
     @property
     def seconds(self) -> float:
-        """All that was noted."""
+        """All that was counted."""
         self._add_up()
         return self._seconds
 
     @property
     def share(self) -> float:
-        """The share of one processor in the last minute, or since the package is there."""
+        """The share of one processor in the last minute, or since the import."""
         seconds, (since, before) = self.seconds, self._past[0]
         return (seconds - before) / max(self._clock() - since, PAST_SECONDS)
 
@@ -107,9 +108,8 @@ THREAD_TIME = ThreadTime()
 class BackgroundThread:
     """Runs `body` once, in a daemon thread named `torch-grad-exporter-<role>`.
 
-    It may hang: waiting for it has a time limit and then leaves it behind, and the end of the program does not wait. In a
-    forked child it does not run, nothing starts it, and every method returns at once. `body` has a guard of its own: what it raises
-    ends the thread.
+    It may hang: `join` has a time limit, and the end of the program does not wait. In a forked child it does not run, nothing
+    starts it, and every method returns at once. `body` has a guard of its own: what it raises ends the thread.
     """
 
     def __init__(self, role: str, body: Callable[[], object]) -> None:
@@ -124,31 +124,31 @@ class BackgroundThread:
             THREAD_TIME.note()
 
     def start(self) -> None:
-        """Starts it, once. Raises `RuntimeError` where there are no more threads to be had."""
+        """Start it, once. Raises `RuntimeError` if the system has no more threads."""
         if os.getpid() == self._process:
             self._thread.start()
 
     @property
     def running(self) -> bool:
-        """Whether it has started and not ended. In a forked child Python knows that it has not come along."""
+        """Whether it has started and not ended; false in a forked child."""
         return self._thread.is_alive()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Waits until it has ended, for so long at most; whether it has. Called by the thread itself it returns at once."""
+        """Wait until it has ended, at most this long; return whether it has. Called by the thread itself it returns at once."""
         if self.running and self._thread is not threading.current_thread():
             self._thread.join(None if seconds is None else max(0.0, seconds))
         return not self.running
 
 
 class BackgroundLoop(BackgroundThread):
-    """Calls each of `work` again and again in a `BackgroundThread`, until it is stopped, and then `last`.
+    """Calls each of `work` repeatedly in a `BackgroundThread`, until it is stopped, and then `last`.
 
-    An iteration begins `pause` seconds after the end of the one before, or at once after a `wake`; with `None` only after a `wake`.
-    A function gives the seconds before each iteration. One iteration runs at a time: what was requested meanwhile, however
-    often, is one more. Each call is behind `guard`, so a failure costs that call alone.
+    An iteration begins `pause` seconds after the end of the one before, or at once after a `wake`; with None only after a `wake`.
+    A function returns the seconds before each iteration. One iteration runs at a time: however often it is requested meanwhile,
+    one more follows. Each call is behind `guard`, so a failure costs that call alone.
 
-    Nothing here takes a lock but `start` and waiting, so all methods may be called from any thread, also from the loop's own, and
-    from a signal's handler, whatever it has interrupted.
+    Only `start` and waiting take a lock, so all methods may be called from any thread, also from the loop's own, and from a
+    signal's handler, whatever it has interrupted.
     """
 
     def __init__(
@@ -164,17 +164,17 @@ class BackgroundLoop(BackgroundThread):
         self._pause = pause
         self._last = last
         self._stopping = False
-        # Of all that threads can wait for, this alone may be woken by a handler that interrupts a thread which wakes it, and in a
-        # forked child whatever the parent's threads were at.
+        # The only thing to wait for that a signal handler may wake while it interrupts another wake, and that works in a forked
+        # child whatever the parent's threads were doing.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         super().__init__(role, self._run)
 
     def wake(self) -> None:
-        """Makes an iteration begin at once, or after the one under way; before `start`, the first one."""
+        """Begin an iteration at once, or after the one under way; before `start`, the first one."""
         self._wakes.put(None)
 
     def stop(self) -> None:
-        """Lets the iteration under way finish, and begins no other; returns at once. Idempotent."""
+        """Let the iteration under way finish, and begin no other; return at once. Idempotent."""
         self._stopping = True
         self.wake()
 
@@ -184,7 +184,7 @@ class BackgroundLoop(BackgroundThread):
         return self._stopping
 
     def close(self, seconds: float) -> bool:
-        """Stops it and waits for its end, for so long at most; whether it has ended, else it is left behind. Idempotent."""
+        """Stop it and wait for its end, at most this long; return whether it has ended, else it is left behind. Idempotent."""
         self.stop()
         return self.join(seconds)
 
@@ -197,7 +197,7 @@ class BackgroundLoop(BackgroundThread):
             self._guard(self._last)
 
     def _goes_on(self) -> bool:
-        """Waits until the next iteration is due; whether there is to be one."""
+        """Wait until the next iteration is due; return whether there is one."""
         pause = self._pause() if callable(self._pause) else self._pause
         with contextlib.suppress(queue.Empty):
             self._wakes.get(timeout=None if pause is None else min(max(0.0, pause), threading.TIMEOUT_MAX))

@@ -19,17 +19,17 @@ from torch_grad_exporter.distributed.discovery import (
     TOUCH_SECONDS,
     Discovery,
     RankList,
-    Target,
+    ScrapeTarget,
     TargetFile,
     address,
 )
 from torch_grad_exporter.distributed.store import JobStore, StoreError
 
 
-def target(rank: int = 0, port: int = 9100, **more: object) -> Target:
+def target(rank: int = 0, port: int = 9100, **more: object) -> ScrapeTarget:
     """Return a rank's target."""
     about = {"run": "r 1", "local_rank": rank, "host": "h", "labels": {}} | more
-    return Target(address=f"10.0.0.1:{port}", rank=rank, **about)  # type: ignore[arg-type]
+    return ScrapeTarget(address=f"10.0.0.1:{port}", rank=rank, **about)  # type: ignore[arg-type]
 
 
 class Clock:

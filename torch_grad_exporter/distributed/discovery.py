@@ -38,7 +38,7 @@ _Group = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ScrapeTarget:
     """A rank as Prometheus sees it. `address`: host and port, an IPv6 address in brackets. `labels`: the user's."""
 
     address: str
@@ -113,7 +113,7 @@ class TargetFile:
     older than `TOUCH_SECONDS`; see `STALE_SECONDS`. Raises `OSError`.
     """
 
-    def __init__(self, directory: str, target: Target, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, directory: str, target: ScrapeTarget, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = Path(directory) / files.file_name(target.run, target.rank, ".json")
         self._target = target
         self._content = json.dumps([target.group()], indent=1).encode()
@@ -180,7 +180,7 @@ def _age(file: Path) -> float:
 class RankList:
     """The ranks as published in the job's store; rank 0 reads all of them. Raises `StoreError`."""
 
-    def __init__(self, store: JobStore, target: Target, world_size: int) -> None:
+    def __init__(self, store: JobStore, target: ScrapeTarget, world_size: int) -> None:
         self._store = store
         self._target = target
         self._world_size = world_size if target.rank == 0 else 0
@@ -237,7 +237,7 @@ class Discovery:
 
     def __init__(
         self,
-        target: Target,
+        target: ScrapeTarget,
         *,
         file: TargetFile | None = None,
         ranks: RankList | None = None,

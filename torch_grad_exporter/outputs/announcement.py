@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.distributed.discovery import Discovery, RankList, Target, TargetFile, address
+from torch_grad_exporter.distributed.discovery import Discovery, RankList, ScrapeTarget, TargetFile, address
 from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundThread
@@ -53,7 +53,7 @@ class Announcement:
     def start(self, port: int, scheme: str) -> None:
         """Begin to publish the server. Raises `RuntimeError` if no more threads can be started."""
         rank = self.rank
-        target = Target(
+        target = ScrapeTarget(
             address=self._address(port),
             scheme=scheme,
             run=rank.run,
