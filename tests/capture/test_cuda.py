@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +20,9 @@ from tests.matrix.harness import EVERYTHING, Way
 from tests.support.models import Perceptron
 from tests.support.record import Recorder, norm, wide
 from tests.support.scrape import errors, value
-from tests.support.statistics import WITH_MOMENTS, by_definition
 from tests.support.tools import PATIENCE, eventually
 from tests.support.torch_versions import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.eager import EagerStatistics
 
 pytestmark = [
     pytest.mark.cuda,
@@ -104,30 +99,6 @@ def test_nothing_waits_for_the_device(clip: bool, options: dict[str, bool]) -> N
         assert errors(exporter) == {}
         torch.cuda.synchronize()
         assert eventually(lambda: (value(exporter, "torch_grad_exporter_captures_total") or 0) > 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_statistics_against_the_reference(dtype: torch.dtype) -> None:
-    """Every column on a GPU equals the float64 reference, with NaN, Inf, zeros, tiny and huge values."""
-    model = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Conv1d(4, 6, 3), torch.nn.Linear(5, 5)).to(dtype)
-    table = LayerIndex({"": model}).table
-    gradients = []
-    for position, parameter in enumerate(table.parameters() or ()):
-        gradient = torch.randn_like(parameter)
-        gradient.view(-1)[::7] = 0
-        if position == 2:
-            gradient.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], dtype=dtype)
-        if position == 4:
-            gradient.view(-1)[:2] = torch.tensor([torch.finfo(dtype).max / 2, torch.finfo(dtype).tiny], dtype=dtype)
-        gradients.append((position, gradient))
-    (found,) = EagerStatistics(1, WITH_MOMENTS).measure(table, gradients, 0)
-    rows = found.packing.rows(found.vector.cpu().numpy(), len(found.positions))
-    for position, row in zip(found.positions, rows, strict=True):
-        expected = by_definition(gradients[position][1].cpu(), table.tracked[position].units)
-        exact = [Column.ZEROS, Column.NANS, Column.INFS, Column.MIN, Column.MAX, Column.ZERO_UNITS]
-        counted = [expected.zeros, expected.nans, expected.infs, expected.min, expected.max, expected.zero_units]
-        np.testing.assert_array_equal(row[exact], counted)
-        np.testing.assert_allclose(row[Column.NORM], expected.norm, rtol=1e-5)
 
 
 def test_values_arrive_from_a_busy_gpu() -> None:

@@ -16,6 +16,12 @@ import torch
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
+from torch_grad_exporter.capture.device_events import EventPool, Timeline
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.store.mailbox import Mailbox
 
 GPU = torch.device("cuda", 0)
 WORK = {"outside": 0.5, "data": 0.25, "forward": 1.0, "backward": 2.0, "optimizer": 4.0}
@@ -282,3 +288,51 @@ def test_gpu_time_of_samples_is_overhead(monkeypatch: pytest.MonkeyPatch, weight
         assert value(loop.exporter, "torch_grad_exporter_sampling_interval_steps") == 4096
         assert samples - 1 < value(loop.exporter, "torch_grad_exporter_overhead_seconds_total") < 20
         assert errors(loop.exporter) == {}
+
+
+def raised(error: Exception) -> None:
+    """Let the test fail with it."""
+    raise error
+
+
+def test_a_timeline_joins_and_forgets(gpu: FakeGpu) -> None:
+    """Time between two spans of a key belongs to it, time before `again` to nothing, and few events are in use."""
+    events = EventPool(Guard(raised)).of(GPU)
+    assert events is not None
+    line = Timeline[str](events)
+    for _ in range(3):
+        line.enter("a")
+        gpu.work(1.0)
+        line.restart()
+        for _ in range(20):
+            line.go_on("a")
+            gpu.work(2.0)
+            line.enter(None)
+            gpu.work(4.0)
+        line.go_on("b")
+        gpu.work(8.0)
+        line.again()
+        gpu.work(16.0)
+        stretch = line.cut()
+        assert stretch is not None
+        assert stretch.read() is None
+        gpu.catch_up()
+        assert stretch.read() == {"a": 20 * 2.0 + 19 * 4.0, "b": 16.0}
+    assert gpu.made <= 6
+
+
+def test_work_stands_for_other_work(gpu: FakeGpu) -> None:
+    """Work on the GPU counts `times` as often, but for a first sample, and all events are used again."""
+    clock = StepClock(Mailbox())
+    cost = SampleCost(clock, SamplingSchedule(), DeviceTimer(EventPool(Guard(raised))))
+    for number in range(10):
+        begun = cost.timer.begin([GPU, torch.device("cpu")])
+        gpu.work(2.0)
+        cost.timer.end(begun, times=3)
+        cost.sample_over(once=number == 0)
+        cost.settle()
+        assert clock.device_seconds == 6.0 * max(0, number - 1)
+        gpu.catch_up()
+        cost.settle()
+        assert clock.device_seconds == 6.0 * number
+    assert gpu.made == 2

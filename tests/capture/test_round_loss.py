@@ -211,45 +211,35 @@ def test_losses_shown_are_those_of_whole_rounds(loop: Loop) -> None:
         assert errors(exporter) == {}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda loss: loss.bfloat16().reshape(1, 1), lambda loss: loss.detach()],
-    ids=["bfloat16", "without a graph"],
-)
-def test_losses_of_every_kind(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A loss may have any real type and any shape of one element; without a graph it counts if a backward follows."""
+LOSSES: dict[str, Callable[[torch.Tensor], object]] = {
+    "bfloat16": lambda loss: loss.bfloat16().reshape(1, 1),
+    "without a graph": lambda loss: loss.detach(),
+    "two": lambda loss: loss.detach().expand(2),
+    "complex": lambda loss: loss.detach().to(torch.complex64),
+    "float": float,
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_of_every_kind(kind: str) -> None:
+    """A loss may have any real type and any shape of one element, and needs no graph; what is no such number shows nothing."""
 
     class Odd(Model):
-        def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> dict[str, torch.Tensor]:
-            found = super().forward(x, num_items_in_batch)
-            return {"out": found["loss"], "loss": make(found["loss"])}
+        def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> dict[str, Any]:
+            loss = super().forward(x, num_items_in_batch)["loss"]
+            return {"out": loss, "loss": LOSSES[kind](loss)}
 
     loop = Loop(Odd())
     with watching(loop) as exporter:
         losses = []
         for size in (2, 3):
             loop.model(batch(size))
-            found = loop.model(batch(size))
-            (found["loss"].sum() if found["loss"].requires_grad else found["out"]).backward()
-            losses.append(found["loss"].item())
+            output = loop.model(batch(size))
+            (output["loss"].sum() if kind == "bfloat16" else output["out"]).backward()
+            losses.append(output["loss"])
         loop.optimizer.step()
-        assert value(exporter, LOSS) == mean(losses)
-        assert errors(exporter) == {}
-
-
-@pytest.mark.parametrize("loss", [torch.zeros(2), torch.zeros((), dtype=torch.complex64), 1.0], ids=["two", "complex", "float"])
-def test_what_is_no_loss(loss: object) -> None:
-    """An output whose `loss` is not one real number shows nothing and costs nothing."""
-
-    class Odd(Model):
-        def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> dict[str, Any]:
-            return {"out": super().forward(x, num_items_in_batch)["loss"], "loss": loss}
-
-    loop = Loop(Odd())
-    with watching(loop) as exporter:
-        loop.model(batch())["out"].backward()
-        loop.optimizer.step()
-        assert value(exporter, LOSS) is None
+        shown = kind in ("bfloat16", "without a graph")
+        assert value(exporter, LOSS) == (mean([loss.item() for loss in losses]) if shown else None)
         assert errors(exporter) == {}
 
 

@@ -534,26 +534,6 @@ def backward_hooks_on_modules(run: Run) -> None:
         run.backward(model(batch().requires_grad_()).square().mean())
 
 
-@regime()
-def backward_that_raises(run: Run) -> None:
-    """A hook of the user's that raises ends its backward; once the hook is removed, the steps after it are right."""
-    model = Perceptron()
-
-    def fail(_gradient: torch.Tensor) -> None:
-        raise RuntimeError("the user's own")
-
-    for step in run.rounds(model, 9):
-        run.skips = step in (1, 4)
-        loss = model(batch()).square().mean()
-        if run.skips:
-            handle = model.first.weight.register_hook(fail)
-            with contextlib.suppress(RuntimeError):
-                loss.backward()
-            handle.remove()
-        else:
-            run.backward(loss)
-
-
 # Functions and forwards of all sorts
 
 
