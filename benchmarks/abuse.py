@@ -91,7 +91,7 @@ def storm_table(storms: Sequence[Storm]) -> record.Table:
         for one in storms
     ]
     notes = [
-        "Several connections at a time, one request each. `none`: no answer to what is no complete head.",
+        "Several connections at a time, one request each. `none`: no answer to what is not a complete head.",
         "Bars: no answer but those that HTTP has for it, the next scrape right, nothing in the training's log.",
         "No failure is counted, threads and descriptors are those of before.",
     ]

@@ -159,6 +159,6 @@ def mutated(chance: Random) -> bytes:
 
 
 def requests(count: int, seed: int = 0) -> Iterator[bytes]:
-    """So many mutated requests."""
+    """Yield this many mutated requests."""
     chance = Random(seed)  # noqa: S311 - no secret
     return (mutated(chance) for _ in range(count))

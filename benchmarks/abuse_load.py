@@ -98,15 +98,15 @@ def run(rounds: int = ROUNDS, seconds: float = SECONDS, long_seconds: float = LO
     with Mirror(training.exporter.url) as mirror:
         own, mirrored = Scraper(training.exporter.url, RATE), Scraper(mirror.url, RATE)
         meter = _Meter(training, {SCRAPED: own, LONG: own, ELSEWHERE: mirrored})
-        found: dict[str, list[Stretch]] = {name: [] for name in (SCRAPED, ELSEWHERE, QUIET)}
-        names, chance = list(found), random.Random(0)  # noqa: S311 - an order, no secret
+        stretches: dict[str, list[Stretch]] = {name: [] for name in (SCRAPED, ELSEWHERE, QUIET)}
+        names, chance = list(stretches), random.Random(0)  # noqa: S311 - an order, no secret
         for _ in range(rounds):
             chance.shuffle(names)
             for name in names:
-                found[name].append(meter.stretch(name, seconds))
-        found[LONG] = [meter.stretch(LONG, long_seconds)]
+                stretches[name].append(meter.stretch(name, seconds))
+        stretches[LONG] = [meter.stretch(LONG, long_seconds)]
         series = sum(family.series for family in training.exporter.collect())
-        load = Load(found, own.end(), mirrored.end(), series, batch)
+        load = Load(stretches, own.end(), mirrored.end(), series, batch)
     training.close()
     return load
 
@@ -122,20 +122,20 @@ class Kept:
 
 def kept(load: Load, name: str) -> Kept:
     """How much of the throughput is left in stretches of that name, each beside the quiet one of its round."""
-    quiet = [one.steps_per_second for one in load.stretches[QUIET]]
-    ratios = [100 * one.steps_per_second / other for one, other in zip(load.stretches[name], quiet, strict=True)]
+    quiet = [stretch.steps_per_second for stretch in load.stretches[QUIET]]
+    ratios = [100 * stretch.steps_per_second / other for stretch, other in zip(load.stretches[name], quiet, strict=True)]
     return Kept(trimmed_mean(ratios), *interval(ratios, trimmed_mean))
 
 
 def complaints(load: Load) -> list[str]:
     """What is beyond the bars; empty if all is well, or if the machine was too noisy to tell."""
-    found = [f"scrapes that failed: {one.outcomes}" for one in (load.own, load.mirrored) if set(one.outcomes) - {"200"}]
+    wrong = [f"scrapes that failed: {side.outcomes}" for side in (load.own, load.mirrored) if set(side.outcomes) - {"200"}]
     left = kept(load, SCRAPED)
     if left.high < 100 - BAR:
-        found.append(
+        wrong.append(
             f"{left.mean:.1f} % of the throughput are left [{left.low:.1f}, {left.high:.1f}], the bar is {100 - BAR:.0f} %"
         )
-    return [f"{RATE:.0f} scrapes a second: {one}" for one in found]
+    return [f"{RATE:.0f} scrapes a second: {line}" for line in wrong]
 
 
 def table(load: Load) -> record.Table:
@@ -157,9 +157,9 @@ def table(load: Load) -> record.Table:
 
 def _row(load: Load, name: str) -> list[record.Cell]:
     stretches = load.stretches[name]
-    seconds = sum(one.seconds for one in stretches)
-    steps = sum(len(one.moments) - 1 for one in stretches)
-    shares = [round(sum(getattr(one, who) for one in stretches) / seconds, 3) for who in ("training", "exporter", "client")]
+    seconds = sum(stretch.seconds for stretch in stretches)
+    steps = sum(len(stretch.moments) - 1 for stretch in stretches)
+    shares = [round(sum(getattr(stretch, who) for stretch in stretches) / seconds, 3) for who in ("training", "exporter", "client")]
     left, answer = "", ""
     if name in (SCRAPED, ELSEWHERE):
         found = kept(load, name)
@@ -173,8 +173,8 @@ def _within(scrapes: Scrapes, stretches: list[Stretch]) -> Moments:
     """Milliseconds of the scrapes that began in the stretches."""
     began = scrapes.moments[:, 0]
     during = np.zeros(len(began), dtype=bool)
-    for one in stretches:
-        during |= (began >= one.moments[0]) & (began < one.moments[-1])
+    for stretch in stretches:
+        during |= (began >= stretch.moments[0]) & (began < stretch.moments[-1])
     return 1e3 * np.diff(scrapes.moments[during], axis=1)[:, 0]
 
 

@@ -1,7 +1,7 @@
 """False alarms: `python -m benchmarks.alarms`, eleven minutes.
 
 The demo trains as it should, at the default settings and with each step sampled, beside a real Prometheus with the rules, the
-`for` and the intervals that are shipped. No alert may fire; what was pending is told.
+`for` and the intervals that are shipped. No alert may fire; pending ones are listed.
 """
 
 from __future__ import annotations

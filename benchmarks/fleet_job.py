@@ -30,7 +30,7 @@ from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 RUN = "fleet"
 PLACE = "@RANK@"
-"""The rank in what is recorded; whoever serves it puts a rank there."""
+"""The rank in what is recorded; the server puts a rank there."""
 
 WARM_UP = 25
 """Steps before the first scrape: from 20 samples on, z-scores and dead ratios are there as well."""
@@ -56,7 +56,7 @@ class Recording:
 
 
 class Model(torch.nn.Module):
-    """So many small layers; each adds to what it gets, so that every gradient is an ordinary number."""
+    """This many small layers; each adds to what it gets, so that every gradient is an ordinary number."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Model(torch.nn.Module):
 def recordings(layers: int, scrapes: int, *, sharded: bool) -> tuple[Recording, Recording]:
     """What rank 0 and what each other rank shows, from a job of two processes. Raises RuntimeError if the job fails."""
     with tempfile.TemporaryDirectory() as folder:
-        told = [folder, str(layers), str(scrapes), *(["--sharded"] if sharded else [])]
-        command = [sys.executable, "-m", "benchmarks.fleet_job", *told]
+        arguments = [folder, str(layers), str(scrapes), *(["--sharded"] if sharded else [])]
+        command = [sys.executable, "-m", "benchmarks.fleet_job", *arguments]
         ranks = [subprocess.Popen(command, cwd=record.ROOT, env=_environment(rank)) for rank in range(2)]  # noqa: S603 - ourselves
         try:
             failed = [status for rank in ranks if (status := rank.wait(DEADLINE))]

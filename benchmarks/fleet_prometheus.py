@@ -107,7 +107,7 @@ class Prometheus:
         return self.reading().file_reads == before
 
     def all_of(self, expression: str, seconds: float) -> NDArray[np.float64]:
-        """The samples of all series that were taken in the last so many seconds."""
+        """The samples of all series that were taken in the last seconds."""
         found = self.get("query", query=f"{expression}[{max(1, round(seconds))}s]")["result"]
         return np.array([float(value) for series in found for _, value in series["values"]])
 

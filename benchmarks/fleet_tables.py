@@ -34,22 +34,22 @@ def tables(outcomes: Sequence[Outcome], ways: Sequence[Found], interval: float) 
 
 def complaints(outcomes: Sequence[Outcome]) -> list[str]:
     """What is not as it must be; empty if all is well."""
-    found = []
-    for one in outcomes:
-        name = f"{one.case.name}, {one.case.ranks} ranks"
-        if one.least_up != one.case.ranks or one.failed:
-            found.append(f"{name}: at times only {one.least_up} were up")
-        if one.series != one.expected:
-            found.append(f"{name}: {one.series} series were scraped, {one.expected} were served")
-    return found
+    wrong = []
+    for outcome in outcomes:
+        name = f"{outcome.case.name}, {outcome.case.ranks} ranks"
+        if outcome.least_up != outcome.case.ranks or outcome.failed:
+            wrong.append(f"{name}: at times only {outcome.least_up} were up")
+        if outcome.series != outcome.expected:
+            wrong.append(f"{name}: {outcome.series} series were scraped, {outcome.expected} were served")
+    return wrong
 
 
 def by_group(recording: Recording) -> dict[str, int]:
     """The series of a scrape, by group."""
-    found = dict.fromkeys(GROUPS, 0)
+    counts = dict.fromkeys(GROUPS, 0)
     for name, series in recording.series.items():
-        found[_group(name)] += series
-    return found
+        counts[_group(name)] += series
+    return counts
 
 
 def _group(name: str) -> str:
@@ -62,11 +62,11 @@ def _group(name: str) -> str:
 def _shown(outcomes: Sequence[Outcome]) -> record.Table:
     ddp, fsdp = outcomes[0], outcomes[-1]
     columns = ["series", f"{ddp.case.name}, rank 0", f"{ddp.case.name}, any other rank", f"{fsdp.case.name}, each rank"]
-    shown: list[Mapping[str, int]] = [by_group(one) for one in (*ddp.recorded, fsdp.recorded[0])]
+    shown: list[Mapping[str, int]] = [by_group(recording) for recording in (*ddp.recorded, fsdp.recorded[0])]
     rows: list[list[record.Cell]] = [
-        [group, *(one[group] for one in shown)] for group in GROUPS if any(one[group] for one in shown)
+        [group, *(recording[group] for recording in shown)] for group in GROUPS if any(recording[group] for recording in shown)
     ]
-    rows.append(["all", *(sum(one.values()) for one in shown)])
+    rows.append(["all", *(sum(recording.values()) for recording in shown)])
     notes = [
         f"With {ddp.case.layers} layers. No GPU: its metrics, and those of its memory, come on top where there is one.",
         "From a real job of two ranks; under FSDP2 one rank alone cannot know a layer's norm, so there is no histogram of it.",
@@ -80,18 +80,19 @@ def _scrapes(outcomes: Sequence[Outcome], interval: float) -> record.Table:
         "scrape, median ms", "99 % ms", "rank 0, median ms", "share spent in the fleet",
     ]  # fmt: skip
     rows: list[list[record.Cell]] = []
-    for one in outcomes:
-        taken = round(one.end.samples_since(one.settled))
-        times = [round(1e3 * value, 2) for value in (*one.durations, one.of_rank_0[0])]
-        place: list[record.Cell] = [one.case.name, one.case.ranks, one.case.layers, one.least_up]
-        rows.append([*place, one.series, round(one.series / one.case.ranks), taken, *times, f"{100 * one.served:.0f} %"])
-    processors = ", ".join(f"{one.serving:.2f}" for one in outcomes)
-    rates = ", ".join(f"{one.sent_per_second / MIB:.2f}" for one in outcomes)
+    for outcome in outcomes:
+        taken = round(outcome.end.samples_since(outcome.settled))
+        times = [round(1e3 * value, 2) for value in (*outcome.durations, outcome.of_rank_0[0])]
+        place: list[record.Cell] = [outcome.case.name, outcome.case.ranks, outcome.case.layers, outcome.least_up]
+        per_rank = round(outcome.series / outcome.case.ranks)
+        rows.append([*place, outcome.series, per_rank, taken, *times, f"{100 * outcome.served:.0f} %"])
+    processors = ", ".join(f"{outcome.serving:.2f}" for outcome in outcomes)
+    rates = ", ".join(f"{outcome.sent_per_second / MIB:.2f}" for outcome in outcomes)
     seconds = outcomes[0].end.at - outcomes[0].settled.at
     notes = [
         f"Each rank is scraped each {interval:g} s, for {seconds:.0f} s after all were up; up: the fewest at any time of it.",
         "Times of scrapes: as Prometheus says, compressed bodies, loopback.",
-        "Load of the machine at the end of each: " + ", ".join(f"{one.load:.1f}" for one in outcomes) + ".",
+        "Load of the machine at the end of each: " + ", ".join(f"{outcome.load:.1f}" for outcome in outcomes) + ".",
         f"The fleet: the thread that stands for all ranks. It took {processors} processors and sent {rates} MiB/s.",
     ]
     return record.table("Scrapes of many ranks by one Prometheus", columns, rows, notes)
@@ -103,14 +104,15 @@ def _needs(outcomes: Sequence[Outcome]) -> record.Table:
         "KiB per rank", "bytes per series", "bytes per sample in a block",
     ]  # fmt: skip
     rows: list[list[record.Cell]] = []
-    for one in outcomes:
-        grown = one.end.resident - one.empty.resident
-        memory = [round(value / MIB) for value in (one.end.resident, one.peak, one.empty.resident)]
-        shares = [round(grown / one.case.ranks / KIB), round(grown / one.end.series), round(one.bytes_per_sample, 2)]
-        processors = round(one.end.cpu_since(one.settled), 3)
-        rows.append([one.case.name, one.case.ranks, one.case.layers, round(one.end.series), processors, *memory, *shares])
-    grown_by = [one.end.resident - one.empty.resident for one in outcomes]
-    per_rank, per_series = fitted([(one.case.ranks, one.end.series) for one in outcomes], grown_by)
+    for outcome in outcomes:
+        grown = outcome.end.resident - outcome.empty.resident
+        memory = [round(value / MIB) for value in (outcome.end.resident, outcome.peak, outcome.empty.resident)]
+        shares = [round(grown / outcome.case.ranks / KIB), round(grown / outcome.end.series), round(outcome.bytes_per_sample, 2)]
+        processors = round(outcome.end.cpu_since(outcome.settled), 3)
+        case, series = outcome.case, round(outcome.end.series)
+        rows.append([case.name, case.ranks, case.layers, series, processors, *memory, *shares])
+    grown_by = [outcome.end.resident - outcome.empty.resident for outcome in outcomes]
+    per_rank, per_series = fitted([(outcome.case.ranks, outcome.end.series) for outcome in outcomes], grown_by)
     notes = [
         "Series: all that its head holds, with the five that it adds to each target.",
         "Per rank and per series: the memory that it holds more than without ranks, at the end.",
@@ -129,9 +131,9 @@ def fitted(causes: Sequence[tuple[float, float]], effects: Sequence[float]) -> t
 
 def _discovery(outcomes: Sequence[Outcome], ways: Sequence[Found]) -> record.Table:
     columns = ["ranks", "change", "up after s", "reads of all files", "still read for s", "s in reads", "processor s"]
-    found = [(one.case.ranks, one.found) for one in outcomes] + [(outcomes[0].case.ranks, way) for way in ways]
+    changes = [(outcome.case.ranks, outcome.found) for outcome in outcomes] + [(outcomes[0].case.ranks, way) for way in ways]
     rows: list[list[record.Cell]] = []
-    for ranks, way in found:
+    for ranks, way in changes:
         times = [round(value, 1) for value in (way.read_on, way.reading, way.cpu)]
         rows.append([ranks, way.way, round(way.up_after, 1), way.reads, *times])
     notes = [
@@ -146,6 +148,7 @@ def _queries(outcomes: Sequence[Outcome]) -> record.Table:
     names = list(outcomes[0].queries)
     columns = ["gradients", "ranks", "layers", *(f"{name}, ms" for name in names)]
     rows: list[list[record.Cell]] = [
-        [one.case.name, one.case.ranks, one.case.layers, *(round(1e3 * one.queries[name], 1) for name in names)] for one in outcomes
+        [outcome.case.name, outcome.case.ranks, outcome.case.layers, *(round(1e3 * outcome.queries[name], 1) for name in names)]
+        for outcome in outcomes
     ]
     return record.table("Queries over all ranks", columns, rows, ["Over one minute, the best of three, over HTTP."])

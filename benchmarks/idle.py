@@ -1,4 +1,4 @@
-"""What the exporter's threads take while nobody looks: `python -m benchmarks.idle`, about seven minutes.
+"""What the exporter's threads take while nothing scrapes: `python -m benchmarks.idle`, about seven minutes.
 
 No scrape, no page, no push. A small model and one of 100 MB, each while it trains, at 100 steps a second at most, and while the
 program does nothing after some steps. Each case has a process of its own; what is taken is the CPU time of the exporter's threads

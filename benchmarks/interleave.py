@@ -46,7 +46,7 @@ def interleave(
 
     Either `rounds` of them, or as many as begin within `seconds`, at least `least_rounds`. `around` may give an arm a
     context that its blocks run in; entering and leaving it is not timed. No step is left out of the timing, so what an
-    arm does every so many steps is in its blocks as often as it happens.
+    arm does every N steps is in its blocks as often as it happens.
     """
     if not arms or steps_per_block < 1 or (rounds is None) == (seconds is None):
         raise ValueError(f"arms={list(arms)}, steps_per_block={steps_per_block}: expected some, and either rounds or seconds")

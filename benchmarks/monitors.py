@@ -39,7 +39,7 @@ class ThisExporter(Plain):
         )
 
     def scrape(self) -> dict[str, float]:
-        """The exporter's metrics about itself as of now, by name; of those with labels of their own only the last row."""
+        """The exporter's current metrics about itself, by name; of those with labels of their own only the last row."""
         ours = (metric for metric in self._registry.collect() if metric.name.startswith("torch_grad_exporter"))
         return {sample.name: sample.value for metric in ours for sample in metric.samples}
 

@@ -39,7 +39,7 @@ DOUBLED_BELOW = 1.5
 LEAST_ROUNDS = 3
 
 LONGEST = 75.0
-"""The blocks of a row other than the exporter's may take so many seconds; what would take longer is not measured."""
+"""The blocks of a row other than the exporter's may take this many seconds; what would take longer is not measured."""
 
 OTHERS_SHARE = 0.15
 """Of the exporter's seconds, what each other row takes: that costs 10 % or 12 % is good enough to know."""

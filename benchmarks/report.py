@@ -24,7 +24,7 @@ _PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page(text: str, directory: Path = record.RESULTS) -> str:
-    """The page with every place filled anew; where nothing was measured it says so."""
+    """Return the page with every place filled again; where nothing was measured it says so."""
 
     def filled(place: re.Match[str]) -> str:
         results = record.load(place[2], directory=directory)

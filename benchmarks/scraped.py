@@ -54,8 +54,8 @@ class Model(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor, *, everything: bool = False) -> torch.Tensor:
         """The perceptron's output, to which the other layers add if `everything` is to be trained."""
-        found: torch.Tensor = self.perceptron(inputs)
-        return found + sum(layer(inputs[:, :2]).sum() for layer in self.others) if everything else found
+        outputs: torch.Tensor = self.perceptron(inputs)
+        return outputs + sum(layer(inputs[:, :2]).sum() for layer in self.others) if everything else outputs
 
 
 @dataclass(slots=True)
@@ -92,11 +92,11 @@ class Training:
         """Steps for so long; the moments between them, and before the first and after the last."""
         gc.collect()
         with self.hooks.there():
-            found = [time.monotonic()]
-            while found[-1] - found[0] < seconds:
+            moments = [time.monotonic()]
+            while moments[-1] - moments[0] < seconds:
                 self.step()
-                found.append(time.monotonic())
-        return np.array(found)
+                moments.append(time.monotonic())
+        return np.array(moments)
 
     def close(self) -> None:
         """Ends the exporter, if there is one."""
@@ -149,11 +149,11 @@ def _scraped(training: Training, scraper: Scraper, seconds: float) -> Moments:
         return training.stretch(seconds)
 
 
-def table(found: Stretches, scrapes: Moments, series: int, batch: int) -> record.Table:
+def table(stretches_by_name: Stretches, scrapes: Moments, series: int, batch: int) -> record.Table:
     """Mean, slow steps and the comparison of means, stretch by stretch of the same round."""
-    base = [_mean(stretch) for stretch in found[QUIET]]
+    base = [_mean(stretch) for stretch in stretches_by_name[QUIET]]
     rows: list[list[record.Cell]] = []
-    for name, stretches in found.items():
+    for name, stretches in stretches_by_name.items():
         means = [_mean(stretch) for stretch in stretches]
         ratios = [100 * (mean / other - 1) for mean, other in zip(means, base, strict=True)]
         low, high = interval(ratios, trimmed_mean)
@@ -164,7 +164,7 @@ def table(found: Stretches, scrapes: Moments, series: int, batch: int) -> record
         longest = round(1e3 * max(float(one.max()) for one in steps), 2)
         rows.append([name, sum(map(len, steps)), round(1e3 * fmean(means), 3), beside, *slow, longest, answer])
     taken = 1e3 * np.diff(scrapes, axis=1)
-    lost = [1e3 * seconds for stretch in found[SCRAPED] for seconds in lost_to(scrapes, stretch)]
+    lost = [1e3 * seconds for stretch in stretches_by_name[SCRAPED] for seconds in lost_to(scrapes, stretch)]
     low, high = interval(lost, trimmed_mean)
     columns = ("stretches", "steps", "mean ms", f"beside '{QUIET}' %", "p50 ms", "p99 ms", "p99.9 ms", "max ms", "within the bar")
     notes = [
@@ -179,12 +179,12 @@ def table(found: Stretches, scrapes: Moments, series: int, batch: int) -> record
 def lost_to(scrapes: Moments, stretch: Moments) -> list[float]:
     """By how many seconds the steps during each scrape of the stretch took longer than the median step."""
     usual = float(np.median(np.diff(stretch)))
-    found = []
+    seconds = []
     for began, ended in scrapes:
         if stretch[0] <= began and ended <= stretch[-1]:
             first, last = np.searchsorted(stretch, began, "right") - 1, np.searchsorted(stretch, ended)
-            found.append(float(stretch[last] - stretch[first]) - usual * int(last - first))
-    return found
+            seconds.append(float(stretch[last] - stretch[first]) - usual * int(last - first))
+    return seconds
 
 
 def _mean(stretch: Moments) -> float:

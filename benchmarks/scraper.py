@@ -1,4 +1,4 @@
-"""A process that scrapes an address so many times a second, and the handle by which a benchmark tells it when."""
+"""A process that scrapes an address at a rate, and the handle by which a benchmark starts and stops it."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Scraper:
 
     def end(self) -> Scrapes:
         """Ends the process and tells of all its scrapes."""
-        told, _ = self._process.communicate(timeout=60)
-        found = json.loads(told)
+        printed, _ = self._process.communicate(timeout=60)
+        found = json.loads(printed)
         return Scrapes(np.array(found["moments"]).reshape(-1, 2), found["outcomes"])
 
     def close(self) -> Moments:
@@ -83,7 +83,7 @@ class Scraper:
 
 
 def scrape(url: str, rate: float) -> None:
-    """The scraping process: told on or off by its input, ends with it and then tells when it scraped."""
+    """Run the scraping process: its input starts and stops it; at the end of the input it prints when it scraped."""
     moments: list[tuple[float, float]] = []
     outcomes: Counter[str] = Counter()
     running, due = False, 0.0

@@ -173,7 +173,7 @@ class Growth:
 
 def growth(soaked: Soaked) -> Growth:
     """How much resident memory grew after the warm-up."""
-    settled = [(step, one.resident) for step, one in soaked.readings if step > WARM_UP * soaked.steps]
+    settled = [(step, reading.resident) for step, reading in soaked.readings if step > WARM_UP * soaked.steps]
     steps, sizes = [s for s, _ in settled], [r for _, r in settled]
     tenth = max(1, len(sizes) // 10)
     fitted = linear_regression(steps, sizes).slope * (steps[-1] - steps[0])
@@ -182,22 +182,22 @@ def growth(soaked: Soaked) -> Growth:
 
 def complaints(name: str, soaked: Soaked, bar: float = BAR) -> list[str]:
     """What an arm kept that it should not have; empty if all is well."""
-    found = []
+    wrong = []
     grew = growth(soaked).growth
     if grew > bar:
-        found.append(f"{name}: resident memory grew by {grew / 2**20:.2f} MiB after the warm-up, the bar is {bar / 2**20:.0f}")
-    settled = [one for step, one in soaked.readings if step > WARM_UP * soaked.steps]
+        wrong.append(f"{name}: resident memory grew by {grew / 2**20:.2f} MiB after the warm-up, the bar is {bar / 2**20:.0f}")
+    settled = [reading for step, reading in soaked.readings if step > WARM_UP * soaked.steps]
     for field in ("threads", "descriptors", "hooks"):
         if getattr(soaked.after, field) > getattr(soaked.before, field):
-            found.append(f"{name}: {getattr(soaked.after, field)} {field} after close(), {getattr(soaked.before, field)} before")
-        counts = [getattr(one, field) for one in settled]
+            wrong.append(f"{name}: {getattr(soaked.after, field)} {field} after close(), {getattr(soaked.before, field)} before")
+        counts = [getattr(reading, field) for reading in settled]
         # The fewest: a scrape that was just answered holds a descriptor a moment longer, but a leak is always there.
         early, late = min(counts[: len(counts) // 2]), min(counts[-len(counts) // 4 :])
         if late > early:
-            found.append(f"{name}: {field} grew from {early} to {late} during the steps")
+            wrong.append(f"{name}: {field} grew from {early} to {late} during the steps")
     if soaked.counts is not None:
-        found += [f"{name}: {one}" for one in _wrong(soaked.counts, soaked.steps)]
-    return found
+        wrong += [f"{name}: {line}" for line in _wrong(soaked.counts, soaked.steps)]
+    return wrong
 
 
 def results(arms: dict[str, Soaked]) -> dict[str, object]:
@@ -216,16 +216,17 @@ def results(arms: dict[str, Soaked]) -> dict[str, object]:
     return {
         "tables": [record.table("Many steps", columns, rows, notes)],
         "grown": {name: arm.grown for name, arm in arms.items()},
-        "resident": {name: [(step, one.resident) for step, one in arm.readings] for name, arm in arms.items()},
+        "resident": {name: [(step, reading.resident) for step, reading in arm.readings] for name, arm in arms.items()},
     }
 
 
 def _row(name: str, arm: Soaked) -> list[record.Cell]:
-    settled = [one for step, one in arm.readings if step > WARM_UP * arm.steps]
+    settled = [reading for step, reading in arm.readings if step > WARM_UP * arm.steps]
     moments = (arm.before, settled[0], settled[-1], arm.after)
     grew = growth(arm)
     sizes = [round(value / 2**20, 2) for value in (settled[-1].resident, grew.growth, grew.fitted, grew.spread)]
-    counts = [" > ".join(str(getattr(one, field)) for one in moments) for field in ("threads", "descriptors", "hooks", "objects")]
+    fields = ("threads", "descriptors", "hooks", "objects")
+    counts = [" > ".join(str(getattr(reading, field)) for reading in moments) for field in fields]
     captures = 0 if arm.counts is None else int(arm.counts.captures)
     exact = "" if arm.counts is None else "; ".join(_wrong(arm.counts, arm.steps)) or "exact"
     return [name, arm.steps, captures, round(arm.seconds, 1), *sizes, *counts, exact]
@@ -234,7 +235,7 @@ def _row(name: str, arm: Soaked) -> list[record.Cell]:
 def _in_a_process_of_its_own(name: str, share: float) -> Soaked:
     command = [sys.executable, "-m", "benchmarks.soak", "--arm", name, "--share", str(share)]
     told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, cwd=record.ROOT, check=True).stdout)  # noqa: S603
-    readings = [(step, Census(**one)) for step, one in told.pop("readings")]
+    readings = [(step, Census(**reading)) for step, reading in told.pop("readings")]
     counts = told.pop("counts")
     return Soaked(
         before=Census(**told.pop("before")),
@@ -262,9 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {_row(name, arms[name])}", flush=True)
     complete = chosen.share >= 1.0
     print(f"written to {record.save('soak' if complete else 'soak-trial', results(arms))}")
-    found = [one for name, arm in arms.items() if name != "plain" for one in complaints(name, arm)]
-    print("\n".join(found) or "nothing is left behind")
-    return 1 if found else 0
+    wrong = [line for name, arm in arms.items() if name != "plain" for line in complaints(name, arm)]
+    print("\n".join(wrong) or "nothing is left behind")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ CALLS = 500
 
 
 def measure(seconds: float) -> record.Table:
-    """Each way to call it, for about so many seconds together."""
+    """Each way to call it, for about this many seconds together."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

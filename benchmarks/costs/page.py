@@ -31,7 +31,7 @@ GZIP = {"accept-encoding": "gzip"}
 
 
 def measure(seconds: float) -> record.Table:
-    """All of it, each for about half so many seconds."""
+    """All of it, each for about half of these seconds."""
     torch.set_num_threads(1)
     logging.getLogger("torch_grad_exporter").setLevel(logging.ERROR)
     model = Layers(LAYERS)

@@ -31,7 +31,7 @@ from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 
 POINTS = (1_000, 10_000, 50_000)
 SERIES_PER_POINT = 1.92
-"""A layer's histogram is one point and sixteen series; so many layers make about as many points."""
+"""A layer's histogram is one point and sixteen series; this many layers make about as many points."""
 
 BAR = (10_000, 150e-3)
 
@@ -70,7 +70,7 @@ def receiver() -> Iterator[str]:
 
 
 def measure(seconds: float) -> record.Table:
-    """All sizes, each for about three times so many seconds."""
+    """All sizes, each for about three times these seconds."""
     torch.set_num_threads(1)
     logging.getLogger("torch_grad_exporter").setLevel(logging.ERROR)
     rows: list[list[record.Cell]] = []

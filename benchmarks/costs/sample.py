@@ -36,7 +36,7 @@ Gradients = list[tuple[int, torch.Tensor]]
 
 
 def measure(seconds: float) -> list[record.Table]:
-    """Each workload, each view for about so many seconds, and a profile."""
+    """Each workload, each view for about this many seconds, and a profile."""
     torch.set_num_threads(1)
     tables = []
     for name, bar in BARS.items():

@@ -40,7 +40,7 @@ GETS = 10
 
 
 class Layers(torch.nn.Module):
-    """So many layers of two by two, side by side: real names and real gradients, and cheap steps."""
+    """This many layers of two by two, side by side: real names and real gradients, and cheap steps."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Ready(Collector):
 
 
 def exporter_with(series: int, registry: prometheus_client.CollectorRegistry | None = None) -> tuple[Layers, Exporter]:
-    """An exporter of as many layers as make about so many series, after some sampled steps of all of them."""
+    """An exporter of as many layers as make about this many series, after some sampled steps of all of them."""
     model = Layers(max(1, round((series - 100) / series_per_layer())))
     return model, trained(model, registry)
 
@@ -90,7 +90,7 @@ def trained(model: torch.nn.Module, registry: prometheus_client.CollectorRegistr
 
 
 def measure(seconds: float) -> list[record.Table]:
-    """All sizes, each for about three times so many seconds and the time between `GETS` scrapes; and a profile."""
+    """All sizes, each for about three times these seconds and the time between `GETS` scrapes; and a profile."""
     torch.set_num_threads(1)
     logging.getLogger("torch_grad_exporter").setLevel(logging.ERROR)
     rows: list[list[record.Cell]] = []

@@ -37,7 +37,7 @@ SETTLED = 700
 """Steps after which the exporter follows rounds together that are alike."""
 
 FOLLOWED_UP_TO = 400
-"""Parameters that take part in a step, up to which so many steps take no minutes."""
+"""Parameters that take part in a step, up to which this many steps take no minutes."""
 
 SAMPLES = "torch_grad_exporter_captures_total"
 OWN_SECONDS = "torch_grad_exporter_overhead_seconds_total"
@@ -53,7 +53,7 @@ class Layer(torch.nn.Module):
 
 
 class Toy(torch.nn.Module):
-    """Many layers whose parameters all meet in one operation, so that a step is as short as it can be with so many."""
+    """Many layers whose parameters all meet in one operation, so that a step is as short as it can be with that many."""
 
     def __init__(self, parameters: int, taking_part: int) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def _block(arms: dict[str, Arm], chance: random.Random) -> dict[str, list[float]
 
 
 def measure(seconds: float) -> record.Table:
-    """All cases, each for about so many seconds."""
+    """All cases, each for about this many seconds."""
     torch.set_num_threads(1)
     rows: list[list[record.Cell]] = []
     logging.getLogger("torch_grad_exporter").setLevel(logging.ERROR)  # that thousands of layers are folded is known

@@ -22,28 +22,28 @@ ROW = 17
 
 def lines(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], span: Range) -> None:
     """The lines of a panel with their axes and legend."""
-    found = [(series, config(panel, series.ref, series.name)) for series in answers]
-    colors = [line_color(place, *one) for place, one in enumerate(found)]
-    right = [one for one in found if one[1].get("custom.axisPlacement") == "right"]
+    drawn = [(series, config(panel, series.ref, series.name)) for series in answers]
+    colors = [line_color(place, *line) for place, line in enumerate(drawn)]
+    right = [line for line in drawn if line[1].get("custom.axisPlacement") == "right"]
     legend = panel["options"]["legend"]
     if legend["placement"] == "right":
         aside = min(legend.get("width", 320), at.w * 0.45)
-        _table(canvas, Box(at.x + at.w - aside, at.y, aside, at.h), found, colors)
+        _table(canvas, Box(at.x + at.w - aside, at.y, aside, at.h), drawn, colors)
         at = at.inset(right=aside + 8)
     else:
         at = at.inset(bottom=_list(canvas, at, answers, colors))
-    plot = at.inset(left=_room(one for one in found if one not in right), top=6, right=_room(right) if right else 8, bottom=20)
+    plot = at.inset(left=_room(line for line in drawn if line not in right), top=6, right=_room(right) if right else 8, bottom=20)
     main = canvas.axes(plot)
     other = canvas.axes(plot) if right else main
     _time(main, span, plot.w)
     stacked = defaults(panel).get("custom.stacking", {}).get("mode") == "normal"
     if stacked:
-        _areas(main, found, colors)
-    for (series, own), ink in zip(found, colors, strict=True):
+        _areas(main, drawn, colors)
+    for (series, own), ink in zip(drawn, colors, strict=True):
         if not stacked:
             _line(other if own.get("custom.axisPlacement") == "right" else main, series, own, ink)
     _limits(main, defaults(panel))
-    _values(main, defaults(panel), [one for one in found if one not in right])
+    _values(main, defaults(panel), [line for line in drawn if line not in right])
     if right:
         other.yaxis.tick_right()
         other.set_xlim(span.begin, span.end)
@@ -51,11 +51,11 @@ def lines(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], span:
         _values(other, right[0][1], right, grid=False)
 
 
-def _room(found: Iterable[tuple[Series, dict[str, Any]]]) -> float:
+def _room(drawn: Iterable[tuple[Series, dict[str, Any]]]) -> float:
     """How wide the numbers beside an axis may become."""
     texts = [
         written(value * share, own.get("unit", "short"), own.get("decimals"))
-        for series, own in found
+        for series, own in drawn
         for value in (min(series.values), max(series.values))
         for share in (0.77, 1.0)
     ]
@@ -72,9 +72,9 @@ def _time(axes: Axes, span: Range, wide: float) -> None:
     axes.grid(axis="x", color=LINE, linewidth=0.6)
 
 
-def _values(axes: Axes, own: dict[str, Any], found: Sequence[tuple[Series, dict[str, Any]]], *, grid: bool = True) -> None:
+def _values(axes: Axes, own: dict[str, Any], drawn: Sequence[tuple[Series, dict[str, Any]]], *, grid: bool = True) -> None:
     scale, unit, decimals = own.get("custom.scaleDistribution", {}), own.get("unit", "short"), own.get("decimals")
-    positive = [value for series, _ in found for value in series.values if value > 0 and math.isfinite(value)]
+    positive = [value for series, _ in drawn for value in series.values if value > 0 and math.isfinite(value)]
     if scale.get("type") == "log" and positive:
         _decades(axes, scale.get("log", 10), min(positive), max(positive), own.get("min"))
     else:
@@ -122,9 +122,9 @@ def _line(axes: Axes, series: Series, own: dict[str, Any], ink: str) -> None:
         axes.plot(times[np.isfinite(values)], values[np.isfinite(values)], ".", color=ink, markersize=3)
 
 
-def _areas(axes: Axes, found: Sequence[tuple[Series, dict[str, Any]]], colors: Sequence[str]) -> None:
-    times = sorted({at for series, _ in found for at in series.times})
-    rows = [dict(zip(series.times, series.values, strict=True)) for series, _ in found]
+def _areas(axes: Axes, drawn: Sequence[tuple[Series, dict[str, Any]]], colors: Sequence[str]) -> None:
+    times = sorted({at for series, _ in drawn for at in series.times})
+    rows = [dict(zip(series.times, series.values, strict=True)) for series, _ in drawn]
     values = np.nan_to_num([[row.get(at, 0.0) for at in times] for row in rows])
     axes.stackplot(times, values, colors=colors, alpha=0.6)
 
@@ -163,15 +163,15 @@ def _list(canvas: Canvas, at: Box, answers: Sequence[Series], colors: Sequence[s
     return ROW * len(shown) + 4
 
 
-def _table(canvas: Canvas, at: Box, found: Sequence[tuple[Series, dict[str, Any]]], colors: Sequence[str]) -> None:
+def _table(canvas: Canvas, at: Box, drawn: Sequence[tuple[Series, dict[str, Any]]], colors: Sequence[str]) -> None:
     """A legend at the side: names with their last and largest values, the largest last value first."""
     canvas.text(at.x + 4, at.y + 8, "Name", size=7, ink=FAINT)
     canvas.text(at.x + at.w - 84, at.y + 8, "Last", size=7, ink=FAINT, ha="right")
     canvas.text(at.x + at.w - 6, at.y + 8, "Max", size=7, ink=FAINT, ha="right")
-    order = sorted(range(len(found)), key=lambda place: -np.nan_to_num(found[place][0].last, nan=-math.inf))
+    order = sorted(range(len(drawn)), key=lambda place: -np.nan_to_num(drawn[place][0].last, nan=-math.inf))
     room = int((at.h - 18) // ROW)
     for row, place in enumerate(order[: room if len(order) <= room else room - 1]):
-        series, own = found[place]
+        series, own = drawn[place]
         y = at.y + 24 + ROW * row
         canvas.box(Box(at.x + 4, y - 1.5, 12, 3), colors[place])
         canvas.text(at.x + 21, y, fitted(series.name, at.w - 21 - 160, 7), size=7)

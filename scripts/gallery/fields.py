@@ -23,11 +23,11 @@ PALETTE = (
 )  # fmt: skip
 
 
-def color(found: str) -> str:
+def color(name: str) -> str:
     """The colour of a name such as `semi-dark-orange`, or a colour that is given as one."""
-    shade, _, base = found.rpartition("-")
-    if found.startswith("#") or base not in COLORS:
-        return found
+    shade, _, base = name.rpartition("-")
+    if name.startswith("#") or base not in COLORS:
+        return name
     if not shade:
         return COLORS[base]
     return _shifted(COLORS[base], SHADES[shade])
@@ -41,13 +41,13 @@ def _shifted(given: str, share: float) -> str:
 
 def defaults(panel: Json) -> dict[str, Any]:
     """What holds for all fields, with dotted names for what is nested in `custom`."""
-    found = dict(panel["fieldConfig"]["defaults"])
-    return found | {f"custom.{key}": value for key, value in found.pop("custom", {}).items()}
+    options = dict(panel["fieldConfig"]["defaults"])
+    return options | {f"custom.{key}": value for key, value in options.pop("custom", {}).items()}
 
 
 def config(panel: Json, ref: str, name: str) -> dict[str, Any]:
     """What holds for a field: the defaults, and the overrides for its query, its name or a pattern, the later ones on top."""
-    found = defaults(panel)
+    options = defaults(panel)
     for override in panel["fieldConfig"].get("overrides", []):
         matcher, wanted = override["matcher"]["id"], override["matcher"]["options"]
         matches = {
@@ -56,8 +56,8 @@ def config(panel: Json, ref: str, name: str) -> dict[str, Any]:
             "byRegexp": matcher == "byRegexp" and re.search(wanted.strip("/"), name) is not None,
         }
         if matches[matcher]:
-            found |= {one["id"]: one["value"] for one in override["properties"]}
-    return found
+            options |= {each["id"]: each["value"] for each in override["properties"]}
+    return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class Shown:
     """`None` where neither a mapping nor a threshold gives one."""
 
 
-def shown(value: float | str, found: Mapping[str, Any]) -> Shown:
+def shown(value: float | str, options: Mapping[str, Any]) -> Shown:
     """By the mappings where one is for this value, else the number with its unit and the colour of its threshold."""
-    mapped = _mapped(value, found.get("mappings") or ())
+    mapped = _mapped(value, options.get("mappings") or ())
     if mapped is not None:
         return Shown(mapped.get("text", str(value)), color(mapped["color"]) if "color" in mapped else None)
     if isinstance(value, str):
         return Shown(value, None)
-    return Shown(written(value, found.get("unit", "short"), found.get("decimals")), threshold(value, found))
+    return Shown(written(value, options.get("unit", "short"), options.get("decimals")), threshold(value, options))
 
 
 def _mapped(value: float | str, mappings: Any) -> dict[str, str] | None:  # noqa: ANN401 - as it stands in the JSON
@@ -89,16 +89,16 @@ def _mapped(value: float | str, mappings: Any) -> dict[str, str] | None:  # noqa
     return None
 
 
-def threshold(value: float, found: Mapping[str, Any]) -> str | None:
+def threshold(value: float, options: Mapping[str, Any]) -> str | None:
     """The colour of the highest step at or below the value."""
-    steps = (found.get("thresholds") or {}).get("steps", [])
+    steps = (options.get("thresholds") or {}).get("steps", [])
     reached = [step["color"] for step in steps if step["value"] is None or value >= step["value"]]
     return color(reached[-1]) if reached else None
 
 
-def line_color(place: int, series: Series, found: Mapping[str, Any]) -> str:
+def line_color(place: int, series: Series, options: Mapping[str, Any]) -> str:
     """The colour of a line: fixed, of its name, or the next of the palette."""
-    chosen = found.get("color") or {}
+    chosen = options.get("color") or {}
     if chosen.get("mode") == "fixed":
         return color(chosen.get("fixedColor", "text"))
     if chosen.get("mode") == "palette-classic-by-name":

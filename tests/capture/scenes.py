@@ -114,16 +114,3 @@ class Headed(Perceptron):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).relu()
         return self.second(hidden.detach() if self.head_only else hidden)
-
-
-class Fallible(torch.optim.SGD):
-    """An optimizer whose step raises while `broken` is set, after a given closure has run."""
-
-    broken = False
-
-    def step(self, closure: Callable[[], object] | None = None) -> None:
-        if closure is not None:
-            closure()
-        if self.broken:
-            raise RuntimeError("the user's own")
-        super().step()

@@ -216,7 +216,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], object]] = {
     "without a graph": lambda loss: loss.detach(),
     "two": lambda loss: loss.detach().expand(2),
     "complex": lambda loss: loss.detach().to(torch.complex64),
-    "float": float,
+    "float": lambda loss: float(loss.detach()),
 }
 
 
