@@ -34,7 +34,7 @@ def crowd(chosen: argparse.Namespace) -> Found:
     """Half-open connections that stay away when they are let go, and such that come back at once."""
     with Victim() as victim:
         sieges = [abuse_crowd.besiege(victim, persistent_for=seconds) for seconds in (0.0, chosen.persistent)]
-    return Found([siege_table(sieges)], [one for siege in sieges for one in abuse_crowd.complaints(siege)])
+    return Found([siege_table(sieges)], [line for siege in sieges for line in abuse_crowd.complaints(siege)])
 
 
 def storm(chosen: argparse.Namespace) -> Found:
@@ -43,7 +43,7 @@ def storm(chosen: argparse.Namespace) -> Found:
         storms = [abuse_storm.mutated(victim, chosen.requests), abuse_storm.large(victim)]
     with Victim(label=abuse_storm.LONG_LABEL) as victim:
         storms.append(abuse_storm.resets(victim))
-    return Found([storm_table(storms)], [one for storm in storms for one in abuse_storm.complaints(storm)])
+    return Found([storm_table(storms)], [line for storm in storms for line in abuse_storm.complaints(storm)])
 
 
 def load(chosen: argparse.Namespace) -> Found:
@@ -62,11 +62,11 @@ def siege_table(sieges: Sequence[Siege]) -> record.Table:
         "descriptors before, after", "clients in memory before, after",
     )  # fmt: skip
     rows: list[list[record.Cell]] = []
-    for one in sieges:
-        slowest = round(1e3 * max(one.scrapes, default=0.0), 1)
-        freed = None if one.freed is None else round(one.freed, 1)
-        held = [_both(one.before, one.after, what) for what in ("descriptors", "connections")]
-        rows.append([one.connections, one.largest, one.threads, len(one.scrapes), slowest, freed, *held])
+    for siege in sieges:
+        slowest = round(1e3 * max(siege.scrapes, default=0.0), 1)
+        freed = None if siege.freed is None else round(siege.freed, 1)
+        held = [_both(siege.before, siege.after, what) for what in ("descriptors", "connections")]
+        rows.append([siege.connections, siege.largest, siege.threads, len(siege.scrapes), slowest, freed, *held])
     notes = [
         f"{abuse_crowd.CONNECTIONS} at a time: silent ones, a byte each second, a head without an end.",
         "Second row: who is let go comes back at once for a while; the time until all are let go counts from its end.",
@@ -81,14 +81,14 @@ def storm_table(storms: Sequence[Storm]) -> record.Table:
     columns = ("what", "number", "seconds", "answers", "wrong answers", "threads before, after", "descriptors", "errors counted")
     rows: list[list[record.Cell]] = [
         [
-            one.name,
-            one.tally.requests,
-            round(one.tally.seconds, 1),
-            ", ".join(f"{count:,} x {answer}" for answer, count in sorted(one.tally.answers.items())),
-            len(one.tally.wrong),
-            *(_both(one.before, one.after, what) for what in ("threads", "descriptors", "errors")),
+            storm.name,
+            storm.tally.requests,
+            round(storm.tally.seconds, 1),
+            ", ".join(f"{count:,} x {answer}" for answer, count in sorted(storm.tally.answers.items())),
+            len(storm.tally.wrong),
+            *(_both(storm.before, storm.after, what) for what in ("threads", "descriptors", "errors")),
         ]
-        for one in storms
+        for storm in storms
     ]
     notes = [
         "Several connections at a time, one request each. `none`: no answer to what is not a complete head.",
@@ -130,10 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     tables, complaints = [], []
     for name in chosen.kinds or KINDS:
-        found = KINDS[name](chosen)
-        tables += found.tables
-        complaints += found.complaints
-        for table in found.tables:
+        outcome = KINDS[name](chosen)
+        tables += outcome.tables
+        complaints += outcome.complaints
+        for table in outcome.tables:
             print("\n".join(" | ".join(map(str, row)) for row in (table["columns"], *table["rows"])), flush=True)
     print(f"written to {record.save('abuse' if complete(chosen) else 'abuse-trial', {'tables': tables})}")
     print("\n".join(complaints) or "all bars are kept")

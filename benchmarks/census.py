@@ -48,9 +48,9 @@ def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Entries in every dictionary of hooks of the model, its parameters, its optimizer and the whole process."""
     holders: list[Mapping[str, object]] = [vars(modules), vars(optimizers), vars(optimizer)]
     holders += [vars(module) for module in model.modules()]
-    found = sum(len(entries) for holder in holders for entries in _hook_dicts(holder))
+    of_modules = sum(len(entries) for holder in holders for entries in _hook_dicts(holder))
     of_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return found + sum(len(getattr(p, name) or ()) for p in model.parameters() for name in of_parameters)
+    return of_modules + sum(len(getattr(p, name) or ()) for p in model.parameters() for name in of_parameters)
 
 
 def behind(root: object) -> Counter[str]:
@@ -58,23 +58,23 @@ def behind(root: object) -> Counter[str]:
     seen: dict[int, object] = {}
     line = [root]
     while line:
-        one = line.pop()
-        if id(one) not in seen and not isinstance(one, OUTSIDE):
-            seen[id(one)] = one
-            line.extend(_referents(one))
-    return Counter(type(one).__name__ for one in seen.values())
+        thing = line.pop()
+        if id(thing) not in seen and not isinstance(thing, OUTSIDE):
+            seen[id(thing)] = thing
+            line.extend(_referents(thing))
+    return Counter(type(thing).__name__ for thing in seen.values())
 
 
 def live() -> Counter[str]:
     """All objects that Python's garbage collector knows, by the name of their type, after a collection."""
     gc.collect()
-    return Counter(type(one).__name__ for one in gc.get_objects())
+    return Counter(type(thing).__name__ for thing in gc.get_objects())
 
 
 def _hook_dicts(holder: Mapping[str, object]) -> Iterator[dict[object, object]]:
     return (value for name, value in holder.items() if name.endswith("_hooks") and isinstance(value, dict))
 
 
-def _referents(one: object) -> Iterable[object]:
+def _referents(thing: object) -> Iterable[object]:
     # A function leads to its module's globals, and from there everywhere.
-    return one.__closure__ or () if isinstance(one, types.FunctionType) else gc.get_referents(one)
+    return thing.__closure__ or () if isinstance(thing, types.FunctionType) else gc.get_referents(thing)

@@ -122,10 +122,10 @@ def table(rounds: int) -> record.Table:
 def _rows(baseline: str, blocks: Blocks) -> Iterator[list[record.Cell]]:
     """The baseline, which the blocks have as "plain", and the others beside it."""
     yield [baseline, round(1e6 * trimmed_mean(blocks["plain"]), 1), "", ""]
-    for arm, one in compare(blocks).items():
-        beside = f"{100 * one.overhead:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
-        answer = ("yes" if one.overhead <= BAR else "no") if arm in ("MaxNorm, parameters", CLIPPED_STEP) else ""
-        yield [arm, round(1e6 * one.seconds, 1), beside, answer]
+    for arm, row in compare(blocks).items():
+        beside = f"{100 * row.overhead:+.1f} [{100 * row.low:+.1f}, {100 * row.high:+.1f}]"
+        answer = ("yes" if row.overhead <= BAR else "no") if arm in ("MaxNorm, parameters", CLIPPED_STEP) else ""
+        yield [arm, round(1e6 * row.seconds, 1), beside, answer]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,11 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = table(chosen.rounds)
-    for row in (found["columns"], *found["rows"], *found["notes"]):
+    made = table(chosen.rounds)
+    for row in (made["columns"], *made["rows"], *made["notes"]):
         print(row if isinstance(row, str) else " | ".join(map(str, row)))
     name = "clipping" if chosen.rounds >= ROUNDS else "clipping-trial"
-    print(f"written to {record.save(name, {'tables': [found]})}")
+    print(f"written to {record.save(name, {'tables': [made]})}")
     return 0
 
 

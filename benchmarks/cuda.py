@@ -202,7 +202,7 @@ def beside_one_read(title: str, model: torch.nn.Module, device: torch.device) ->
     The bytes are read and copied as one tensor of at most 4 GB, and that is scaled to all of them.
     """
     table = LayerIndex({"": model}).table
-    gradients = [(i, g) for i, one in enumerate(table.tracked) if (g := one.gradient()) is not None]
+    gradients = [(i, g) for i, parameter in enumerate(table.tracked) if (g := parameter.gradient()) is not None]
     own = [g for _, g in gradients]
     size = sum(g.numel() * g.element_size() for g in own)
     numbers = itertools.count()

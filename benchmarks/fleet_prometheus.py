@@ -68,15 +68,15 @@ class Prometheus:
 
     def reading(self) -> Reading:
         """What it says of itself just now; of what it has not done yet it says nothing."""
-        found = self._own()
+        own = self._own()
         return Reading(
             at=time.monotonic(),
-            resident=found["process_resident_memory_bytes"],
-            cpu=found["process_cpu_seconds_total"],
-            series=found["prometheus_tsdb_head_series"],
-            samples=found.get("prometheus_tsdb_head_samples_appended_total", 0.0),
-            file_reads=found.get("prometheus_sd_file_scan_duration_seconds_count", 0.0),
-            file_seconds=found.get("prometheus_sd_file_scan_duration_seconds_sum", 0.0),
+            resident=own["process_resident_memory_bytes"],
+            cpu=own["process_cpu_seconds_total"],
+            series=own["prometheus_tsdb_head_series"],
+            samples=own.get("prometheus_tsdb_head_samples_appended_total", 0.0),
+            file_reads=own.get("prometheus_sd_file_scan_duration_seconds_count", 0.0),
+            file_seconds=own.get("prometheus_sd_file_scan_duration_seconds_sum", 0.0),
         )
 
     def ready(self) -> bool:
@@ -97,8 +97,8 @@ class Prometheus:
 
     def value(self, expression: str) -> float:
         """The value of an expression that yields one series, 0 if it yields none."""
-        found = self.get("query", query=expression)["result"]
-        return float(found[0]["value"][1]) if found else 0.0
+        rows = self.get("query", query=expression)["result"]
+        return float(rows[0]["value"][1]) if rows else 0.0
 
     def at_rest(self, seconds: float = 1.5) -> bool:
         """Whether it reads no file for so long."""
@@ -108,8 +108,8 @@ class Prometheus:
 
     def all_of(self, expression: str, seconds: float) -> NDArray[np.float64]:
         """The samples of all series that were taken in the last seconds."""
-        found = self.get("query", query=f"{expression}[{max(1, round(seconds))}s]")["result"]
-        return np.array([float(value) for series in found for _, value in series["values"]])
+        rows = self.get("query", query=f"{expression}[{max(1, round(seconds))}s]")["result"]
+        return np.array([float(value) for series in rows for _, value in series["values"]])
 
     def get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON
         """The data that the interface for queries answers with."""
@@ -139,11 +139,11 @@ class Prometheus:
         """Its own metrics by name, of several series their sum."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE) as answer:  # noqa: S310 - our own
             text = answer.read().decode()
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-        return found
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
 
 
 @contextlib.contextmanager
@@ -162,9 +162,9 @@ def prometheus(folder: Path, discovery: str, interval: float, rules: Sequence[Pa
     command = [_program(), *options, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
     with subprocess.Popen(command) as process:  # noqa: S603 - found below
         try:
-            found = Prometheus(f"http://127.0.0.1:{port}", folder / "data")
-            seconds_until(found.ready)
-            yield found
+            server = Prometheus(f"http://127.0.0.1:{port}", folder / "data")
+            seconds_until(server.ready)
+            yield server
         finally:
             process.terminate()
 
@@ -181,7 +181,7 @@ def seconds_until(condition: Callable[[], bool], patience: float = PATIENCE) -> 
 
 def _program() -> str:
     local = record.ROOT / ".tools" / "usr" / "bin" / "prometheus"
-    found = str(local) if local.exists() else shutil.which("prometheus")
-    if found is None:
+    path = str(local) if local.exists() else shutil.which("prometheus")
+    if path is None:
         raise RuntimeError("prometheus is missing: run `make tools`")
-    return found
+    return path

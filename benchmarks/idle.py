@@ -67,11 +67,11 @@ class Ended:
 
 def spent(ended: Ended) -> defaultdict[str, float]:
     """CPU seconds until now of all threads of the exporter, by role."""
-    found = defaultdict(float, ended.seconds)
+    seconds_of = defaultdict(float, ended.seconds)
     for thread in threading.enumerate():
         if thread.ident is not None and thread.name.startswith(PREFIX):
-            found[thread.name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    named = {name.removeprefix(PREFIX): seconds for name, seconds in found.items() if name.startswith(PREFIX)}
+            seconds_of[thread.name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    named = {name.removeprefix(PREFIX): seconds for name, seconds in seconds_of.items() if name.startswith(PREFIX)}
     return defaultdict(float, named)
 
 
@@ -113,9 +113,9 @@ def case(size: str, doing: str, count: int) -> dict[str, object]:
         of_windows = windows(step if doing == "training" else None, (WARM_UP_SECONDS, *[WINDOW_SECONDS] * count), ended)
         next(of_windows)
         before = sampled(exporter)
-        found = list(of_windows)
+        shares = list(of_windows)
         samples = sampled(exporter) - before
-    return {"shares": found, "samples": samples / (count * WINDOW_SECONDS)}
+    return {"shares": shares, "samples": samples / (count * WINDOW_SECONDS)}
 
 
 def sampled(exporter: Exporter) -> float:
@@ -131,12 +131,13 @@ def measured(size: str, doing: str, count: int) -> Found:
     return found
 
 
-def table(found: Mapping[tuple[str, str], Found]) -> record.Table:
+def table(cases: Mapping[tuple[str, str], Found]) -> record.Table:
     """A row for each case: all threads together, with the least and the most of any window, and each thread."""
-    roles = sorted({role for one in found.values() for shares in one["shares"] for role, share in shares.items() if share >= 5e-7})
+    every = [shares for measurement in cases.values() for shares in measurement["shares"]]
+    roles = sorted({role for shares in every for role, share in shares.items() if share >= 5e-7})
     rows: list[list[record.Cell]] = []
-    for (size, doing), one in found.items():
-        shares = one["shares"]
+    for (size, doing), measurement in cases.items():
+        shares = measurement["shares"]
         sums = [sum(window.values()) for window in shares]
         by_role = [_percent(_mean([window.get(role, 0.0) for window in shares])) for role in roles]
         within = "yes" if _mean(sums) < BAR else "no"
@@ -144,7 +145,7 @@ def table(found: Mapping[tuple[str, str], Found]) -> record.Table:
             [
                 size,
                 doing,
-                round(one["samples"], 2),
+                round(measurement["samples"], 2),
                 _percent(_mean(sums)),
                 f"{_percent(min(sums))} to {_percent(max(sums))}",
                 *by_role,
@@ -178,12 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(case(size, doing, chosen.windows)))
         return 0
     torch.set_num_threads(1)  # as in each case: the head of the results says how many there are
-    found = {}
+    cases = {}
     for size in SIZES:
         for doing in DOING:
             print(f"{size}, {doing} ...", flush=True)
-            found[size, doing] = measured(size, doing, chosen.windows)
-    results = table(found)
+            cases[size, doing] = measured(size, doing, chosen.windows)
+    results = table(cases)
     for row in (results["columns"], *results["rows"]):
         print(" | ".join(str(cell) for cell in row))
     trial = "-trial" if chosen.windows < WINDOWS else ""

@@ -54,9 +54,9 @@ def asked(server: Prometheus, query: PanelQuery, seconds: float, interval: float
     taken: list[float] = []
     for _ in range(REFRESHES):
         now, start = time.time(), time.perf_counter()
-        found = server.get("query_range", query=text, start=f"{now - seconds}", end=f"{now}", step=f"{seconds / POINTS}")["result"]
+        series = server.get("query_range", query=text, start=f"{now - seconds}", end=f"{now}", step=f"{seconds / POINTS}")["result"]
         taken.append(time.perf_counter() - start)
-    return Answer(query, tuple(sorted(taken)), len(found))
+    return Answer(query, tuple(sorted(taken)), len(series))
 
 
 def measure(ranks: int, layers: int, seconds: float, interval: float) -> tuple[list[Answer], int]:
@@ -77,8 +77,13 @@ def measure(ranks: int, layers: int, seconds: float, interval: float) -> tuple[l
 def table(answers: Sequence[Answer], ranks: int, layers: int, series: int) -> record.Table:
     """The slowest queries."""
     rows: list[list[record.Cell]] = [
-        [f"{one.query.dashboard}: {one.query.panel} ({one.query.ref})", one.series, round(one.median, 3), round(one.seconds[-1], 3)]
-        for one in answers[:SHOWN]
+        [
+            f"{answer.query.dashboard}: {answer.query.panel} ({answer.query.ref})",
+            answer.series,
+            round(answer.median, 3),
+            round(answer.seconds[-1], 3),
+        ]
+        for answer in answers[:SHOWN]
     ]
     slow = sum(answer.median > BAR for answer in answers)
     whole, half = sum(answer.median for answer in answers), answers[len(answers) // 2].median

@@ -66,11 +66,11 @@ def cell(text: str) -> str:
 def described(chosen: tuple[Option, ...]) -> str:
     """The table of options for their page."""
     lines = ["| option | type | default | environment | written as | meaning |", "|---|---|---|---|---|---|"]
-    for one in chosen:
-        variable = f"`{one.variable}`" if one.variable else ""
-        spelled = either(described_type(one.type).written) if one.variable.startswith(PREFIX) else ""
-        takes = f"`{cell(annotation(one))}`"
-        lines.append(f"| `{one.name}` | {takes} | {one.shown} | {variable} | {spelled} | {cell(meaning(one))} |")
+    for option in chosen:
+        variable = f"`{option.variable}`" if option.variable else ""
+        spelled = either(described_type(option.type).written) if option.variable.startswith(PREFIX) else ""
+        takes = f"`{cell(annotation(option))}`"
+        lines.append(f"| `{option.name}` | {takes} | {option.shown} | {variable} | {spelled} | {cell(meaning(option))} |")
     return "\n".join(lines)
 
 
@@ -86,7 +86,7 @@ def described_in_code(option: Option) -> str:
 
 def docstring() -> str:
     """Return the options as they stand in the docstring of `start_exporter`."""
-    texts = (f"{one.name}: {described_in_code(one)}" for one in every_option())
+    texts = (f"{option.name}: {described_in_code(option)}" for option in every_option())
     return "\n".join(
         textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False) for text in texts
     )
@@ -103,10 +103,10 @@ def written() -> dict[pathlib.Path, str]:
 
 def replaced(pattern: re.Pattern[str], new: str, text: str) -> str:
     """The text with its one place of this pattern written anew; raises `ValueError` where there is not exactly one."""
-    found, count = pattern.subn(lambda _: new, text)
+    result, count = pattern.subn(lambda _: new, text)
     if count != 1:
         raise ValueError(f"{pattern.pattern!r}: expected one place, found {count}")
-    return found
+    return result
 
 
 if __name__ == "__main__":

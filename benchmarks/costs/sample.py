@@ -62,7 +62,7 @@ def gradients_of(training: Training) -> tuple[ParameterTable, Gradients]:
         training.optimizer.step()
     training.backward()
     table = LayerIndex({"": training.model}).table
-    return table, [(i, g) for i, one in enumerate(table.tracked) if (g := one.gradient()) is not None]
+    return table, [(i, g) for i, parameter in enumerate(table.tracked) if (g := parameter.gradient()) is not None]
 
 
 def parts(name: str, table: ParameterTable, gradients: Gradients, seconds: float, bar: float | None) -> record.Table:
@@ -132,7 +132,7 @@ def whole(name: str, seconds: float) -> list[record.Cell]:
     with hooks["every=1"].there():
         exporter = start_exporter(arms["every=1"].model, port=None, every=1)
     steps = {arm: _stepping(training) for arm, training in arms.items()}
-    around = {arm: one.there for arm, one in hooks.items()}
+    around = {arm: installed.there for arm, installed in hooks.items()}
     interleave(steps, steps_per_block=2, rounds=3, around=around)
     own, samples = _counters(exporter)
     once = interleave(steps, steps_per_block=1, rounds=3, around=around)

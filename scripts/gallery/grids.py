@@ -33,12 +33,12 @@ def scheme(panel: Json) -> Colormap:
 def by_buckets(answers: Sequence[Series]) -> list[Series]:
     """Counts of each bucket of a histogram, lowest first: what the cumulative counts by `le` add, one to the next."""
     ordered = sorted(answers, key=lambda series: float(series.labels["le"]))
-    found, below = [], dict.fromkeys([at for series in ordered for at in series.times], 0.0)
+    made, below = [], dict.fromkeys([at for series in ordered for at in series.times], 0.0)
     for series in ordered:
         values = [max(0.0, value - below[at]) for at, value in zip(series.times, series.values, strict=True)]
         below |= dict(zip(series.times, series.values, strict=True))
-        found.append(Series(series.ref, series.labels["le"], series.labels, series.times, values))
-    return found
+        made.append(Series(series.ref, series.labels["le"], series.labels, series.times, values))
+    return made
 
 
 def heatmap(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], span: Range) -> None:
@@ -127,10 +127,10 @@ def timeline(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], sp
 
 def merged(series: Series, step: float) -> list[tuple[float, float, float]]:
     """Begin, length and value of each time in which a series has the same value without a gap."""
-    found: list[tuple[float, float, float]] = []
+    made: list[tuple[float, float, float]] = []
     for moment, value in zip(series.times, series.values, strict=True):
-        if found and found[-1][2] == value and moment <= found[-1][0] + found[-1][1] + 0.5 * step:
-            found[-1] = (found[-1][0], moment + step - found[-1][0], value)
+        if made and made[-1][2] == value and moment <= made[-1][0] + made[-1][1] + 0.5 * step:
+            made[-1] = (made[-1][0], moment + step - made[-1][0], value)
         else:
-            found.append((moment, step, value))
-    return found
+            made.append((moment, step, value))
+    return made

@@ -23,11 +23,11 @@ def numbers(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series]) -> 
     wide, high = at.w / columns, at.h / rows
     for place, series in enumerate(answers):
         box = Box(at.x + wide * (place % columns), at.y + high * (place // columns), wide, high).inset(2, 2, 2, 2)
-        found = shown(series.last, config(panel, series.ref, series.name))
-        colored = panel["options"]["colorMode"] != "none" and found.color and not found.color.endswith("00")
-        if colored and found.color:
-            canvas.box(box, found.color)
-        _number(canvas, box, series.name, found.text, "#ffffff" if colored else INK)
+        cell = shown(series.last, config(panel, series.ref, series.name))
+        colored = panel["options"]["colorMode"] != "none" and cell.color and not cell.color.endswith("00")
+        if colored and cell.color:
+            canvas.box(box, cell.color)
+        _number(canvas, box, series.name, cell.text, "#ffffff" if colored else INK)
 
 
 def _number(canvas: Canvas, at: Box, name: str, text: str, ink: str) -> None:
@@ -56,12 +56,12 @@ def bars(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series]) -> Non
     left = min(at.w * 0.45, max(width(series.name, 7.5) for series in answers) + 12)
     for place, series in enumerate(answers):
         own = config(panel, series.ref, series.name)
-        found, y = shown(series.last, own), at.y + high * place
+        cell, y = shown(series.last, own), at.y + high * place
         room = Box(at.x + left, y + 5, at.w - left - 62, high - 10)
         canvas.text(at.x + left - 8, y + high / 2, fitted(series.name, left - 8, 7.5), size=7.5, ha="right")
         canvas.box(room, GAUGE)
-        canvas.box(Box(room.x, room.y, max(1.5, room.w * share(series.last, own)), room.h), found.color or COLORS["blue"])
-        canvas.text(at.x + at.w - 4, y + high / 2, found.text, size=8.5, ha="right", ink=found.color or INK, weight="bold")
+        canvas.box(Box(room.x, room.y, max(1.5, room.w * share(series.last, own)), room.h), cell.color or COLORS["blue"])
+        canvas.text(at.x + at.w - 4, y + high / 2, cell.text, size=8.5, ha="right", ink=cell.color or INK, weight="bold")
 
 
 def share(value: float, own: Mapping[str, Any]) -> float:
@@ -72,34 +72,39 @@ def share(value: float, own: Mapping[str, Any]) -> float:
 
 def rows(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series]) -> None:
     """A table, as many of its rows as there is room for."""
-    found = table(panel, answers)
-    configs = {title: config(panel, found.refs.get(title, ""), title) for title in found.titles}
-    given = [configs[title].get("custom.width") for title in found.titles]
-    wide = dict(zip(found.titles, widths(given, at.w), strict=True))
+    content = table(panel, answers)
+    configs = {title: config(panel, content.refs.get(title, ""), title) for title in content.titles}
+    given = [configs[title].get("custom.width") for title in content.titles]
+    wide = dict(zip(content.titles, widths(given, at.w), strict=True))
     x = at.x
-    for title in found.titles:
+    for title in content.titles:
         room = min(wide[title], at.x + at.w - x)
         if room > 20:
-            _column(canvas, Box(x, at.y, room, at.h), title, found, configs[title])
+            _column(canvas, Box(x, at.y, room, at.h), title, content, configs[title])
         x += wide[title]
     fits = int((at.h - LINE_HIGH) // LINE_HIGH)
-    for place in range(1, 1 + min(fits, len(found.rows))):
+    for place in range(1, 1 + min(fits, len(content.rows))):
         canvas.box(Box(at.x, round(at.y + LINE_HIGH * place), at.w, 1), LINE)
-    if len(found.rows) > fits:
+    if len(content.rows) > fits:
         canvas.text(
-            at.x + at.w - 4, at.y - 14, f"{fits} of {len(found.rows)} rows; the others by scrolling", size=7, ink=FAINT, ha="right"
+            at.x + at.w - 4,
+            at.y - 14,
+            f"{fits} of {len(content.rows)} rows; the others by scrolling",
+            size=7,
+            ink=FAINT,
+            ha="right",
         )
 
 
-def _column(canvas: Canvas, at: Box, title: str, found: Table, own: Mapping[str, Any]) -> None:
-    number = any(isinstance(row.get(title), float) for row in found.rows)
+def _column(canvas: Canvas, at: Box, title: str, content: Table, own: Mapping[str, Any]) -> None:
+    number = any(isinstance(row.get(title), float) for row in content.rows)
     gauge = own.get("custom.cellOptions", {}).get("type") == "gauge"
     right = number and not gauge and not own.get("mappings")
     x = at.x + (at.w - 8 if right else 8)
     canvas.text(
         x, at.y + LINE_HIGH / 2, fitted(title, at.w - 12, 7.5, "bold"), size=7.5, ha="right" if right else "left", weight="bold"
     )
-    for place, row in enumerate(found.rows[: int((at.h - LINE_HIGH) // LINE_HIGH)], start=1):
+    for place, row in enumerate(content.rows[: int((at.h - LINE_HIGH) // LINE_HIGH)], start=1):
         cell = Box(at.x, at.y + LINE_HIGH * place, at.w, LINE_HIGH)
         if gauge and title in row:
             _gauge(canvas, cell, float(row[title]), own)
@@ -111,16 +116,16 @@ def _column(canvas: Canvas, at: Box, title: str, found: Table, own: Mapping[str,
 def _cell(row: Row, title: str, own: Mapping[str, Any]) -> tuple[str, str]:
     if row.get(title, "") == "":
         return str(own.get("noValue", "")), FAINT
-    found = shown(row[title], own)
+    cell = shown(row[title], own)
     colored = own.get("custom.cellOptions", {}).get("type") == "color-text"
-    return found.text, (found.color or INK) if colored else COLORS["blue"] if own.get("links") else INK
+    return cell.text, (cell.color or INK) if colored else COLORS["blue"] if own.get("links") else INK
 
 
 def _gauge(canvas: Canvas, at: Box, value: float, own: Mapping[str, Any]) -> None:
-    found, room = shown(value, own), at.inset(8, 9, 52, 9)
+    cell, room = shown(value, own), at.inset(8, 9, 52, 9)
     canvas.box(room, GAUGE)
-    canvas.box(Box(room.x, room.y, max(1.0, room.w * share(value, own)), room.h), found.color or COLORS["blue"])
-    canvas.text(at.x + at.w - 4, at.y + at.h / 2, fitted(found.text, 46, 7.5), size=7.5, ha="right")
+    canvas.box(Box(room.x, room.y, max(1.0, room.w * share(value, own)), room.h), cell.color or COLORS["blue"])
+    canvas.text(at.x + at.w - 4, at.y + at.h / 2, fitted(cell.text, 46, 7.5), size=7.5, ha="right")
 
 
 def empty(canvas: Canvas, at: Box, panel: Json, lines: str) -> None:
