@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.capture.recorded_loop import RecordedLoop
 from tests.capture.scenes import BACKWARDS, CAPTURES, REGIMES, all_regimes, watching
+from tests.matrix.loops import CallsSuper
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import lost, value
 
@@ -180,20 +181,12 @@ def test_passes_are_no_skipped_steps(train: Round, share: int, regime: str) -> N
             assert value(exporter, BACKWARDS) == loop.backwards
 
 
-class Nested(torch.optim.SGD):
-    """An optimizer whose step calls that of its base class, which reports as well."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step."""
-        return super().step(closure)
-
-
 @pytest.mark.slow
 @all_regimes
 def test_a_step_within_a_step(regime: str) -> None:
     """A step that calls that of its base class is one step, however many there are."""
     loop = RecordedLoop()
-    loop.optimizer = Nested(loop.model.parameters(), lr=0.01)
+    loop.optimizer = CallsSuper(loop.model.parameters(), lr=0.01)
     with watching(loop.model, **REGIMES[regime]) as exporter:
         for _ in range(ROUNDS[regime]):
             loop.step()

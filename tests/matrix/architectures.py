@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from tests.matrix.changing import Language, tokens
 from tests.matrix.harness import Run, regime
+from tests.matrix.outcomes import Branches
 from tests.support.models import Perceptron, batch, inputs_first, sgd
 
 
@@ -309,15 +311,6 @@ def stochastic_depth(run: Run) -> None:
 @regime()
 def alternating_branches(run: Run) -> None:
     """Two branches in turn without any `zero_grad` on the idle one: its last gradient stays out of every number."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor, *, right: bool) -> torch.Tensor:
-            return self.right(x) if right else self.left(x)
-
     model = Branches()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -355,19 +348,7 @@ def heads_of_several_tasks(run: Run) -> None:
 @regime()
 def tied_embedding(run: Run) -> None:
     """An embedding that is the decoder too has one gradient, of both uses, under its first name."""
-
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(11, 6)
-            self.hidden = nn.Linear(6, 6)
-            self.decoder = nn.Linear(6, 11, bias=False)
-            self.decoder.weight = self.embedding.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.decoder(self.hidden(self.embedding(x)).tanh())
-
-    train(run, Language(), lambda: torch.randint(0, 11, (3, 4)), clip=0.05)
+    train(run, Language(), tokens, clip=0.05)
 
 
 @regime(uses=[1, 2, 3])

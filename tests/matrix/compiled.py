@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -87,13 +87,6 @@ def compiling(run: Run, backend: str = EAGER) -> Iterator[None]:
         run.state.append(torch.tensor(list(compilations().values())))
 
 
-def train(
-    run: Run, model: Callable[[torch.Tensor], torch.Tensor], parameters: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Trains with clipping; each round is compared."""
-    run.train(model, optimizer, STEPS, of=parameters, clip=0.5, factor=10)
-
-
 @regime(how=["compiled, then watched", "watched, then compiled", "in place, then watched", "watched, then in place"])
 def compiled_root(run: Run, how: str) -> None:
     """`torch.compile(model)` or `model.compile()`, the exporter on the model itself, started before or after."""
@@ -108,7 +101,7 @@ def compiled_root(run: Run, how: str) -> None:
             compiled = torch.compile(model, backend=EAGER)
         if how.endswith("watched"):
             stack.enter_context(run.watching(model, optimizer))
-        train(run, compiled, model, optimizer)
+        run.train(compiled, optimizer, STEPS, of=model, clip=0.5, factor=10)
 
 
 @regime()
@@ -119,7 +112,7 @@ def compiled_and_watched(run: Run) -> None:
         optimizer = sgd(model)
         compiled = torch.compile(model, backend=EAGER, fullgraph=True)
         with run.watching(model, optimizer, watched=compiled):
-            train(run, compiled, model, optimizer)
+            run.train(compiled, optimizer, STEPS, of=model, clip=0.5, factor=10)
 
 
 @regime(in_place=[False, True])
@@ -135,7 +128,7 @@ def compiled_submodules(run: Run, in_place: bool) -> None:
             model.second = torch.compile(model.second, backend=EAGER)
         optimizer = sgd(model)
         with run.watching(model, optimizer):
-            train(run, model, model, optimizer)
+            run.train(model, optimizer, STEPS, clip=0.5, factor=10)
 
 
 @regime()
@@ -342,7 +335,7 @@ def compiled_blocks(run: Run, what: str) -> None:
         optimizer = sgd(model)
         compiled = torch.compile(model, backend=EAGER)
         with run.watching(model, optimizer):
-            train(run, compiled, model, optimizer)
+            run.train(compiled, optimizer, STEPS, of=model, clip=0.5, factor=10)
 
 
 @regime(stance=[False, True])
@@ -380,4 +373,4 @@ def inductor(run: Run, mode: str) -> None:
         optimizer = sgd(model)
         compiled = torch.compile(model, mode=mode)
         with run.watching(model, optimizer):
-            train(run, compiled, model, optimizer)
+            run.train(compiled, optimizer, STEPS, of=model, clip=0.5, factor=10)
