@@ -104,16 +104,6 @@ def test_a_spike_is_six_sigmas(sigmas: float, spike: bool) -> None:
     assert found[-1] == (pytest.approx(sigmas, rel=1e-9), spike)
 
 
-@pytest.mark.slow
-def test_a_healthy_series_has_no_false_alarm() -> None:
-    """Norms of 1,500 healthy steps, log-normal around a level that falls by a factor of ten, have no spike."""
-    generator = np.random.default_rng(0)
-    level = np.linspace(0.0, -np.log(10), 1500)
-    series = np.exp(level + generator.normal(0.0, 0.8, 1500)).tolist()
-    assert sum(spike for _, spike in judged(series)) == 0
-    assert sum(spike for _, spike in by_definition(series, log=False)) > 5  # what judging the norms themselves would give
-
-
 def test_rows_do_not_touch_each_other() -> None:
     """Rows judged together, a varying part of them at a time, get the verdicts that each would get alone."""
     generator = np.random.default_rng(7)
