@@ -12,7 +12,7 @@ import torch
 from tests.support.loops import PlainLoop
 from tests.support.models import Perceptron, batch
 from tests.support.record import gradients_of, norm
-from tests.support.scrape import errors, mode, value
+from tests.support.scrape import OFF, errors, mode, value
 from torch_grad_exporter import Exporter, start_exporter
 
 BACKWARDS = "torch_train_backward_passes_total"
@@ -20,7 +20,6 @@ CAPTURES = "torch_grad_exporter_captures_total"
 DURATION = "torch_train_step_duration_seconds"
 LAYER_CAPTURES = "torch_grad_captures_total"
 MISSING = "torch_grad_missing_parameters"
-NONFINITE = "torch_grad_nonfinite_steps_total"
 NORM = "torch_grad_global_norm"
 PHASE = "torch_train_phase_seconds_total"
 SAMPLED_AT = "torch_grad_sample_step"
@@ -28,9 +27,6 @@ SAMPLES = "torch_train_samples_total"
 SKIPPED = "torch_train_skipped_steps_total"
 STATE = "torch_train_state"
 STEPS = "torch_train_steps_total"
-
-OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
-"""Collectors that ask the machine: scrapes are many in these tests."""
 
 COUNTED = {"every": 4096, "overhead_budget": 0.0001}
 """The budget pays for next to nothing, so nearly all rounds are only counted."""
@@ -51,12 +47,6 @@ def watching(model: torch.nn.Module | Mapping[str, torch.nn.Module], **options: 
     with start_exporter(model, port=None, **{"every": 1, "collectors": OFF, **options}) as exporter:
         yield exporter
         assert errors(exporter) == {}
-
-
-def outcomes(exporter: Exporter) -> dict[str, float]:
-    """Return the steps with a gradient that is not finite by their outcome, without zeros."""
-    counts = {outcome: value(exporter, NONFINITE, outcome=outcome) for outcome in ("stepped", "skipped", "unknown")}
-    return {outcome: count for outcome, count in counts.items() if count}
 
 
 def reads_after_backward(exporter: Exporter) -> bool:

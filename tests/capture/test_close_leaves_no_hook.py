@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.capture.scenes import COUNTED, DURATION, OFF, REGIMES, STEPS, Loop
+from tests.capture.scenes import COUNTED, DURATION, REGIMES, STEPS, Loop
 from tests.support.models import batch
-from tests.support.scrape import errors, value
+from tests.support.scrape import OFF, errors, value
 from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import Exporter, start_exporter
 

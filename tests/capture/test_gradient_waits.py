@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.capture.scenes import OFF
 from tests.matrix.distributed import Checkpointed
 from tests.support.models import Perceptron
 from tests.support.ranks import PATIENCE, run_ranks
-from tests.support.scrape import errors, value
+from tests.support.scrape import OFF, errors, value
 from torch_grad_exporter import start_exporter
 
 STEPS = 4

@@ -13,7 +13,8 @@ from types import FrameType
 import pytest
 import torch
 
-from tests.capture.scenes import COUNTED, OFF
+from tests.capture.scenes import COUNTED
+from tests.support.scrape import OFF
 from torch_grad_exporter import Exporter, start_exporter
 
 pytestmark = pytest.mark.slow

@@ -15,11 +15,10 @@ from tests.capture.scenes import (
     STEPS,
     Loop,
     each_regime,
-    outcomes,
     watching,
 )
 from tests.support.models import batch
-from tests.support.scrape import value
+from tests.support.scrape import outcomes, value
 from torch_grad_exporter import Exporter
 
 Counts = tuple[int, int, int]

@@ -20,12 +20,11 @@ from tests.capture.scenes import (
     Loop,
     clearing,
     loss_of,
-    outcomes,
     watching,
     whole,
 )
 from tests.support.models import Perceptron, sgd
-from tests.support.scrape import value
+from tests.support.scrape import outcomes, value
 from torch_grad_exporter import start_exporter
 
 ACCUMULATED = "torch_grad_norm_squared_accumulated_total"

@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from tests.capture.scenes import CAPTURES, OFF, STEPS, Loop
-from tests.support.scrape import errors, lost, value
+from tests.capture.scenes import CAPTURES, STEPS, Loop
+from tests.support.scrape import OFF, errors, lost, value
 from torch_grad_exporter import start_exporter
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.capture.scenes import OFF
-from tests.support.scrape import errors
+from tests.support.scrape import OFF, errors
 from torch_grad_exporter import start_exporter
 
 ROUNDS = 30

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.capture.recorded_loop import RecordedLoop
-from tests.capture.scenes import OFF, REGIMES, STEPS, all_regimes
+from tests.capture.scenes import REGIMES, STEPS, all_regimes
 from tests.support.models import batch
-from tests.support.scrape import errors, value
+from tests.support.scrape import OFF, errors, value
 from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import Exporter, start_exporter
 

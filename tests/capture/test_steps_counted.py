@@ -21,11 +21,10 @@ from tests.capture.scenes import (
     Loop,
     all_regimes,
     each_regime,
-    outcomes,
     watching,
 )
 from tests.support.models import batch
-from tests.support.scrape import key, lost, value, values
+from tests.support.scrape import key, lost, outcomes, value, values
 from tests.support.tools import eventually
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.capture.recorded_loop import RecordedLoop
-from tests.capture.scenes import CAPTURES, COUNTED, OFF, REGIMES, all_regimes
-from tests.support.scrape import errors, lost, value
+from tests.capture.scenes import CAPTURES, COUNTED, REGIMES, all_regimes
+from tests.support.scrape import OFF, errors, lost, value
 from torch_grad_exporter import start_exporter
 
 ROUNDS = 30

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.matrix.naive import NaiveMonitor
 from tests.support.models import batch, sgd
 from tests.support.record import Recorder, norm, wide
-from tests.support.scrape import errors, value
+from tests.support.scrape import OFF, errors, value
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import MaxNorm
 
@@ -49,16 +49,13 @@ UNSEEN = ("torch_train_backward_passes_total", "torch_grad_clip_coefficient", "t
 AFTER = UNSEEN[1:]
 """What a step makes of the gradients."""
 
-OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
-"""Collectors unrelated to gradients. On a busy machine they may not answer within a second, which counts as a failure."""
-
-EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3, "collectors": OTHERS}
+EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3, "collectors": OFF}
 
 OPTIONS: dict[Way, dict[str, Any]] = {
-    Way.DEFAULTS: {"collectors": OTHERS},
+    Way.DEFAULTS: {"collectors": OFF},
     Way.EVERYTHING: EVERYTHING,
-    Way.CLIPPING: {"every": 1, "collectors": OTHERS, "clip": MaxNorm(1e30), "dry_run": [MaxNorm(0.1, scope="layer")]},
-    Way.INSIDE: {"every": 1, "collectors": OTHERS, "activations": True, "layer_times": True, "nan_origin": "always"},
+    Way.CLIPPING: {"every": 1, "collectors": OFF, "clip": MaxNorm(1e30), "dry_run": [MaxNorm(0.1, scope="layer")]},
+    Way.INSIDE: {"every": 1, "collectors": OFF, "activations": True, "layer_times": True, "nan_origin": "always"},
 }
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tests.support.scrape import Key, errors, key, lost, values
+from tests.support.scrape import OFF, Key, errors, key, lost, values
 from torch_grad_exporter import Exporter, start_exporter
 
-OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
 CLOSE = 1e-5
 
 Edit = Callable[[list[nn.Parameter], random.Random], None]

@@ -10,11 +10,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from tests.support.scrape import value
+from tests.support.scrape import OFF, outcomes, value
 from torch_grad_exporter import Exporter, start_exporter
-
-QUIET = dict.fromkeys(("host", "process", "container", "gpu", "cuda_memory"), False)
-"""Collectors that ask the machine."""
 
 
 class Given(nn.ModuleDict):
@@ -49,7 +46,7 @@ class Training:
     ) -> None:
         self.model = two_layers() if model is None else model
         self.optimizers = optimizers(self.model)
-        self.exporter: Exporter = start_exporter(self.model, None, **{"every": 1, "collectors": QUIET, **options})
+        self.exporter: Exporter = start_exporter(self.model, None, **{"every": 1, "collectors": OFF, **options})
 
     def __enter__(self) -> Self:
         return self
@@ -97,9 +94,7 @@ class Training:
 
     def outcomes(self, optimizer: str = "") -> dict[str, float]:
         """Return the steps whose gradients were not finite, by outcome."""
-        names = ("stepped", "skipped", "unknown")
-        found = {name: self.whole("nonfinite_steps_total", outcome=name, optimizer=optimizer) for name in names}
-        return {name: number for name, number in found.items() if number}
+        return outcomes(self.exporter, optimizer=optimizer)
 
     def saved(self, folder: Path) -> dict[str, Any]:
         """Close the exporter, and return what it saves of the run."""

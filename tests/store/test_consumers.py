@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.store.support import QUIET, Training
+from tests.store.support import Training
 from tests.support.otlp_receiver import HttpReceiver
-from tests.support.scrape import errors, value, values
+from tests.support.scrape import OFF, errors, value, values
 
 FULL = 600
 """Samples of which each has a record in the history by itself."""
@@ -21,7 +21,7 @@ FULL = 600
 def pushing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The options of an exporter that pushes differences, to `endpoint`."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "delta")
-    return {"otlp_interval": 1.0, "collectors": QUIET}
+    return {"otlp_interval": 1.0, "collectors": OFF}
 
 
 @pytest.mark.slow

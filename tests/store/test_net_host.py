@@ -10,11 +10,8 @@ import pytest
 import torch
 
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.scrape import errors, value
+from tests.support.scrape import OFF, errors, outcomes, value
 from torch_grad_exporter import Exporter, start_exporter
-
-QUIET = dict.fromkeys(("host", "process", "container", "gpu", "cuda_memory"), False)
-"""Collectors that ask the machine."""
 
 CAPTURES = "torch_grad_exporter_captures_total"
 NORM = "torch_grad_global_norm"
@@ -27,20 +24,13 @@ def _seeded() -> None:
 
 def started(model: torch.nn.Module | Mapping[str, torch.nn.Module], **options: Any) -> Exporter:  # noqa: ANN401 - as `start_exporter` has them
     """Return an exporter without a server that samples every round."""
-    return start_exporter(model, None, **{"every": 1, "collectors": QUIET, **options})
+    return start_exporter(model, None, **{"every": 1, "collectors": OFF, **options})
 
 
 def backward(model: torch.nn.Module, scale: float = 1.0) -> None:
     """Clear, and run one backward of the loss times the scale."""
     model.zero_grad()
     (model(batch()).square().mean() * scale).backward()
-
-
-def outcomes(exporter: Exporter, **labels: str) -> dict[str, float]:
-    """Return the steps with a gradient that is not finite, by outcome."""
-    names = ("stepped", "skipped", "unknown")
-    found = {one: value(exporter, "torch_grad_nonfinite_steps_total", outcome=one, **labels) for one in names}
-    return {name: number for name, number in found.items() if number}
 
 
 # Norms that the user observes

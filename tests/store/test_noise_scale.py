@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import PATIENCE, run_ranks
-from tests.support.scrape import errors, value
+from tests.support.scrape import OFF, errors, value
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.inspection.local_norms import ENOUGH, NoiseScale
 
@@ -116,8 +116,7 @@ def train(task: Task, rank: int, parts: int, observed: bool) -> dict[str, object
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     torch.nn.init.zeros_(model.weight)
     weights, shown = [], []
-    collectors = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
-    with start_exporter(wrapped, port=None, every=1, local_norm=True, collectors=collectors) as exporter:
+    with start_exporter(wrapped, port=None, every=1, local_norm=True, collectors=OFF) as exporter:
         for step in range(STEPS):
             optimizer.zero_grad()
             weights.append(model.weight.detach().numpy()[0].copy())

@@ -12,10 +12,9 @@ import time
 import pytest
 import torch
 
-from tests.store.support import QUIET
 from tests.support.loops import PlainLoop
 from tests.support.models import batch
-from tests.support.scrape import Key, errors, key, value, values
+from tests.support.scrape import OFF, Key, errors, key, value, values
 from torch_grad_exporter import Exporter, start_exporter
 
 DURATION = "torch_train_step_duration_seconds"
@@ -24,7 +23,7 @@ STEPS = "torch_train_steps_total"
 
 def started(loop: PlainLoop, every: int = 4096) -> Exporter:
     """Return an exporter that only counts most rounds."""
-    return start_exporter(loop.model, None, every=every, overhead_budget=0.0001, collectors=QUIET)
+    return start_exporter(loop.model, None, every=every, overhead_budget=0.0001, collectors=OFF)
 
 
 def test_each_scrape_has_all_steps_up_to_it() -> None:

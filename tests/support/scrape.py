@@ -12,6 +12,10 @@ from torch_grad_exporter import Exporter
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
+OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
+"""Collectors that ask the machine, disabled. On a busy one they may not answer within a second, which counts as a failure."""
+
+
 def key(name: str, /, **labels: str) -> Key:
     """The key of a series in what `values` returns; empty labels do not count."""
     return name, tuple(sorted((k, v) for k, v in labels.items() if v))
@@ -62,6 +66,13 @@ def mode(exporter: Exporter) -> str:
 def lost(exporter: Exporter) -> dict[str, float]:
     """Samples that were due and are not shown, by the reason."""
     return {k[1][0][1]: v for k, v in values(exporter).items() if k[0] == "torch_grad_exporter_captures_skipped_total" and v}
+
+
+def outcomes(exporter: Exporter, **labels: str) -> dict[str, float]:
+    """Return the steps with a gradient that is not finite by their outcome, without zeros."""
+    names = ("stepped", "skipped", "unknown")
+    counts = {outcome: value(exporter, "torch_grad_nonfinite_steps_total", outcome=outcome, **labels) for outcome in names}
+    return {outcome: count for outcome, count in counts.items() if count}
 
 
 def errors(exporter: Exporter) -> dict[str, float]:
