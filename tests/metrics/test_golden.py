@@ -37,12 +37,12 @@ NEVER_HERE = {
     "torch_train_loss_scale": "needs a gradient scaler",
     "torch_train_earlier_steps": "needs a training that goes on: see tests/test_exporter.py",
     "torch_grad_exporter_last_action_timestamp_seconds": "needs an action that is done: see tests/actions/act/test_marks.py",
-    **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see test_local_norm.py"),
+    **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see matrix/distributed.py"),
     **dict.fromkeys(
         ("torch_nonfinite_origin_info", "torch_nonfinite_origin_step"), "needs a NaN: tests/inspection/nan_origin/test_planted.py"
     ),
     **dict.fromkeys(
-        ("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total"), "needs ranks: see test_local_norm.py"
+        ("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total"), "needs ranks: see test_gradient_waits.py"
     ),
 }
 RESOURCES = {"cuda_memory", "gpu", "process", "host", "container"}
