@@ -78,7 +78,7 @@ def run(values: argparse.Namespace) -> int:
         _write(values.junit, verdicts)
     if errors:
         raise GateError(one_line("; ".join(dict.fromkeys(errors))))
-    return max(one.code for one in verdicts)
+    return max(result.code for result in verdicts)
 
 
 def _write(path: Path, verdicts: Sequence[RunVerdict]) -> None:

@@ -62,9 +62,6 @@ POLICIES: dict[str, Policy] = {
 # With `--act`, exploding gradients multiply the learning rate by this.
 HALF = 0.5
 
-# Options that go to `start_exporter` as they are; if one is not given, the environment decides.
-SERVING = ("addr", "web_config_file", "collectors")
-
 
 class DemoError(Exception):
     """The demo cannot start; the message says why and what to do."""
