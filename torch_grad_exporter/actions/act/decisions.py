@@ -284,7 +284,8 @@ class JobDecisions:
         with self._changed:
             times = [*self._times]
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        return max(1, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 1
+        # Two at least: where a step takes seconds, the last read has begun before it ended.
+        return max(2, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 2
 
     def _answer(self, decision: JobDecision) -> None:
         """Prepare, and tell rank 0 that this rank can do it, or why not."""
