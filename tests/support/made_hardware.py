@@ -14,7 +14,7 @@ from unittest import mock
 
 import pynvml
 
-from tests.collectors.test_container import V2, group_2, write
+from tests.collectors.test_container import group_2, write
 from tests.support.fake_nvml import FakeDriver, FakeGpu
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.container import ContainerCollector
@@ -42,7 +42,7 @@ class Hardware:
         """Let the container use this share of its memory."""
         size = 8 * GIB
         files = group_2("job", memory_max=size, memory_current=int(used * size), cpu_max="200000 100000")
-        write(self._root, {"proc/self/cgroup": "0::/job", "proc/self/mountinfo": V2})
+        write(self._root, {"proc/self/cgroup": "0::/job"})
         write(self._root / "sys/fs/cgroup", files)
 
     def worsen(self) -> None:

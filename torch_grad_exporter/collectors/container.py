@@ -37,21 +37,21 @@ CONTAINER_CPU_THROTTLED = METRICS.counter(
 class ContainerCollector:
     """Families of the process' control groups; without any, or without limits, they are absent.
 
-    `root`: the root of the file system in which /proc and the mounted hierarchies are read.
+    `root`: the root of the file system in which /proc and /sys/fs/cgroup are read.
     """
 
     def __init__(self, *, root: Path = Path("/")) -> None:
-        self._groups = cgroups.ControlGroups(root)
+        self._root = root
 
     def collect(self) -> Iterator[Family]:
         """Yield the families of now, also after the process was moved to other groups."""
-        if (group := self._groups("memory")) is not None:
+        if (group := cgroups.control_group(self._root, "memory")) is not None:
             limit = cgroups.memory_limit(group)
             # Of the group that is limited, so that the ratio of the two shows how close the limit is.
             working_set = cgroups.memory_working_set(group, group.directories[0] if limit is None else limit.directory)
             yield scalar(CONTAINER_MEMORY_LIMIT, None if limit is None else limit.value)
             yield scalar(CONTAINER_MEMORY_WORKING_SET, working_set)
-        if (group := self._groups("cpu")) is not None and (limit := cgroups.cpu_limit(group)) is not None:
+        if (group := cgroups.control_group(self._root, "cpu")) is not None and (limit := cgroups.cpu_limit(group)) is not None:
             yield scalar(CONTAINER_CPU_LIMIT, limit.value)
             yield scalar(CONTAINER_CPU_THROTTLED, cgroups.cpu_throttled(group, limit.directory))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -18,9 +18,6 @@ UNLIMITED = 2**62
 
 # A line of /proc/self/cgroup: number, controllers, path.
 _MEMBERSHIP = re.compile(r"^[^:\n]*:([^:\n]*):(.*)$", re.MULTILINE)
-
-# A line of /proc/self/mountinfo: three numbers, root, mount point, options, `-`, kind, source, options of the kind.
-_MOUNTED = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*? - cgroup(2?) .*?(\S*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,62 +36,34 @@ class GroupLimit:
     directory: Path
 
 
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    root: PurePosixPath  # the mounted directory, which may lie deeper than the hierarchy's own root
-    point: PurePosixPath
-    version: int
-    options: frozenset[str]
+def control_group(root: Path, controller: str) -> ControlGroup | None:
+    """Return the group that the controller (`memory` or `cpu`) counts the process in, None if there is none.
 
-
-class ControlGroups:
-    """Finds the groups of this process, in a file system that begins at `root`.
-
-    Mounts are listed again only when the process has been moved or its group cannot be seen any more: on a host of many
-    containers there are thousands.
+    Hierarchies are looked for below /sys/fs/cgroup, in a file system that begins at `root`.
     """
+    paths = _paths(_text(root / "proc/self/cgroup") or "")
+    mounts = root / "sys/fs/cgroup"
+    # Version 1 if it has the controller, and is mounted; else version 2.
+    if controller in paths and (first := _hierarchy(mounts, controller)) is not None:
+        return _group(1, first, paths[controller])
+    second = mounts / "unified" if os.path.isdir(mounts / "unified") else mounts
+    return _group(2, second, paths[""]) if "" in paths and os.path.isdir(second) else None
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._cached: tuple[str, dict[str, ControlGroup | None]] | None = None
 
-    def __call__(self, controller: str) -> ControlGroup | None:
-        """Return the group that the controller (`memory` or `cpu`) counts the process in, None if there is none."""
-        membership = _text(self._root / "proc/self/cgroup") or ""
-        cached = self._cached
-        if cached is None or cached[0] != membership:
-            # One assignment: another scrape may be doing the same.
-            cached = self._cached = (membership, {})
-        groups = cached[1]
-        if controller not in groups or ((known := groups[controller]) and not os.path.isdir(known.directories[0])):
-            groups[controller] = self._find(controller, membership)
-        return groups[controller]
+def _hierarchy(mounts: Path, controller: str) -> Path | None:
+    """Return the directory of a hierarchy of version 1, whose name has its controllers."""
+    try:
+        return next((path for path in mounts.iterdir() if controller in path.name.split(",")), None)
+    except OSError:
+        return None
 
-    def _find(self, controller: str, membership: str) -> ControlGroup | None:
-        # Version 1 if it has the controller, and is mounted; else version 2.
-        paths = _paths(membership)
-        mounts = list(_mounts(_text(self._root / "proc/self/mountinfo") or ""))
-        first = [mount for mount in mounts if mount.version == 1 and controller in mount.options]
-        if controller in paths and first:
-            return self._group(paths[controller], first)
-        second = [mount for mount in mounts if mount.version == 2]
-        return self._group(paths[""], second) if "" in paths and second else None
 
-    def _group(self, path: str, mounts: list[_Mount]) -> ControlGroup:
-        """Return the group of a path, through the mount that shows the most above it.
-
-        If none shows the path, since it belongs to another namespace, the mounted directory is taken for the process' group.
-        """
-        shown = [
-            (mount, parts)
-            for mount in sorted(mounts, key=lambda mount: len(mount.root.parts))
-            if (parts := _below(mount.root, path)) is not None and os.path.isdir(self._real(mount.point, *parts))
-        ]
-        mount, parts = shown[0] if shown else (mounts[0], ())
-        return ControlGroup(mount.version, tuple(self._real(mount.point, *parts[:depth]) for depth in range(len(parts), -1, -1)))
-
-    def _real(self, point: PurePosixPath, *parts: str) -> Path:
-        return self._root.joinpath(*point.parts[1:], *parts)
+def _group(version: int, mount: Path, path: str) -> ControlGroup:
+    parts = PurePosixPath(path).parts[1:]
+    if ".." in parts or not os.path.isdir(mount.joinpath(*parts)):
+        # In a container the path may belong to the host's namespace: then the mounted directory is the process' group.
+        parts = ()
+    return ControlGroup(version, tuple(mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)))
 
 
 def memory_limit(group: ControlGroup) -> GroupLimit | None:
@@ -160,29 +129,6 @@ def _limited(value: int | None) -> int | None:
 def _paths(membership: str) -> dict[str, str]:
     """Return the paths of /proc/self/cgroup by controller; that of version 2 under the empty name."""
     return {name: path for names, path in _MEMBERSHIP.findall(membership) for name in names.split(",")}
-
-
-def _mounts(table: str) -> Iterator[_Mount]:
-    """Yield the mounted hierarchies in /proc/self/mountinfo."""
-    for root, point, second, options in _MOUNTED.findall(table):
-        places = PurePosixPath(_unescape(root)), PurePosixPath(_unescape(point))
-        yield _Mount(*places, 2 if second else 1, frozenset(options.split(",")))
-
-
-def _unescape(field: str) -> str:
-    # The kernel writes spaces and the like as three octal digits.
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
-def _below(root: PurePosixPath, path: str) -> tuple[str, ...] | None:
-    """Return the way from a mount's root down to a path, None if it does not lie there.
-
-    A directory above the part that this process may see is written with `..`, in both of them.
-    """
-    if not PurePosixPath(path).is_relative_to(root):
-        return None
-    parts = PurePosixPath(path).relative_to(root).parts
-    return None if ".." in parts else parts
 
 
 def _statistic(path: Path, name: str) -> int | None:
