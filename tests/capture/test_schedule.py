@@ -24,7 +24,7 @@ def train(
     sampled = []
     for number in range(start, start + rounds):
         schedule.stepped(step(number))
-        if schedule.due(number):
+        if schedule.next_due(number) == number:
             schedule.sampled(cost(number))
             sampled.append(number)
     return sampled
@@ -42,7 +42,7 @@ def always(value: float) -> Callable[[int], float]:
 def test_one_round_of_each_interval_is_sampled(interval: int) -> None:
     """Of each `interval` rounds in a row, from 0 on, one is sampled, at changing places."""
     schedule = SamplingSchedule(every=interval)
-    sampled = [n for n in range(40 * interval) if schedule.due(n)]
+    sampled = [n for n in range(40 * interval) if schedule.next_due(n) == n]
     assert [n // interval for n in sampled] == list(range(40))
     assert sampled[0] == 0
     assert len({n % interval for n in sampled}) >= min(interval, 8)
@@ -51,7 +51,7 @@ def test_one_round_of_each_interval_is_sampled(interval: int) -> None:
 def test_rounds_of_longer_intervals_are_a_subset() -> None:
     """Ranks whose intervals differ for a while still have samples of the same rounds."""
     schedules = [SamplingSchedule(every=2**k) for k in range(8)]
-    rounds = [{n for n in range(4_000) if schedule.due(n)} for schedule in schedules]
+    rounds = [{n for n in range(4_000) if schedule.next_due(n) == n} for schedule in schedules]
     assert all(longer < shorter for shorter, longer in itertools.pairwise(rounds))
 
 
@@ -60,7 +60,7 @@ def test_rounds_of_longer_intervals_are_a_subset() -> None:
 def test_a_periodic_loop_is_sampled_at_every_place(interval: int, period: int) -> None:
     """Of rounds that take turns, like those of a GAN's two optimizers, each kind gets its share of the samples."""
     schedule = SamplingSchedule(every=interval)
-    places = [n % period for n in range(200 * interval * period) if schedule.due(n)]
+    places = [n % period for n in range(200 * interval * period) if schedule.next_due(n) == n]
     assert all(100 < places.count(place) < 320 for place in range(period))
 
 

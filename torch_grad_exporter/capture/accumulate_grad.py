@@ -86,7 +86,7 @@ class _Held:
         for start in range(0, len(self.parameters), AT_ONCE):
             those = slice(start, start + AT_ONCE)
             now = self.parameters[those]
-            shapes = [kind[0] for kind in self.kinds[those]]
+            shapes = [*map(operator.itemgetter(0), self.kinds[those])]
             if _places(now) != self.places[those] or [*map(_shape, now)] != shapes:
                 break
         else:
@@ -100,8 +100,8 @@ class AccumulateGradNodes:
     """Hooks on the AccumulateGrad nodes of parameters.
 
     `on_first`: what is called with the first parameter that a backward reaches. `table`: the table of which all parameters are
-    hooked, `None` while none or only some of them are. `running`: whether a backward is known to run. `fired`: the parameters that
-    it has reached.
+    hooked, `None` while none or only some of them are. `running`: whether a backward is known to run, as `BackwardHooks` sets it.
+    `fired`: the parameters that it has reached.
 
     A parameter that is frozen has no node, and one that is thawed within the round is thawed too late to be hooked, as by a loop
     that trains two networks in turn. So the nodes of those that are frozen at times are held: a node outlives the freezing.
@@ -188,15 +188,6 @@ class AccumulateGradNodes:
                 self._hook_on(node, one)
         self._held = held
         self._at_times &= {*held.tracked}
-
-    def begin(self) -> None:
-        """A backward begins."""
-        self.running = True
-        self.fired.clear()
-
-    def end(self) -> None:
-        """It is over."""
-        self.running = False
 
     def hooks_all_of(self, table: ParameterTable) -> bool:
         """Whether every trained parameter of the table is hooked."""

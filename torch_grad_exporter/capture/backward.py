@@ -59,7 +59,11 @@ NO_STEP = (
 
 
 class BackwardHooks:
-    """Receives the hooks of backwards, on autograd's threads, one at a time."""
+    """Receives the hooks of backwards, on autograd's threads, one at a time.
+
+    Attributes:
+        task: Autograd's number of the backward that has reached an output or a hooked node and has not ended; -1 for none.
+    """
 
     def __init__(
         self,
@@ -77,13 +81,13 @@ class BackwardHooks:
         forwards: ForwardHooks,
         thread: TrainingThread,
         errors: ErrorLog,
-        periodic: Callable[[], None] | None,
+        periodic: Callable[[], object] | None,
     ) -> None:
         self._index, self._clock, self._cost, self._reader = index, clock, cost, reader
         self._inspections, self._rounds, self._detection = inspections, rounds, detection
         self._reductions, self._counted, self._forwards = reductions, counted, forwards
         self._thread, self._periodic = thread, periodic
-        self._task = -1  # autograd's number of the backward that has reached an output or a hooked node; -1 for none
+        self.task = -1
         self._writes = False  # it writes gradients: it has begun for the rules of rounds
         self._before: GradientVersions | None = None  # all gradients before it, where nodes do not show all that is written
         self._at_start: GradientVersions | None = None  # when the exporter was started, until a backward is over
@@ -118,7 +122,7 @@ class BackwardHooks:
 
     def comes(self, loss: torch.Tensor) -> None:
         """A backward of this loss is about to begin: hook it, where no forward of a root has shown it in this round."""
-        if self._clock.forward_came or self._counted.counting or graph_task() != -1:
+        if self._clock.forward_came or self._counted.counting is not None or graph_task() != -1:
             return
         start = self._clock.clock()
         self._forwards.backward_comes()
@@ -128,28 +132,23 @@ class BackwardHooks:
     def _hook(self, output: object) -> None:
         if not self._detection.sees_backwards or within_transform():
             return
-        self.abandoned()
+        if self.task != -1:
+            self.abandoned()
         for tensor in differentiable(output):
             on_gradient(tensor, self._output_hook)
 
     def abandoned(self) -> None:
         """Outside of any backward: one that began and did not end has raised."""
-        if self.running:
-            self._task, self._writes = -1, False
-            self._detection.nodes.end()
-            self._inspections.tell(Inspection.backward_dropped)
-
-    @property
-    def running(self) -> bool:
-        """Whether a backward has begun and not ended."""
-        return self._task != -1
+        self.task, self._writes = -1, False
+        self._detection.nodes.running = False
+        self._inspections.tell(Inspection.backward_dropped)
 
     # How it begins
 
     def _output_reached(self, _gradient: object) -> None:
         """A backward, or a `torch.autograd.grad`, has reached the output of a root."""
         task = graph_task()
-        if task in (-1, self._task) or self._counted.counting:
+        if task in (-1, self.task) or self._counted.counting is not None:
             return
         start = self._clock.clock()
         self._announced(task, start)
@@ -160,7 +159,7 @@ class BackwardHooks:
 
     def _announced(self, task: int, start: float) -> None:
         """From here on time is that of the backward, and at its end we are called."""
-        self._task, self._writes = task, False
+        self.task, self._writes = task, False
         self._clock.switch(BACKWARD, start)
         # What a wrapper waits for at the end is part of the backward.
         nested = self._rounds.next_is_sampled or self._reductions.wrapped or self._index.fully_sharded
@@ -170,8 +169,8 @@ class BackwardHooks:
         """The first parameter whose node is hooked is about to receive its gradient."""
         start = self._clock.clock()
         # A checkpoint runs a backward of its own within the model's, which has reached the output before.
-        self._detection.around_roots = self._task != -1
-        if self._task == -1:
+        self._detection.around_roots = self.task != -1
+        if self.task == -1:
             self._announced(graph_task(), start)
         if not self._writes:
             self._begin((tracked, gradients))
@@ -181,7 +180,7 @@ class BackwardHooks:
         """An optimizer steps while the backward runs, so it writes gradients."""
         if not self._writes:
             start = self._clock.clock()
-            if self._task == -1:
+            if self.task == -1:
                 self._announced(graph_task(), start)
             self._begin(None)
 
@@ -191,7 +190,8 @@ class BackwardHooks:
         rounds, detection = self._rounds, self._detection
         # First: what fails below must not begin it again at each node.
         self._writes, self._before = True, None
-        detection.nodes.begin()
+        detection.nodes.running = True
+        detection.nodes.fired.clear()
         rounds.backward_began(self._forwards.evidence, within_step=self._clock.stepping)
         if rounds.current.sampled:
             why = self._forwards.backward_began()
@@ -206,19 +206,19 @@ class BackwardHooks:
                 self._before = self._reading_versions.result(GradientVersions.of, current.table.tracked)
         elif self._index.fully_sharded and graph_is_kept():  # it may be a `torch.autograd.grad`
             self._before = GradientVersions.of(detection.probes.all())
-        self._inspections.tell(Inspection.backward_began, current, current.table, first, self._task)
+        self._inspections.tell(Inspection.backward_began, current, current.table, first, self.task)
 
     # How it ends
 
     def _ended(self) -> None:
-        if self._task == -1:
+        if self.task == -1:
             return
         start = self._clock.clock()
         writes, before = self._writes, self._before
-        self._task, self._writes, self._before = -1, False, None
+        self.task, self._writes, self._before = -1, False, None
         self._clock.switch(OUTSIDE, start)
         nodes, current = self._detection.nodes, self._rounds.current
-        nodes.end()
+        nodes.running = False
         if not writes:  # a `torch.autograd.grad`
             self._clock.spent(self._clock.clock() - start)
             return
@@ -231,7 +231,7 @@ class BackwardHooks:
             if self._index.models > 1:
                 reached = {tracked.model for tracked in nodes.fired} or {table.tracked[i].model for i in fired}
             current.models.update(reached or range(self._index.models))
-            self._clock.backwards_passed(1)
+            self._clock.backward_passes += 1
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
             complete = self._rounds.backward_ended(fired)
@@ -261,15 +261,16 @@ class BackwardHooks:
         if at_start is not None and at_start.tracked is table.tracked:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
         # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
-        empty = {i for i in table.tracked.empty if table.tracked[i].gradient() is not None}
-        fired = self._detection.nodes.positions(table)
-        fired.update(moved, empty, current.early_fired)
+        fired = self._detection.nodes.positions(table) | moved | current.early_fired
+        for i in table.tracked.empty:
+            if table.tracked[i].gradient() is not None:
+                fired.add(i)
         return fired
 
     @property
     def reduces_by_itself(self) -> bool:
         """Whether the loop makes the gradients of ranks equal, as `ranks="first"` says, and no wrapper does."""
-        return self._index.replicas.by_hand and not self._reductions.wrapped and not self._index.fully_sharded
+        return self._index.replicas.by_loop and not self._reductions.wrapped and not self._index.fully_sharded
 
     def catch_up(self) -> None:
         """At the step of a round with fewer backwards than any recent one: read its gradients, if they are untouched since."""
@@ -284,7 +285,9 @@ class BackwardHooks:
         rounds = self._rounds
         current = rounds.current
         divisor = self._forwards.divisor if self._detection.sees_backwards else 1.0
-        taken = self._reader.read(current, rounds.pattern, divisor=divisor, step=step, now=now)
+        before = current.parts
+        self._reader.read(current, rounds.pattern, divisor=divisor, step=step, now=now)
+        taken = current.parts is not before
         rounds.sample_read(taken=taken)
         if taken:
             self._inspections.tell(Inspection.gradients_read, current)

@@ -63,14 +63,14 @@ class Capture:
         mailbox: Mailbox,
         requests: Requests,
         errors: ErrorLog,
-        periodic: Callable[[], None] | None,
+        periodic: Callable[[], object] | None,
     ) -> None:
         self._index, self._schedule, self._reader, self._hooks = index, schedule, reader, hooks
         self.reductions, thread = Reductions(), TrainingThread()
         self._inspections = inspections = Inspections(cost)
         self._fused = fused = FusedStepCounter(clock)
         self.rounds = rounds = RoundTracker(
-            index=index, optimizers=optimizers, schedule=schedule, clock=clock, mailbox=mailbox, reader=reader,
+            index=index, optimizers=optimizers, schedule=schedule, clock=clock, cost=cost, mailbox=mailbox, reader=reader,
             inspections=inspections, fused=fused,
         )  # fmt: skip
         self.detection = detection = BackwardDetection(index, optimizers, cost, inspections)
@@ -94,7 +94,7 @@ class Capture:
             detection=detection, counted=counted, thread=thread,
         )  # fmt: skip
         readings = StepReadings(
-            optimizers=optimizers, cost=cost, reader=reader, rounds=rounds, detection=detection, forwards=forwards,
+            index=index, optimizers=optimizers, cost=cost, reader=reader, rounds=rounds, detection=detection, forwards=forwards,
             backward=backward,
         )  # fmt: skip
         self._steps = StepHooks(

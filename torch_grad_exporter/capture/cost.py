@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_grad_exporter.capture.device_events import DeviceEvent, DeviceEvents, EventPool
+from torch_grad_exporter.capture.device_events import WITHOUT, DeviceEvent, DeviceEvents, EventPool
+from torch_grad_exporter.statistics.device import capturing_graph
 
 if TYPE_CHECKING:
     from torch_grad_exporter.capture.progress import StepClock
@@ -138,7 +139,7 @@ class DeviceTimer:
         begun: Begun = []
         if len(self.pairs) < PAIRS:
             for device in devices:
-                events = self._events.of(device)
+                events = None if device.type in WITHOUT else self._events.of(device)
                 moment = None if events is None else events.now()
                 if events is not None and moment is not None:
                     begun.append((events, moment))
@@ -174,6 +175,10 @@ class SampleCost:
         """Run a part of a sample. The time of the whole hook that it is in is counted by the loop."""
         start = self._clock.clock()
         action(*arguments)
+        self.charge(start)
+
+    def charge(self, start: float) -> None:
+        """Count the time since `start` as that of a part of a sample; see `of`."""
         self._seconds += self._clock.clock() - start
 
     def spent(self, start: float, *, sampled: bool) -> None:
@@ -195,7 +200,7 @@ class SampleCost:
 
     def settle(self) -> None:
         """Report to the schedule what samples cost, once the devices have passed their ends. A CUDA call."""
-        while self._pending:
+        while self._pending and not capturing_graph():
             seconds, pairs = self._pending[0]
             for events, _, end, _ in pairs:
                 if not events.passed((end,)):
@@ -205,5 +210,5 @@ class SampleCost:
                 on_devices += sum(events.between((begin, end)) or ()) * times
                 events.give_back((begin, end))
             self._pending.popleft()
-            self._clock.spent_on_devices(on_devices)
+            self._clock.device_seconds += on_devices
             self._schedule.sampled(seconds + on_devices)

@@ -44,7 +44,11 @@ SIZES = 8
 
 
 class CountedRounds:
-    """Belongs to the training thread, but for `look` and `release`."""
+    """Belongs to the training thread, but for `look` and `release`.
+
+    Attributes:
+        counting: What counts the current rounds; None where they are followed closely.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class CountedRounds:
         """Training examples to a backward in the last rounds that were followed."""
         self._seen = (0, 0)
         """Examples and backward passes up to the last round."""
-        self._counting: CountingHook | None = None
+        self.counting: CountingHook | None = None
         self._resume: Callable[[], None] | None = None
         self._witness: Witness | None = None
         """Reports backwards, in rounds that are only counted or on trial."""
@@ -148,7 +152,7 @@ class CountedRounds:
             requested=self._requests.pending,
         )
         # In this order: whatever interrupts this, `settle` puts back what there is.
-        self._counting = counting
+        self.counting = counting
         clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._mean_size)
         self._detection.nodes.disarm()
         if not self._hooks.suspend(counting):
@@ -156,7 +160,7 @@ class CountedRounds:
 
     def step_ends_it(self, optimizer: torch.optim.Optimizer) -> bool:
         """A step of an optimizer ends the counting: whether it is one that was counted."""
-        counting = self._counting
+        counting = self.counting
         mine = counting is not None and optimizer is counting.optimizer()
         self.settle(after_step=mine)
         return mine
@@ -166,12 +170,12 @@ class CountedRounds:
 
         `after_step`: a step is just over, so that no round is under way. `over`: no step will come any more.
         """
-        counting = self._counting
+        counting = self.counting
         if counting is None:
             return
         self._hooks.resume()
         durations, own = self._clock.commit(COUNTED_SECONDS)  # with what the user's calls meanwhile have cost
-        self._counting = None
+        self.counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
         skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step, over=over)
         unfinished = 0 if after_step else max(0, surplus - skipped * counting.to_a_step)
@@ -195,8 +199,8 @@ class CountedRounds:
         clock = self._clock
         if counting.surplus == -counting.to_a_step:
             # Nothing came before the last step: a backward in which the witness had no part, rather than a step without one.
-            clock.backwards_passed(counting.to_a_step)
-            clock.examples_came(round(counting.to_a_step * self._mean_size))
+            clock.backward_passes += counting.to_a_step
+            clock.examples += round(counting.to_a_step * self._mean_size)
         self._seen = clock.examples, clock.backward_passes
         if durations:
             self._schedule.counted(durations, own)
@@ -220,7 +224,7 @@ class CountedRounds:
 
     def norm_comes(self) -> None:
         """The user gives the global norm of a round; the outcome of the one before is reported first."""
-        counting = self._counting
+        counting = self.counting
         if counting is not None and self._norm_at is not None:
             if len(counting.moments) == self._norm_at[0] and len(counting.backwards) > self._norm_at[1]:
                 self.settle()
@@ -229,7 +233,7 @@ class CountedRounds:
 
     def norm_observed(self) -> None:
         """The norm of a round was posted: where it is only counted, of one that is not over, or of the one before."""
-        counting = self._counting
+        counting = self.counting
         if counting is None or not (counting.moments or counting.backwards):
             self._rounds.norm_observed()
         elif counting.surplus > 0:
@@ -258,20 +262,15 @@ class CountedRounds:
     @property
     def surplus(self) -> int | None:
         """How many more backwards there were than steps account for; `None` where rounds are followed closely."""
-        counting = self._counting
+        counting = self.counting
         return None if counting is None else counting.surplus
-
-    @property
-    def counting(self) -> bool:
-        """Whether the current rounds are only counted."""
-        return self._counting is not None
 
     def look(self) -> float:
         """Puts the hooks around forwards back if no step has come for long; the seconds until that may be so, at the earliest."""
         left = self._clock.last_moment + STILL_SECONDS - self._clock.clock()
-        if self._counting is not None and left <= 0:
+        if self.counting is not None and left <= 0:
             self._hooks.resume_modules()
-        return left if self._counting is not None and left > 0 else STILL_SECONDS
+        return left if self.counting is not None and left > 0 else STILL_SECONDS
 
     def release(self) -> None:
         """Releases the parameter that is the witness; idempotent."""

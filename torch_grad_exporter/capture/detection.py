@@ -43,7 +43,7 @@ class BackwardDetection:
     """Hooks what shows the next backward. Belongs to the training thread and that of the backward.
 
     Attributes:
-        mode: Where gradients are read; it changes once at most.
+        sees_backwards: Whether gradients are read after the backward, and not at the step; it changes once at most.
         nodes: The hooks.
         probes: A few parameters of each model, whose gradients show whether they were cleared.
         around_roots: Whether the last backward ran through the output of a root.
@@ -52,7 +52,7 @@ class BackwardDetection:
 
     def __init__(self, index: LayerIndex, optimizers: Optimizers, cost: SampleCost, inspections: Inspections) -> None:
         self._index, self._optimizers, self._cost, self._inspections = index, optimizers, cost, inspections
-        self.mode = Mode.BACKWARD if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
+        self.sees_backwards = BACKWARDS_ARE_SEEN
         self.nodes = AccumulateGradNodes()
         self.probes = GradientProbes()
         self.around_roots = False
@@ -65,9 +65,9 @@ class BackwardDetection:
         self._replaced = False  # parameters were out of their places when the last forward began, or lazy
 
     @property
-    def sees_backwards(self) -> bool:
-        """Whether gradients are read after the backward."""
-        return self.mode is Mode.BACKWARD
+    def mode(self) -> Mode:
+        """Where gradients are read."""
+        return Mode.BACKWARD if self.sees_backwards else Mode.OPTIMIZER
 
     @property
     def by_nodes(self) -> bool:
@@ -95,14 +95,13 @@ class BackwardDetection:
         if not self.nodes.hooks_all_of(table) and table.parameters() is not None:
             self.nodes.arm(table)
 
-    def forward_began(self, *, sampled: bool) -> None:
-        """Before a forward: hook what was added or thawed since the step, and use no node whose parameter has another shape."""
-        if sampled:
-            self._cost.of(self._look_for_thawed)
-        elif self.nodes.keeps_any and self._drop_changed():
+    def forward_began(self) -> None:
+        """Before a forward of a round that is not sampled: use no node whose parameter has another shape."""
+        if self._drop_changed():
             self.nodes.arm_some(dict.fromkeys(self._detectors.values()))
 
-    def _look_for_thawed(self) -> None:
+    def sampled_forward_began(self) -> None:
+        """Before a forward of a sampled round: hook what was added or thawed since the step as well."""
         index, nodes = self._index, self.nodes
         if capturing_graph():
             nodes.release()  # they were made for another stream
@@ -116,7 +115,7 @@ class BackwardDetection:
             self._replaced = index.has_lazy or index.table.parameters() is None
 
     def _drop_changed(self) -> bool:
-        changed = self.nodes.keeps_any and self.nodes.drop_changed()
+        changed = self.nodes.drop_changed()
         if changed:
             self._index.look_at_shapes()
         return changed
@@ -183,7 +182,7 @@ class BackwardDetection:
     def read_at_steps(self, why: str) -> None:
         """Read gradients at the step from now on."""
         say(logger, logging.INFO, "gradients are read at the step from now on: %s", why)
-        self.mode = Mode.OPTIMIZER
+        self.sees_backwards = False
         self._followed, self._detectors = None, {}
         self.probes.forget()
         self.nodes.release()

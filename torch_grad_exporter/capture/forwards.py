@@ -7,6 +7,7 @@ the forward, since other tensors are in the places of sharded parameters from th
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch_grad_exporter.capture.armed_round import Lost
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.module_tensors import batch_size
-from torch_grad_exporter.capture.phases import FORWARD, main_device
+from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat.autograd import graph_task
@@ -81,7 +82,7 @@ class ForwardHooks:
     def step_over(self) -> None:
         """A step is over: hook what the next round needs, before any backward of it can begin."""
         sampled = self._rounds.next_is_sampled
-        self._inspections.tell_and_charge(Inspection.step_over, sampled=sampled)
+        self._inspections.tell(Inspection.step_over, sampled=sampled)
         if self._index.fully_sharded:
             self._hooks.come_first()
             if sampled:  # here its sharded parameters are in their places
@@ -97,7 +98,7 @@ class ForwardHooks:
         start = clock.clock()
         clock.active(evaluating=not module.training)
         if clock.stepping and not called_from_step(sys._getframe(1)):
-            clock.leave_step()
+            clock.enter(OUTSIDE)
             self._rounds.step_abandoned()
         if self._requests.pending:
             requested = self._requests.take()
@@ -110,14 +111,16 @@ class ForwardHooks:
         if torch.is_grad_enabled() and module.training:
             if not again:
                 clock.switch(FORWARD, start)
-                inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-                self._rounds.inputs_wanted = any(value.requires_grad and value.is_leaf for value in inputs)
+                wanted = False
+                for value in (*args, *kwargs.values()):
+                    wanted |= isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+                self._rounds.inputs_wanted = wanted
             if clock.examples_known and not (again and clock.forward_came):
                 size = batch_size(args, kwargs) if self._index.models == 1 else None
                 if size is None:
-                    clock.examples_unknown()
+                    clock.examples_known = False
                 else:
-                    clock.examples_came(size)
+                    clock.examples += size
             clock.forward_came |= not again
         clock.spent(clock.clock() - start)
 
@@ -126,19 +129,20 @@ class ForwardHooks:
         sampled = self._rounds.next_is_sampled
         if sampled:
             self.follow_device()
-        self._detection.forward_began(sampled=sampled)
-        if sampled:
-            self.look_for_ranks(root)
+            self._cost.of(self._detection.sampled_forward_began)
+            self._ranks(self._look_for_ranks, root)
             self._look_for_pipeline(sys._getframe(2))
+        else:
+            self._detection.forward_began()
         if self._index.fully_sharded:
             self._look_early(sampled=sampled)
-        self._inspections.tell_and_charge(Inspection.forward_began, root, args, kwargs, sampled=sampled)
+        self._inspections.tell(Inspection.forward_began, root, args, kwargs, sampled=sampled)
 
     def backward_comes(self) -> None:
         """A backward is about to begin that no forward of a root has shown."""
-        self._thread.is_here()
+        self._thread.ident = threading.get_ident()
         if torch.is_grad_enabled() and self._rounds.next_is_sampled:
-            self._detection.forward_began(sampled=True)
+            self._cost.of(self._detection.sampled_forward_began)
 
     def follow_device(self) -> None:
         """The model may be somewhere else than before: phases are timed on the device where most of its parameters are."""
@@ -162,9 +166,9 @@ class ForwardHooks:
             in_place = sampled and index.table.parameters() is not None  # `None`: it has gathered them
             self.early = GradientVersions.of(index.refresh().tracked) if in_place else None
 
-    def look_for_ranks(self, root: torch.nn.Module | None = None) -> None:
-        """Find out which ranks have the same gradients, and what reduces them: within a forward of a root, or without one."""
-        self._ranks(self._look_for_ranks, root)
+    def look_for_ranks(self) -> None:
+        """Find out which ranks have the same gradients, and what reduces them, where no forward of a root has shown it."""
+        self._ranks(self._look_for_ranks, None)
 
     def _look_for_ranks(self, root: torch.nn.Module | None) -> None:
         if self._index.replicas.undecided(self._index.models):
@@ -216,7 +220,7 @@ class ForwardHooks:
             return True
         if detection.by_nodes and not detection.nodes.armed:
             self._index.look_at_shapes()
-        before, current.table = current.table, self.table_now(within_step=True)
+        before, current.table = current.table, self._index.refresh(within_step=True)
         if current.table is before or not current.fired:
             return True
         fired = {before.tracked[position] for position in current.fired}
@@ -225,11 +229,6 @@ class ForwardHooks:
             return {*trained.tracked} <= {*before.tracked}
         current.fired = {position for position, tracked in enumerate(current.table.tracked) if tracked in fired}
         return True
-
-    def table_now(self, *, within_step: bool) -> ParameterTable:
-        """Return the parameters that are trained now. `within_step`: FSDP2 may have gathered them."""
-        index = self._index
-        return index.table if index.present() is not None else index.refresh(within_step=within_step)
 
     def evidence(self) -> ClearingEvidence:
         """Return what the gradients of the last backward look like now; with FSDP, what they looked like before the forward."""

@@ -57,8 +57,10 @@ class GradientProbes:
 
     def backward_over(self, models: Iterable[int]) -> None:
         """Remembers the gradients at the end of a backward, one of each model that it ran through."""
-        first = [next(self._present(model), None) for model in models]
-        after = GradientVersions.of([probe for probe in first if probe is not None])
+        first: list[TrackedParameter] = []
+        for model in models:
+            first += itertools.islice(self._present(model), 1)
+        after = GradientVersions.of(first)
         self._last = after, _values_of(after)
 
     @property

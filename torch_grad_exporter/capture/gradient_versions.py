@@ -33,13 +33,9 @@ _NONE = torch.empty(0, device="cpu")
 """Stands where there is no gradient."""
 
 
-def _number_of(gradient: torch.Tensor) -> int | None:
-    return getattr(gradient, _ATTRIBUTE, None)
-
-
 def _numbered(gradient: torch.Tensor) -> int:
     """The gradient's number; it gets one if it has none yet."""
-    number = _number_of(gradient)
+    number: int | None = getattr(gradient, _ATTRIBUTE, None)
     if number is None:
         number = next(_NUMBERS)
         setattr(gradient, _ATTRIBUTE, number)
@@ -68,6 +64,8 @@ class PresentGradients:
     parameters: Sequence[torch.nn.Parameter | None]
     gradients: list[torch.Tensor | None]
     marks: Marks | None = None
+    in_place: bool = True
+    """Whether each parameter is in its place."""
 
     @classmethod
     def of(
@@ -80,7 +78,7 @@ class PresentGradients:
         """What there is now: no line of Python runs for each of them. `parameters`: where they were looked up already."""
         parameters = parameters_of(tracked) if parameters is None else parameters
         if types.NoneType in map(type, parameters):
-            return cls(tracked, parameters, [None if p is None else p.grad for p in parameters])
+            return cls(tracked, parameters, [None if p is None else p.grad for p in parameters], in_place=False)
         gradients: list[torch.Tensor | None] = []
         marks: Marks = [], [], []
         for start in range(0, len(parameters), AT_ONCE):
@@ -94,11 +92,6 @@ class PresentGradients:
                 except (RuntimeError, NotImplementedError):  # a kind of tensor that does not tell
                     marked = False
         return cls(tracked, parameters, gradients, marks if marked else None)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether each parameter is in its place."""
-        return types.NoneType not in map(type, self.parameters)
 
     def at(self, positions: Collection[int]) -> dict[int, torch.Tensor]:
         """The gradients that are there at these positions, by position in rising order."""
@@ -119,9 +112,13 @@ class GradientVersions:
     @classmethod
     def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
         """The versions of the parameters' gradients as they are now."""
-        gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
-        numbers = [None if g is None else _numbered(g) for g in gradients]
-        return cls(tracked, numbers, [-1 if g is None else version_of_local(g) for g in gradients])
+        numbers: list[int | None] = []
+        versions: list[int] = []
+        for parameter in parameters_of(tracked):
+            gradient = None if parameter is None else parameter.grad
+            numbers.append(None if gradient is None else _numbered(gradient))
+            versions.append(-1 if gradient is None else version_of_local(gradient))
+        return cls(tracked, numbers, versions)
 
     def moved(self, now: PresentGradients | None = None) -> set[int]:
         """The positions of those that have a gradient now that is another tensor than then, or was written to.
@@ -130,10 +127,12 @@ class GradientVersions:
         """
         if now is None or now.tracked is not self.tracked:
             now = PresentGradients.of(self.tracked)
+        rows = zip(now.gradients, self.numbers, self.versions, strict=True)
         return {
             position
-            for position, (gradient, number, version) in enumerate(zip(now.gradients, self.numbers, self.versions, strict=True))
-            if gradient is not None and (number is None or _number_of(gradient) != number or version_of_local(gradient) != version)
+            for position, (gradient, number, version) in enumerate(rows)
+            if gradient is not None
+            and (number is None or getattr(gradient, _ATTRIBUTE, None) != number or version_of_local(gradient) != version)
         }
 
     def unchanged(self) -> bool:

@@ -20,6 +20,9 @@ from torch_grad_exporter.model.parameters import ParameterTable, TrackedParamete
 
 P = ParamSpec("P")
 
+CHARGED = frozenset(("forward_began", "step_began", "step_ended", "step_over", "round_over"))
+"""Events of hooks that do not charge their whole time to the sample themselves."""
+
 First = tuple[TrackedParameter, Gradients]
 """The parameter whose node a backward reaches first, and the gradients that it is about to receive."""
 
@@ -116,9 +119,15 @@ class Inspections:
                 handlers.append((guard, getattr(inspection, name)))
 
     def tell(self, event: Callable[Concatenate[Inspection, P], None], *arguments: P.args, **named: P.kwargs) -> None:
-        """Call this method of all inspections that override it. The calling hook charges its time to the sample itself."""
-        for guard, handler in self._handlers[event.__name__]:
+        """Call this method of all inspections that override it, and charge the time to the sample unless a hook does so."""
+        handlers = self._handlers[event.__name__]
+        if not handlers:
+            return
+        start = self._cost.now()
+        for guard, handler in handlers:
             guard(functools.partial(handler, *arguments, **named))
+        if event.__name__ in CHARGED:
+            self._cost.charge(start)
 
     def release(self) -> None:
         """Release what all inspections hold, also those that have failed too often; idempotent, from any thread."""
@@ -126,8 +135,3 @@ class Inspections:
             error = caught(handler)
             if error is not None:
                 guard.failed(error)
-
-    def tell_and_charge(self, event: Callable[Concatenate[Inspection, P], None], *arguments: P.args, **named: P.kwargs) -> None:
-        """Call this method likewise, and charge the time to the sample."""
-        if self._handlers[event.__name__]:
-            self._cost.of(functools.partial(self.tell, event, *arguments, **named))

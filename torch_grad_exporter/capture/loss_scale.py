@@ -62,7 +62,7 @@ class LossScale:
     @property
     def value(self) -> torch.Tensor | None:
         """The loss scale now, if there is a scaler that has one."""
-        return scale_of(None if self._scaler is None else self._scaler())
+        return None if self._scaler is None else scale_of(self._scaler())
 
 
 UNDECIDED = 64
@@ -86,12 +86,8 @@ class FusedStepCounter:
     transfer: HostTransfer = field(default_factory=lambda: HostTransfer(ring=UNDECIDED))
     answering: set[int] = field(default_factory=set)
     """The optimizers that were ever given an answer."""
-    _rounds: deque[_UndecidedRound] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
-
-    @property
-    def waiting(self) -> bool:
-        """Whether answers of a round may still come."""
-        return bool(self._rounds)
+    undecided: deque[_UndecidedRound] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
+    """Rounds whose answers may still come; empty where no optimizer was given any."""
 
     def stepped(self, round_number: int, optimizer: int, found_inf: torch.Tensor | None) -> None:
         """Counts the step of an optimizer; `found_inf`: a scaler's answer, not zero if nothing was done."""
@@ -99,13 +95,13 @@ class FusedStepCounter:
         answer = None if ticket is None else ticket.ready()
         if answer is None or not answer[0]:
             self.clock.step_done(optimizer)
-        if found_inf is None and not self._rounds:
+        if found_inf is None and not self.undecided:
             return
         if found_inf is not None:
             self.answering.add(optimizer)
-        if not self._rounds or self._rounds[-1].number != round_number:
-            self._rounds.append(_UndecidedRound(round_number))
-        current = self._rounds[-1]
+        if not self.undecided or self.undecided[-1].number != round_number:
+            self.undecided.append(_UndecidedRound(round_number))
+        current = self.undecided[-1]
         if ticket is not None and answer is None:
             current.waiting[optimizer] = ticket
         else:
@@ -113,7 +109,7 @@ class FusedStepCounter:
 
     def settle(self, current_round: int) -> bool:
         """Takes in the answers that have come, up to the current round; whether a round before it was skipped."""
-        for one in self._rounds:
+        for one in self.undecided:
             for optimizer, answer in [(o, a) for o, ticket in one.waiting.items() if (a := ticket.ready()) is not None]:
                 del one.waiting[optimizer]
                 if answer[0]:
@@ -121,7 +117,7 @@ class FusedStepCounter:
                 else:
                     one.took_place += 1
         skipped = 0
-        while self._rounds and self._rounds[0].number != current_round and not self._rounds[0].waiting:
-            skipped += not self._rounds.popleft().took_place
-        self.clock.steps_skipped(skipped)
+        while self.undecided and self.undecided[0].number != current_round and not self.undecided[0].waiting:
+            skipped += not self.undecided.popleft().took_place
+        self.clock.skipped += skipped
         return bool(skipped)

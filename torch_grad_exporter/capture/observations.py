@@ -88,7 +88,7 @@ class Observations:
                     self._divisor(value)
                 else:
                     if name == "samples":
-                        self._clock.examples_unknown()
+                        self._clock.examples_known = False
                     if name == "loss":
                         self.loss_given = True
                     self.post(name, value, step=self._step_told("loss") if name == "loss" else None)

@@ -35,6 +35,7 @@ class PhaseTimes:
         own: What the exporter has taken so far, in seconds.
         untimed: Rounds that were followed and are in no phase: the device was too far behind, or a graph was being captured.
         device: Where the time passes; None while that is not known, and then like on the CPU.
+        by_events: Whether they are the times of a device.
     """
 
     def __init__(self, clock: Callable[[], float], events: EventPool | None = None) -> None:
@@ -45,6 +46,7 @@ class PhaseTimes:
         self.own = 0.0
         self.untimed = 0
         self.device: torch.device | None = None
+        self.by_events = False
         self._since, self._own_since = clock(), 0.0
         self._on_device: Timeline[str] | None = None
         self._pending: deque[Stretch[str]] = deque()
@@ -52,12 +54,7 @@ class PhaseTimes:
     @property
     def known(self) -> bool:
         """Whether the time of the phases is known on this kind of device."""
-        return self._on_device is not None or self.device is None or self.device.type == "cpu"
-
-    @property
-    def by_events(self) -> bool:
-        """Whether they are those of a device."""
-        return self._on_device is not None
+        return self.by_events or self.device is None or self.device.type == "cpu"
 
     def on(self, device: torch.device) -> None:
         """The parameters are on this device, which times the phases from now on if it was another one before."""
@@ -70,6 +67,7 @@ class PhaseTimes:
             self._on_device.restart()
         events = None if self._events is None else self._events.of(device)
         self._on_device, self.device = None if events is None else Timeline(events), device
+        self.by_events = events is not None
         self.restart(self.current)
 
     def enter(self, phase: str, moment: float | None = None) -> None:

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch_grad_exporter.capture.cost import HOOKS_SECONDS
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE, PhaseTimes
 from torch_grad_exporter.store.mailbox import Mailbox
@@ -72,9 +73,10 @@ class StepClock:
         self.now = now
         self.started = now()
         self.phases = PhaseTimes(clock, events)
-        self.skipped = 0
+        self.stepping = False  # whether an optimizer is in its step, or raised in it
+        self.skipped = 0  # rounds that ended without a step
         self.evaluating = False
-        self.examples_known = True
+        self.examples_known = True  # whether examples can be seen, and the user does not report them
         self.forward_came = False  # whether there was a training forward, outside of a backward, since the last step
         self.own_seconds = 0.0  # of the exporter on this thread since the last round
         self.device_seconds = 0.0  # of the exporter on devices, as far as that became known since the last round
@@ -98,30 +100,13 @@ class StepClock:
 
         `moment`: the clock's time if it was read just now.
         """
-        if self.phases.current != OPTIMIZER and self._uncommitted is None:
-            self.phases.enter(phase, moment)
+        if not self.stepping:
+            self.enter(phase, moment)
 
-    @property
-    def stepping(self) -> bool:
-        """Whether an optimizer is in its step, or raised in it."""
-        return self.phases.current == OPTIMIZER
-
-    def step_began(self, moment: float | None = None) -> None:
-        """Begin an optimizer's step. `moment`: see `switch`."""
-        self._enter(OPTIMIZER, moment)
-
-    def leave_step(self) -> None:
-        """Leave a step that will not end, since it raised."""
-        self._enter(OUTSIDE)
-
-    def step_over(self, moment: float, *, first_of_round: bool) -> None:
-        """Leave a step that was over at this moment of the clock; `step_ended` follows."""
-        self._enter(OUTSIDE, moment)
-        if first_of_round and self._uncommitted is None:
-            self.phases.round_over()
-
-    def _enter(self, phase: str, moment: float | None = None) -> None:
+    def enter(self, phase: str, moment: float | None = None) -> None:
+        """Enter a phase; that of a step ends with `step_ended`, or here where the step raised. `moment`: see `switch`."""
         if self._uncommitted is None:
+            self.stepping = phase == OPTIMIZER
             self.phases.enter(phase, moment)
 
     # Counts
@@ -138,29 +123,14 @@ class StepClock:
         """Take back a step that did not take place: the next one is not counted, since a counter must not fall."""
         self._owed[optimizer] = self._owed.get(optimizer, 0) + 1
 
-    def steps_skipped(self, steps: int) -> None:
-        """Count rounds that ended without a step."""
-        self.skipped += steps
-
-    def backwards_passed(self, backwards: int) -> None:
-        """Count backwards that are over."""
-        self.backward_passes += backwards
-
-    def examples_came(self, examples: int) -> None:
-        """Count training examples that go into a forward."""
-        self.examples += examples
-
-    def examples_unknown(self) -> None:
-        """Give up examples: they cannot be seen, or the user reports them."""
-        self.examples_known = False
-
     def resume(self, step: int) -> None:
         """Take this number as that of the training's last step, from which the numbers of steps go on."""
         self.earlier = step - max(self.counts().steps.values(), default=0)
 
-    def numbers(self, steps: dict[int, int]) -> dict[int, int]:
-        """Return the number in the whole training of each optimizer's last step, given the steps counted here."""
-        return {optimizer: count + (self.earlier or 0) for optimizer, count in steps.items()}
+    def numbers(self) -> dict[int, int]:
+        """Return the number in the whole training of each optimizer's last committed step."""
+        earlier = self.earlier
+        return {optimizer: count + earlier for optimizer, count in self.steps.items()} if earlier else self.steps
 
     @property
     def number(self) -> int:
@@ -192,10 +162,6 @@ class StepClock:
         self.own_seconds += seconds
         self.phases.own += seconds
 
-    def spent_on_devices(self, seconds: float) -> None:
-        """Add what the exporter took on devices."""
-        self.device_seconds += seconds
-
     @property
     def _last_counted(self) -> tuple[float, float] | None:
         """The end of the last step that was only counted, in seconds of the clock, and what Unix time is ahead of it."""
@@ -222,23 +188,34 @@ class StepClock:
         counted = self._last_counted
         return self._round_at or 0.0 if counted is None else counted[0]
 
-    def step_ended(self, *, first_of_round: bool, trace: TraceIds | None = None) -> float | None:
-        """Note the end of a step; return the seconds since the round before, for a round's first step only.
+    def step_ended(self, start: float, *, first_of_round: bool, traced: bool) -> tuple[float | None, float]:
+        """Note the end of a step.
 
-        `trace`: the one that is active.
+        Args:
+            start: When the hook of its end began, in seconds of the clock.
+            first_of_round: Whether it is the first step of its round; the others only show that the loop is alive.
+            traced: Whether its record is to have the active trace.
+
+        Returns:
+            The seconds since the round before, if that is known, and what the exporter took on this thread since then.
         """
+        self.enter(OUTSIDE, start)
+        if first_of_round and self.phases.by_events:
+            self.phases.round_over()
+        self.spent(self.clock() - start + (HOOKS_SECONDS if first_of_round else 0.0))
         now = self._last_step = self._last_activity = self.now()
         self.evaluating = False
         if not first_of_round:
-            return None
-        moment, before = self.clock(), self._round_at
-        own, self.own_seconds, self.device_seconds = self.own_seconds + self.device_seconds, 0.0, 0.0
+            return None, self.own_seconds
+        moment, before, own = self.clock(), self._round_at, self.own_seconds
+        own_seconds, self.own_seconds, self.device_seconds = own + self.device_seconds, 0.0, 0.0
         self._round_at = moment
         step = None
         if self._placed <= PLACED:  # the first one has no duration
             self._placed, step = self._placed + 1, self.number - 1
-        self._mailbox.append(StepsTaken(before, (moment,), now - moment, own, trace, step))
-        return None if before is None else moment - before
+        trace = active_trace() if traced else None
+        self._mailbox.append(StepsTaken(before, (moment,), now - moment, own_seconds, trace, step))
+        return None if before is None else moment - before, own
 
     # Rounds that something else counts
 
@@ -282,27 +259,28 @@ class StepClock:
         counts = counted.counts()
         self.steps, self.backward_passes, self.examples = counts.steps, counts.backward_passes, counts.examples
         self._uncommitted = None
+        self.stepping = False
         self.phases.restart()
         return durations, own
 
 
 class TrainingThread:
-    """The thread of the last step of an optimizer of the models: before the first one it may be any."""
+    """The thread of the last step of an optimizer of the models: before the first one it may be any.
+
+    Attributes:
+        ident: That of the thread; None while it is not known.
+    """
 
     def __init__(self) -> None:
-        self._ident: int | None = None
-
-    def is_here(self) -> None:
-        """The calling thread trains."""
-        self._ident = threading.get_ident()
+        self.ident: int | None = None
 
     def may_be_here(self) -> bool:
-        """Whether the calling thread trains, or it is not known yet which one does."""
-        return self._ident in (None, threading.get_ident())
+        """Return whether the calling thread trains, or it is not known yet which one does."""
+        return self.ident in (None, threading.get_ident())
 
     def frame(self) -> types.FrameType | None:
         """Return what that thread executes; the calling thread's own frame if it is not known yet which one trains."""
-        return sys._current_frames().get(threading.get_ident() if self._ident is None else self._ident)
+        return sys._current_frames().get(threading.get_ident() if self.ident is None else self.ident)
 
 
 def active_trace() -> TraceIds | None:

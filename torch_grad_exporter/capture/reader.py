@@ -5,8 +5,11 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -21,7 +24,6 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
 from torch_grad_exporter.store.mailbox import Mailbox
@@ -43,20 +45,36 @@ AFTER, AT_STEP, AGAIN, END, OTHERS = BOUNDARIES = (
 )  # fmt: skip
 """Each has a guard of its own."""
 
+P = ParamSpec("P")
+_Method = Callable[Concatenate["GradientReader", P], None]
 
+
+@dataclass(slots=True)
 class StepView:
     """An optimizer that is about to use its gradients, or has just used them.
 
-    Args:
+    Attributes:
         optimizer: Its number.
         grad_scale: The loss scale that a fused optimizer divides by itself.
         found_inf: Not zero if a fused optimizer is to skip its step.
     """
 
-    __slots__ = ("found_inf", "grad_scale", "optimizer")
+    optimizer: int
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
-    def __init__(self, optimizer: int, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
-        self.optimizer, self.grad_scale, self.found_inf = optimizer, grad_scale, found_inf
+
+def _guarded(boundary: str) -> Callable[[_Method[P]], _Method[P]]:
+    """Keep what a method of `GradientReader` raises from its caller, by the reader's guard of this boundary."""
+
+    def decorate(method: _Method[P]) -> _Method[P]:
+        @functools.wraps(method)
+        def guarded(reader: GradientReader, /, *arguments: P.args, **named: P.kwargs) -> None:
+            reader.guards[boundary](functools.partial(method, reader, *arguments, **named))
+
+        return guarded
+
+    return decorate
 
 
 class GradientReader:
@@ -79,7 +97,7 @@ class GradientReader:
     ) -> None:
         self._optimizers, self._statistics = optimizers, statistics
         self._clock, self._cost, self._mailbox = clock, cost, mailbox
-        self._guards = {part: errors.boundary("capture", part) for part in BOUNDARIES}
+        self.guards = {part: errors.boundary("capture", part) for part in BOUNDARIES}
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._loss_scale = loss_scale
         self._bypass: set[int] = set()  # optimizers whose gradients were once edited in a way that versions do not show
@@ -106,6 +124,7 @@ class GradientReader:
 
     # Reading
 
+    @_guarded(AFTER)
     def read(
         self,
         current: ArmedRound,
@@ -114,8 +133,10 @@ class GradientReader:
         divisor: float = 1.0,
         step: StepView | None = None,
         now: PresentGradients | None = None,
-    ) -> bool:
+    ) -> None:
         """Measure the gradients of a round and hand them over, in place of an earlier reading of the same round.
+
+        Sets `parts` of the round; they stay as they were if its gradients cannot be read.
 
         Args:
             current: The round.
@@ -123,22 +144,14 @@ class GradientReader:
             divisor: By what a pipeline schedule divides gradients after the backward.
             step: The optimizer that is about to use them, where they are read at the step.
             now: The table's gradients, where they were looked up already.
-
-        Returns:
-            Whether that was done.
         """
-        return self._guards[AFTER].result(self._read, current, pattern, divisor, step, now) or False
-
-    def _read(
-        self, current: ArmedRound, pattern: RoundPattern, divisor: float, step: StepView | None, now: PresentGradients | None
-    ) -> bool:
         if len(self._mailbox) >= CROWDED:
-            return False
+            return
         table, at = current.table, self._clock.now()
         if now is None or now.tracked is not table.tracked:
             now = PresentGradients.of(table.tracked, marked=self.readable)
         if not now.in_place:
-            return False
+            return
         begun = self._cost.timer.begin(self._places)
         present = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
         gradients = table.tracked.own(present)
@@ -148,18 +161,20 @@ class GradientReader:
         parts, scale = self._sent(self._statistics.finish(readings, current.number), loss_scale)
         self._cost.timer.end(begun)
         if not parts:
-            return False
+            return
         self._samples += 1
-        current.parts = parts
         self.readable = all(reading.group.readable for reading in readings)
         compared = now.marks if self.readable and not current.early_fired else None
         current.as_read = None if compared is None else GradientsAsRead(present, compared, self._samples)
         # A gradient that a hook of the user removed at once counts as none.
         there = current.early_fired | gradients.keys() if current.early_fired else gradients.keys()
-        every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
-        missing = [i for i, parameter in every if i not in there and parameter is not None and parameter.requires_grad]
+        missing: list[int] = []
+        if len(there) < len(now.parameters):
+            rows = enumerate(now.parameters)
+            missing = [i for i, parameter in rows if i not in there and parameter is not None and parameter.requires_grad]
         # Where no backward is seen, each optimizer's step reads the round again, with what those before have left.
-        current.views = [view for view in current.views if view.ours and step is not None and current.captured]
+        if current.views:
+            current.views = [view for view in current.views if view.ours and step is not None and current.captured]
         current.divided_again = False
         self._mailbox.append(
             SampleRead(
@@ -178,13 +193,11 @@ class GradientReader:
                 at_step=step is not None,
             )
         )
-        return True
+        current.parts = parts
 
+    @_guarded(AT_STEP)
     def read_early(self, current: ArmedRound, positions: Iterable[int]) -> None:
         """Read gradients that an optimizer is about to use up before the backward is over, or that no backward has shown."""
-        self._guards[AT_STEP](self._read_early, current, positions)
-
-    def _read_early(self, current: ArmedRound, positions: Iterable[int]) -> None:
         tracked = current.table.tracked
         there = ((i, tracked[i].gradient()) for i in positions if i not in current.early_fired)
         gradients = tracked.own({int(i): gradient for i, gradient in there if gradient is not None})
@@ -203,11 +216,9 @@ class GradientReader:
         owned: list[int] = np.flatnonzero(self._optimizers.owners(table, {optimizer}) == optimizer).tolist()
         return owned
 
+    @_guarded(AGAIN)
     def read_again(self, current: ArmedRound, seen: StepView, *, ours: bool = False) -> None:
         """Measure norms as an optimizer sees them. `ours`: after `clip=` has clipped them."""
-        self._guards[AGAIN](self._read_again, current, seen, ours)
-
-    def _read_again(self, current: ArmedRound, seen: StepView, ours: bool) -> None:
         table, optimizer = current.table, seen.optimizer
         fired, owners = self._owners_of_fired(current, {optimizer})
         mine: list[int] = fired[owners[fired] == optimizer].tolist()
@@ -263,10 +274,19 @@ class GradientReader:
 
     # The end of a sample
 
-    def owners_of(self, current: ArmedRound, optimizer: int) -> frozenset[int]:
-        """Return the optimizers that own what the round has read, among them this one that steps; -1 stands for none."""
+    def waited_for(self, current: ArmedRound, optimizer: int, *, every: bool) -> frozenset[int]:
+        """Return the optimizers whose steps on an open sample are still to come, or have been; -1 stands for parameters of none.
+
+        Args:
+            current: The round.
+            optimizer: The number of the one that steps now.
+            every: Whether each known one is waited for, since each is read when it steps.
+        """
+        if not current.sample_is_open:
+            return frozenset()
         fired, owners = self._owners_of_fired(current, {*current.stepped, optimizer})
-        return frozenset(owners[fired].tolist())
+        waited = frozenset(owners[fired].tolist())
+        return waited.union(number for number, _ in self._optimizers.numbered()) if every else waited
 
     def _owners_of_fired(self, current: ArmedRound, stepped: Collection[int]) -> tuple[IntArray, IntArray]:
         """Return the positions of what the round has read, and the owners of all parameters. `stepped`: see `owners`."""
@@ -284,10 +304,11 @@ class GradientReader:
             outcome: What became of its step.
             usual: The optimizers that usually step.
         """
-        self._guards[END](self._close, current, outcome, usual)
+        self._close(current, outcome, usual)
         self._cost.sample_over(once=self._statistics.taken_once())
-        self.settle_cost()
+        self._cost.settle()
 
+    @_guarded(END)
     def _close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
         did_step = frozenset(current.stepped)
         fired, owners = self._owners_of_fired(current, did_step)
@@ -298,18 +319,19 @@ class GradientReader:
         self._post_end(current, outcome, stepped, owners, final=True, guessed=guessed)
         if not mine <= stepped:
             others = fired[~np.isin(owners[fired], list(stepped))].tolist()
-            self._guards[OTHERS](self._statistics.forget, current.table, others, current.number)
+            self.guards[OTHERS](self._statistics.forget, current.table, others, current.number)
 
+    @_guarded(END)
     def stepped(self, current: ArmedRound) -> None:
         """Hand over what is known so far: an optimizer has stepped on the sample, and others may still do so."""
         stepped = frozenset(current.stepped)
         owners = self._optimizers.owners(current.table, stepped)
-        self._guards[END](lambda: self._post_end(current, Outcome.STEPPED, stepped, owners, final=False, guessed=False))
+        self._post_end(current, Outcome.STEPPED, stepped, owners, final=False, guessed=False)
 
     def _post_end(
         self, current: ArmedRound, outcome: Outcome, stepped: frozenset[int], owners: IntArray, *, final: bool, guessed: bool
     ) -> None:
-        steps = self._clock.numbers(self._clock.steps)
+        steps = self._clock.numbers()
         unsure = current.divided_again and outcome is Outcome.SKIPPED
         divisor = None if unsure else self._divisors.get(current.number)
         views = tuple(current.views)
@@ -321,14 +343,9 @@ class GradientReader:
         """Take back what was read of the round."""
         owners = self._optimizers.owners(current.table)
         self._mailbox.append(RoundEnded(current.number, Outcome.UNKNOWN, owners, frozenset(), {}, withdrawn=True))
-        self._guards[OTHERS](self._statistics.forget, current.table, sorted(current.fired), current.number)
+        self.guards[OTHERS](self._statistics.forget, current.table, sorted(current.fired), current.number)
         self._cost.sample_over(once=self._statistics.taken_once())
-        self.settle_cost()
-
-    def settle_cost(self) -> None:
-        """Report what samples have cost on devices, as far as that is known; a CUDA call."""
-        if not capturing_graph():
-            self._cost.settle()
+        self._cost.settle()
 
 
 def _same_norms(before: Iterable[SamplePart], after: Iterable[SamplePart], parameters: int) -> bool:

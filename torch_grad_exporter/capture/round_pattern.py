@@ -102,6 +102,8 @@ class RoundPattern:
         self._plain |= not self._cleared_since_step
         self._cleared.append(self._cleared_since_step)
         self._cleared_since_step = False
+        if not self._held:
+            return 0
         if self._several_passes:
             self._held = 0
         return self.release() if self._plain else 0

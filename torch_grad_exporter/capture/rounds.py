@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch_grad_exporter.capture.armed_round import ArmedRound, Lost
+from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.loss_scale import FusedStepCounter
 from torch_grad_exporter.capture.progress import StepClock
@@ -44,15 +45,16 @@ class RoundTracker:
         optimizers: Optimizers,
         schedule: SamplingSchedule,
         clock: StepClock,
+        cost: SampleCost,
         mailbox: Mailbox,
         reader: GradientReader,
         inspections: Inspections,
         fused: FusedStepCounter,
     ) -> None:
         self._index, self._optimizers, self._schedule = index, optimizers, schedule
-        self._clock, self._mailbox, self._reader = clock, mailbox, reader
+        self._clock, self._cost, self._mailbox, self._reader = clock, cost, mailbox, reader
         self._inspections, self._fused = inspections, fused
-        self.current = ArmedRound(0, sampled=schedule.due(0), table=index.table)
+        self.current = ArmedRound(0, sampled=schedule.next_due(0) == 0, table=index.table)
         self.pattern = RoundPattern()
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
@@ -69,7 +71,10 @@ class RoundTracker:
     def next_is_sampled(self) -> bool:
         """Whether the backward that comes next belongs to a sampled round."""
         current = self.current
-        return (self._postponed or self._schedule.due(current.number + 1)) if current.stepped else current.sampled
+        if not current.stepped:
+            return current.sampled
+        number = current.number + 1
+        return self._postponed or self._schedule.next_due(number) == number
 
     def regular_optimizer(self) -> int | None:
         """Return the only optimizer that ever steps, if the last rounds were all like this one, which has just had its step."""
@@ -102,7 +107,7 @@ class RoundTracker:
     def _gradients_were_cleared(self, evidence: ClearingEvidence) -> None:
         """The gradients of the last backward are gone, and no step was seen."""
         if evidence.scaler_known or not self.pattern.hold():
-            self._clock.steps_skipped(1 + self.pattern.release())
+            self._clock.skipped += 1 + self.pattern.release()
             self._begin_round(skipped=True)
         elif evidence.updated and not evidence.reporting and (self._unreported or self.current.passes >= PASSES):
             # Steps are taken that nothing reports: what became of each round is not known.
@@ -115,7 +120,7 @@ class RoundTracker:
         """The gradients of the backward that begins cannot be read: what was read of the round, if anything, is not all of it."""
         current = self.current
         if current.sample_is_open:
-            self._inspections.tell_and_charge(Inspection.round_over, current.number, kept=False)
+            self._inspections.tell(Inspection.round_over, current.number, kept=False)
             self._reader.withdraw(current)
         if current.captured or not current.extra:
             self._lose(why)
@@ -172,7 +177,8 @@ class RoundTracker:
         self.closures.discard(optimizer)
         current.stepped.add(optimizer)
         self._steps_on_inputs |= current.of_inputs
-        self._resolve(Outcome.STEPPED)
+        if current.observed:
+            self._resolve(Outcome.STEPPED)
         if current.sample_is_open:
             # No other optimizer will step on the captured gradients in this round, as far as the last rounds show.
             active = self.pattern.active(current.models)
@@ -193,7 +199,7 @@ class RoundTracker:
 
     def step_skipped(self) -> None:
         """The step of this round was skipped, which the gradients do not show."""
-        self._clock.steps_skipped(1)
+        self._clock.skipped += 1
         self._begin_round(skipped=True)
 
     # Norms that the user gives, and rounds that were only counted
@@ -201,7 +207,7 @@ class RoundTracker:
     def norm_observed(self) -> None:
         """The user gave the global norm of the current round; a sample carries its outcome, else it is reported by itself."""
         self.current.observed = not self.current.captured
-        if self.current.stepped:
+        if self.current.observed and self.current.stepped:
             self._resolve(Outcome.STEPPED)
 
     def norm_resolved(self, outcome: Outcome) -> None:
@@ -218,7 +224,7 @@ class RoundTracker:
         self.current.number += rounds + skipped
         if skipped:
             self._skipped_unseen = True
-            self._clock.steps_skipped(skipped)
+            self._clock.skipped += skipped
 
     def backwards_counted(self, backwards: int) -> None:
         """So many backwards of a round that is not over were only counted."""
@@ -231,35 +237,34 @@ class RoundTracker:
     def _begin_round(self, *, skipped: bool = False) -> None:
         """End the current round and begin the next one."""
         last, number = self.current, self.current.number + 1
-        due = self._schedule.due(number)  # as at the forward; the end of a sample may change the interval
+        due = self._schedule.next_due(number) == number  # as at the forward; the end of a sample may change the interval
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
-        released = self.pattern.learn(last.models, last.stepped, last.backwards)
-        if released:
-            self._clock.steps_skipped(released)
+        self._clock.skipped += self.pattern.learn(last.models, last.stepped, last.backwards)
         if last.behind:
             self._lose(Lost.EDITED)
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         # The answer of a fused optimizer comes late: the step before may turn out to be a skipped one now.
-        late = self._fused.settle(number)
+        late = bool(self._fused.undecided) and self._fused.settle(number)
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled
         sampled = due or ((surprising or self._postponed) and self._readable)
         self._skipped_unseen = self._postponed = False
         self.current = ArmedRound(number, sampled=sampled, table=self._index.table, extra=not due)
-        self._reader.settle_cost()
+        self._cost.settle()
         if last.stepped:
-            self._optimizers.round_over()
+            self._optimizers.settled = True
 
     def training_over(self, *, failed: bool) -> None:
         """The exporter is being closed: a whole round without a step is a skipped one, unless an exception ended it, `failed`."""
         current = self.current
         skipped = not failed and not current.stepped and current.open and self.pattern.is_whole(current.backwards)
-        self._clock.steps_skipped(skipped)
+        self._clock.skipped += skipped
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         current.open = False
 
     def _end(self, outcome: Outcome) -> None:
         """Report what is open. `outcome`: of a round without a step."""
-        self._resolve(outcome)
+        if self.current.observed:
+            self._resolve(outcome)
         if self.current.sample_is_open:
             self._close(Outcome.STEPPED if self.current.stepped and outcome is Outcome.UNKNOWN else outcome)
 
@@ -267,13 +272,12 @@ class RoundTracker:
         current = self.current
         current.open = False
         # First, since its cost is part of the sample's.
-        self._inspections.tell_and_charge(Inspection.round_over, current.number, kept=True)
+        self._inspections.tell(Inspection.round_over, current.number, kept=True)
         self._reader.close(current, outcome, self.pattern.steppers(current.models))
 
     def _resolve(self, outcome: Outcome) -> None:
-        if self.current.observed:
-            self.current.observed = False
-            self.norm_resolved(outcome)
+        self.current.observed = False
+        self.norm_resolved(outcome)
 
     def _lose(self, why: Lost) -> None:
         """Count a sample that was not taken, once."""

@@ -46,7 +46,7 @@ _ADDED_UP = 256
 
 
 class SamplingSchedule:
-    """Decides with `due`, learns from `stepped`, `counted` and `sampled`. Belongs to the training thread.
+    """Decides with `next_due`, learns from `stepped`, `counted` and `sampled`. Belongs to the training thread.
 
     `every`: a fixed interval in rounds, or None to follow `budget`, the share of step time that the exporter may take, in (0, 1).
     `counting`: what it knows of the costs of rounds. `threads`: the CPU time of our own threads, which counts in the budget.
@@ -70,12 +70,8 @@ class SamplingSchedule:
         """Sample no round any more."""
         self.every = self.interval = NEVER
 
-    def due(self, number: int) -> bool:
-        """Return whether the round of this number, from 0, is sampled: exactly one of each `interval` in a row."""
-        return self.next_due(number) == number
-
     def next_due(self, number: int) -> int:
-        """Return the first round from this number on that is sampled."""
+        """Return the first round from this number, from 0, on that is sampled: exactly one of each `interval` in a row."""
         if self.interval == NEVER:
             return number + NEVER
         interval, first, last = self._due

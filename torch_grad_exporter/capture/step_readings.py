@@ -15,6 +15,7 @@ from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.reader import GradientReader, StepView
 from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.statistics.device import capturing_graph
 
@@ -27,6 +28,7 @@ class StepReadings:
     def __init__(
         self,
         *,
+        index: LayerIndex,
         optimizers: Optimizers,
         cost: SampleCost,
         reader: GradientReader,
@@ -35,7 +37,7 @@ class StepReadings:
         forwards: ForwardHooks,
         backward: BackwardHooks,
     ) -> None:
-        self._optimizers, self._cost, self._reader = optimizers, cost, reader
+        self._index, self._optimizers, self._cost, self._reader = index, optimizers, cost, reader
         self._rounds, self._detection, self._forwards, self._backward = rounds, detection, forwards, backward
 
     def before_step(self, seen: StepView) -> None:
@@ -44,7 +46,7 @@ class StepReadings:
             self._cost.of(self._read, seen)
             return
         current = self._rounds.current
-        if current.sampled and current.fired and self.reduced_since(seen):
+        if current.sampled and current.fired and current.left is not None and self.reduced_since(seen):
             return
         if current.behind:
             self._cost.of(self._backward.catch_up)
@@ -78,16 +80,6 @@ class StepReadings:
         elif self._untouched(seen.optimizer) is False:
             current.early, current.early_fired = [], set()  # what was read before is no longer what is used
             self._cost.of(self._read, seen)
-
-    def waited_for(self, optimizer: int) -> frozenset[int]:
-        """Return the optimizers whose steps on an open sample are still to come, or have been."""
-        current = self._rounds.current
-        if not current.sample_is_open:
-            return frozenset()
-        owners = self._reader.owners_of(current, optimizer)
-        if self._detection.sees_backwards:
-            return owners
-        return owners.union(number for number, _ in self._optimizers.numbered())  # each is read when it steps
 
     def reduced_since(self, seen: StepView) -> bool:
         """Return whether the loop reduced gradients after the backward; then what the optimizer will use is read instead.
@@ -123,7 +115,7 @@ class StepReadings:
             return
         self._forwards.look_for_ranks()
         if not current.captured:
-            current.table = self._forwards.table_now(within_step=False)
+            current.table = self._index.refresh()
         self._reader.read_early(current, self._reader.positions_of(current.table, seen.optimizer))
         current.fired |= current.early_fired
         if current.fired:

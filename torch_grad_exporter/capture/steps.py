@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardHooks
-from torch_grad_exporter.capture.cost import HOOKS_SECONDS
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.loss_scale import FusedStepCounter, LossScale
 from torch_grad_exporter.capture.observations import Observations
-from torch_grad_exporter.capture.progress import StepClock, TrainingThread, active_trace
+from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE
+from torch_grad_exporter.capture.progress import StepClock, TrainingThread
 from torch_grad_exporter.capture.reader import GradientReader, StepView
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -52,7 +53,7 @@ class StepHooks:
         readings: StepReadings,
         observations: Observations,
         thread: TrainingThread,
-        periodic: Callable[[], None] | None,
+        periodic: Callable[[], object] | None,
     ) -> None:
         self._index, self._optimizers, self._clock, self._schedule, self._hooks = index, optimizers, clock, schedule, hooks
         self._reader, self._loss_scale, self._inspections = reader, loss_scale, inspections
@@ -92,15 +93,15 @@ class StepHooks:
             self._began_within_backward(task, number, optimizer)
             clock.spent(clock.clock() - start)
             return
-        self._thread.is_here()
+        self._thread.ident = threading.get_ident()
         if clock.stepping and not called_from_step(sys._getframe(3)):
-            clock.leave_step()
+            clock.enter(OUTSIDE)
             rounds.step_abandoned()
         if clock.stepping and number in rounds.stepping:  # `step` has called `super().step()`
             self._nested.add(number)
             self._readings.inner_step(StepView(number, found_inf=self._found_inf.get(number)))
             return
-        clock.step_began(start)
+        clock.enter(OPTIMIZER, start)
         sampled = rounds.current.sampled
         if sampled:
             self._loss_scale.search(sys._getframe(1))
@@ -137,15 +138,17 @@ class StepHooks:
         closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         current = self._rounds.current
         # A scaler sets both for the time of a fused optimizer's step.
-        found_inf = _tensor(getattr(optimizer, "found_inf", None))
-        grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
+        found_inf = getattr(optimizer, "found_inf", None)
+        found_inf = found_inf if isinstance(found_inf, torch.Tensor) else None
+        grad_scale = None if found_inf is None else _grad_scale(optimizer)
         self._use(StepView(number, grad_scale, found_inf), closure=closure)
         if current.sampled:
-            self._inspections.tell_and_charge(Inspection.step_began, self._rounds.current, number)
+            self._inspections.tell(Inspection.step_began, self._rounds.current, number)
 
     def _use(self, seen: StepView, *, closure: bool) -> None:
         """An optimizer uses its gradients in a step. `closure`: the backward is yet to come, within the step."""
-        self._backward.abandoned()
+        if self._backward.task != -1:
+            self._backward.abandoned()
         self._rounds.step_began(seen.optimizer, closure=closure)
         self._found_inf[seen.optimizer] = seen.found_inf
         if not closure:
@@ -159,7 +162,7 @@ class StepHooks:
         start = clock.clock()
         if skip is not None:
             self._found_inf[number] = skip
-        self._readings.clipped(StepView(number, _tensor(getattr(optimizer, "grad_scale", None)), skip))
+        self._readings.clipped(StepView(number, _grad_scale(optimizer), skip))
         clock.spent(clock.clock() - start)
 
     # After a step
@@ -170,7 +173,9 @@ class StepHooks:
         if number is not None and graph_task() == -1:
             self._hooked = True
             self._ended(number)
-            self.release()
+            hook, self._late_hook = self._late_hook, None
+            if hook is not None:
+                hook.remove()
 
     def _backward_ended(self) -> None:
         self._hooked = True
@@ -193,7 +198,7 @@ class StepHooks:
         self._counted.settle()
         if not (self._hooked and self._rounds.current.stepped):
             optimizer = self._optimizers.manual()
-            self._clock.step_began()
+            self._clock.enter(OPTIMIZER)
             self._use(StepView(optimizer), closure=False)
             self._ended(optimizer)
         self._hooked = False
@@ -218,19 +223,16 @@ class StepHooks:
         if late and sees_backwards:
             self._readings.before_step(seen)
         first = not rounds.current.stepped
-        rounds.step_ended(number, self._readings.waited_for(number))
+        rounds.step_ended(number, self._reader.waited_for(rounds.current, number, every=not sees_backwards))
         self._forwards.step_over()
         if sampled:
-            self._inspections.tell_and_charge(Inspection.step_ended, rounds.current, number, found_inf)
+            self._inspections.tell(Inspection.step_ended, rounds.current, number, found_inf)
         self._observations.settings(start, sampled=sampled)
         if first:
             self._inspections.tell(Inspection.round_stepped)
         if self._periodic is not None:
             self._periodic()
-        clock.step_over(start, first_of_round=first)
-        clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))
-        own = clock.own_seconds
-        seconds = clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
+        seconds, own = clock.step_ended(start, first_of_round=first, traced=sampled)
         if seconds is not None:
             self._schedule.stepped(seconds - own, None if sampled else own)
         if first:
@@ -239,9 +241,9 @@ class StepHooks:
     def _regular_optimizer(self) -> int | None:
         """Return the only optimizer that ever steps, if the next rounds may be taken for the same as the last ones."""
         optimizers = self._optimizers
-        quiet = self._detection.sees_backwards and not (self._detection.nodes.held or self._backward.running)
+        quiet = self._detection.sees_backwards and not self._detection.nodes.held and self._backward.task == -1
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
-        if not quiet or self._index.fully_sharded or self._fused.waiting or optimizers.has_tools:
+        if not quiet or self._index.fully_sharded or self._fused.undecided or optimizers.has_tools:
             return None
         stepper = self._rounds.regular_optimizer()
         return None if stepper in optimizers.copying | self._fused.answering | self._nested else stepper
@@ -254,12 +256,7 @@ class StepHooks:
         hook, self._late_hook = self._late_hook, None
         remove_step_hooks([] if hook is None else [hook])
 
-    def release(self) -> None:
-        """Remove the hook of a single step; idempotent."""
-        hook, self._late_hook = self._late_hook, None
-        if hook is not None:
-            hook.remove()
 
-
-def _tensor(value: object) -> torch.Tensor | None:
-    return value if isinstance(value, torch.Tensor) else None
+def _grad_scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    scale = getattr(optimizer, "grad_scale", None)
+    return scale if isinstance(scale, torch.Tensor) else None

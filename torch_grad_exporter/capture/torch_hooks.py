@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torch_grad_exporter.capture.module_hooks import ModuleHooks
 from torch_grad_exporter.errors import LIMIT, ErrorLog
-from torch_grad_exporter.torch_compat.autograd import dispatch_is_intercepted, outside_of_modes
+from torch_grad_exporter.torch_compat.autograd import intercepting_modes, outside_of_modes
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
 from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks, remove_step_hooks
@@ -55,7 +55,7 @@ class GuardedHook:
             return
         compiler = stop_compiling()
         try:
-            if dispatch_is_intercepted():  # by a mode of the user's, which is not to see our operations
+            if intercepting_modes():  # which are not to see our operations
                 with outside_of_modes():
                     action(*arguments)
             else:

@@ -166,7 +166,8 @@ class RoundLoss(Inspection):
 
     def round_stepped(self) -> None:
         """Post the loss of the round."""
-        self._post([*self._take_used(), *self._end_round()])
+        if self._pending or self._round is not None or self._observations.loss_given:
+            self._post([*self._take_used(), *self._end_round()])
         self._reading = self._trained = False
         self._given = max(0, self._given - 1)
         # A backward through a pending one may still come, but not after another step.

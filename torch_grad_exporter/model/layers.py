@@ -61,6 +61,7 @@ class LayerIndex:
         replicas: Replicas | None = None,
     ) -> None:
         self._models = [(name, weakref.ref(module)) for name, module in models.items()]
+        self.models = len(self._models)
         self._filter = layer_filter or LayerFilter()
         self._max_layers = max_layers
         self.replicas = replicas or Replicas()
@@ -73,22 +74,13 @@ class LayerIndex:
         self._in_turn: set[TrackedParameter] = set()
         """Those that are frozen and thawed in turn."""
         self._flat = FlatParts()
-        self._table = make_table((), max_layers, self.replicas)
+        self.table = make_table((), max_layers, self.replicas)
+        """The table of the last refresh."""
         self.fully_sharded = False
         """Whether FSDP manages a module, which then shows its sharded parameters outside of forward and backward only."""
         self.has_lazy = False
         """Whether a parameter is yet to be initialised, by the first forward."""
         self._scan()
-
-    @property
-    def models(self) -> int:
-        """How many models there are."""
-        return len(self._models)
-
-    @property
-    def table(self) -> ParameterTable:
-        """The table of the last refresh."""
-        return self._table
 
     def refresh(self, *, within_step: bool = False, in_place: bool = False) -> ParameterTable:
         """The table as of now: the same object while no module came or went and no parameter was replaced, frozen or unfrozen.
@@ -96,13 +88,13 @@ class LayerIndex:
         `within_step`: between the forward and the end of the backward, when FSDP shows other parameters. `in_place`: only if no
         tracked parameter is out of its place, as within a call with other parameters.
         """
-        if self.present() is not None or ((within_step or are_gathered(self._table.tracked)) and self._is_fully_sharded()):
-            return self._table
-        return self._table if in_place and self._table.parameters() is None else self._scan()
+        if self.present() is not None or ((within_step or are_gathered(self.table.tracked)) and self._is_fully_sharded()):
+            return self.table
+        return self.table if in_place and self.table.parameters() is None else self._scan()
 
     def look_at_shapes(self) -> None:
         """Lets the next refresh scan anew if a tracked parameter has data of another shape, and is gathered."""
-        pairs = zip(self._table.tracked, self._table.tracked.parameters(), strict=True)
+        pairs = zip(self.table.tracked, self.table.tracked.parameters(), strict=True)
         if any(p is not None and p.shape != one.shape and p.numel() and math.prod(one.shape) for one, p in pairs):
             self._structures.clear()
 
@@ -117,12 +109,12 @@ class LayerIndex:
         if types.NoneType in map(type, modules):
             return None
         columns, owned = _looked_at(modules)  # type: ignore[arg-type]  # none of them is `None`
-        known = next((known for known in self._structures if known.columns == columns), None)
-        if known is None:
-            return None
-        if known.places is None:
-            return self._table.tracked.parameters()
-        return owned if len(known.places) == len(owned) else [*map(owned.__getitem__, known.places)]
+        for known in self._structures:
+            if known.columns == columns:
+                if known.places is None:
+                    return self.table.tracked.parameters()
+                return owned if len(known.places) == len(owned) else [*map(owned.__getitem__, known.places)]
+        return None
 
     def _scan(self) -> ParameterTable:
         """Walks all modules; returns a new table if anything changed."""
@@ -153,13 +145,13 @@ class LayerIndex:
         known = {*self._known.values()}
         self._frozen, self._in_turn = {t: n for t, n in self._frozen.items() if t in known}, self._in_turn & known
         frozen = frozenset(layers.difference(one.layer for one in found))
-        before = self._table.tracked
+        before = self.table.tracked
         changed = len(found) != len(before) or any(a is not b for a, b in zip(found, before, strict=True))
-        if changed or frozen != self._table.frozen:
-            self._table = self._planned(found, frozen)
+        if changed or frozen != self.table.frozen:
+            self.table = self._planned(found, frozen)
             self._structures.clear()
-        self._structures.appendleft(_Structure(columns, _places(self._table.tracked, owned)))
-        return self._table
+        self._structures.appendleft(_Structure(columns, _places(self.table.tracked, owned)))
+        return self.table
 
     def _is_tracked(self, one: TrackedParameter, *, trained: bool) -> bool:
         """Whether a parameter that is trained now, or was before, is tracked."""
@@ -182,7 +174,7 @@ class LayerIndex:
             elif module is root:
                 self.replicas.search_in_forward(model, root)
         if self.replicas.state != before:
-            self._table = self._planned(self._table.tracked, self._table.frozen)
+            self.table = self._planned(self.table.tracked, self.table.frozen)
 
     def _planned(self, tracked: Sequence[TrackedParameter], frozen: frozenset[str]) -> ParameterTable:
         # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.

@@ -48,7 +48,7 @@ class Optimizers:
         """What is told of an optimizer that was found to concern nothing here, on its own thread."""
         self.copying: set[int] = set()
         """Those that own copies of the parameters: what they see is in no gradient of the model."""
-        self._settled = False
+        self.settled = False
         """Whether a whole round is over, so that a parameter without an optimizer is known to be updated by none."""
         self._overlap = False
         """Whether two optimizers own the same parameter."""
@@ -130,10 +130,6 @@ class Optimizers:
         self._numbers[optimizer] = number
         return number
 
-    def round_over(self) -> None:
-        """A round with a step is over: a parameter without an optimizer is known to be updated by none."""
-        self._settled = True
-
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The number of a named optimizer that never reports a step itself, since it only wraps this one."""
         for number, reference in self._silent.items():
@@ -213,7 +209,7 @@ class Optimizers:
         if len(self.names) != 1:
             return None
         alone = self.names == [MANUAL] or bool(self.copying)
-        return 0 if alone or (self._settled and self._index.models == 1) else None
+        return 0 if alone or (self.settled and self._index.models == 1) else None
 
     def _new(self, name: str, *, within_backward: bool) -> int:
         if not within_backward:

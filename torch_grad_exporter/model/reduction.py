@@ -57,6 +57,8 @@ class Reductions:
     def backward_began(self) -> None:
         """A backward of a sampled round begins."""
         forwards, self._forwards, self.coming = self._forwards, [], None
+        if not forwards:
+            return
         # The last forward through a wrapper decides.
         found = {wrapper: syncs for reference, syncs in forwards if (wrapper := reference()) is not None}
         # A wrapper that computes in another type replaces these parameters by others.

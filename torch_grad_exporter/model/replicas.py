@@ -38,17 +38,14 @@ class Replicas:
         self._first = rank == 0
         self._alone = world_size == 1
         self._by_hand = ranks is Ranks.FIRST
+        self.by_loop = self._by_hand and not self._alone
+        """Whether an option says that the loop makes gradients of several ranks equal, and not a wrapper."""
         self._copied: dict[int, bool] = {}
         """By model that was searched: whether all of it is a copy of another rank's."""
         self._wrapped: set[int] = set()
         """The models around which there is a wrapper."""
         self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Modules that are copies, in models that are not as a whole."""
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether an option says that gradients of several ranks are equal, and not a wrapper."""
-        return self._by_hand and not self._alone
 
     @property
     def state(self) -> tuple[object, ...]:

@@ -175,9 +175,5 @@ def outside_of_modes() -> contextlib.AbstractContextManager[object]:
     return torch.utils._python_dispatch._disable_current_modes() if _HIDES else contextlib.nullcontext()
 
 
-_dispatch_modes = find("torch._C._len_torch_dispatch_stack")
-
-
-def dispatch_is_intercepted() -> bool:
-    """Whether a mode of the user's, such as that of a selective checkpoint, would see the operations of the calling function."""
-    return _dispatch_modes is not None and _dispatch_modes() > 0
+intercepting_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
+"""How many modes of the user's, such as that of a selective checkpoint, see the operations of the calling function."""

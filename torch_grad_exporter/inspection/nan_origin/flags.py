@@ -14,7 +14,7 @@ import torch
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
-from torch_grad_exporter.torch_compat.autograd import dispatch_is_intercepted, within_transform
+from torch_grad_exporter.torch_compat.autograd import intercepting_modes, within_transform
 from torch_grad_exporter.torch_compat.tensors import is_plain, local
 
 # Tensors that are flagged in one tape, at most.
@@ -50,7 +50,7 @@ class Flags:
         tensor = local(tensor)
         if not is_plain(tensor) or tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
             return None
-        if len(self._ends) >= MOST or dispatch_is_intercepted() or within_transform():
+        if len(self._ends) >= MOST or intercepting_modes() or within_transform():
             return None
         tensor = tensor.detach()
         if tensor.is_complex():
