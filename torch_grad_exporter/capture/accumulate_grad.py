@@ -128,11 +128,6 @@ class AccumulateGradNodes:
         return bool(self._hooks)
 
     @property
-    def keeps_any(self) -> bool:
-        """Whether any node is kept alive."""
-        return bool(self._held.tracked)
-
-    @property
     def held(self) -> bool:
         """Whether nodes of parameters are held that are frozen at times."""
         return bool(self._at_times)

@@ -85,32 +85,28 @@ class CountedRounds:
         `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
         step that ends the counting, and with that of another optimizer. `resume`: prepares the round after it.
         """
-        number, backwards = self._rounds.current.number, self._backwards_of_round()
-        if self._clock.skipped != self._skipped:
-            self._skipped, self._not_before = self._clock.skipped, number + AFTER_TROUBLE
+        number, clock = self._rounds.current.number, self._clock
+        examples, backwards = clock.examples - self._seen[0], clock.backward_passes - self._seen[1]
+        self._seen = clock.examples, clock.backward_passes
+        if examples and backwards:
+            self._sizes.append(examples / backwards)
+        if clock.skipped != self._skipped:
+            self._skipped, self._not_before = clock.skipped, number + AFTER_TROUBLE
         rounds = self._schedule.only_counted(number + 1)
         follow = number < self._not_before or self._requests.pending
         stepper = None if rounds < AT_LEAST or follow else regular()
-        found = self._optimizers.numbered() if stepper is not None else []
-        if len(found) != 1 or found[0][0] != stepper:
+        known = self._optimizers.numbered() if stepper is not None else []
+        if len(known) == 1 and known[0][0] == stepper:
+            if self._on_trial(backwards):
+                self._resume = resume
+                self._begin(known[0], rounds, over)
+        elif self._witness is not None:
             self._dismiss()
-        elif self._on_trial(backwards):
-            self._resume = resume
-            self._begin(found[0], rounds, over)
         return self._witness is not None
 
     def follow(self, rounds: int) -> None:
         """Follow at least this many of the next rounds instead of counting them."""
         self._not_before = max(self._not_before, self._rounds.current.number + rounds)
-
-    def _backwards_of_round(self) -> int:
-        """How many backwards the round had that is over; takes in their size."""
-        clock = self._clock
-        examples, backwards = clock.examples - self._seen[0], clock.backward_passes - self._seen[1]
-        self._seen = clock.examples, clock.backward_passes
-        if examples and backwards:
-            self._sizes.append(examples / backwards)
-        return backwards
 
     @property
     def _mean_size(self) -> float:

@@ -108,7 +108,7 @@ class BackwardDetection:
             return
         # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
         looks = self.by_nodes and not within_transform()
-        present = index.present() if looks and nodes.keeps_any else None
+        present = index.present() if looks else None
         changed = self._drop_changed()
         if looks and (changed or present is None or not nodes.hooks_all_of(index.table)):
             self._arm_all(in_place=True)

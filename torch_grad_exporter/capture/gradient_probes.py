@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -26,9 +26,9 @@ def _is_zero(gradient: torch.Tensor) -> bool | None:
     return not bool(found.view(-1)[:LOOKED_AT].any())
 
 
-def _values_of(versions: GradientVersions) -> list[int]:
+def _versions_of(parameters: Sequence[torch.nn.Parameter | None]) -> list[int]:
     """How often the parameters were written to, -1 for one that is gone."""
-    return [-1 if p is None else version_of_local(p) for p in parameters_of(versions.tracked)]
+    return [-1 if p is None else version_of_local(p) for p in parameters]
 
 
 class GradientProbes:
@@ -60,8 +60,7 @@ class GradientProbes:
         first: list[TrackedParameter] = []
         for model in models:
             first += itertools.islice(self._present(model), 1)
-        after = GradientVersions.of(first)
-        self._last = after, _values_of(after)
+        self._last = GradientVersions.of(first), _versions_of(parameters_of(first))
 
     @property
     def _after_backward(self) -> GradientVersions:
@@ -104,7 +103,7 @@ class GradientProbes:
     def updated(self) -> bool:
         """Whether parameters were written to since the last backward."""
         after, values = self._last
-        return any(now not in (-1, before) for now, before in zip(_values_of(after), values, strict=True))
+        return any(now not in (-1, before) for now, before in zip(_versions_of(parameters_of(after.tracked)), values, strict=True))
 
     def untouched(self) -> bool:
         """Whether the gradients are those of the last backward, as far as the probes show."""

@@ -174,11 +174,10 @@ class GradientsAsRead:
             place = dict(zip(positions, itertools.count()))
         if now.marks is None or not all(map(operator.eq, marks, now.marks)):
             return False
-        return all(
-            _element(now.gradients[place[position]], index) == value
-            for position, index, value in self._elements
-            if position in place and not math.isnan(value)
-        )
+        for position, index, value in self._elements:
+            if position in place and not math.isnan(value) and _element(now.gradients[place[position]], index) != value:
+                return False
+        return True
 
 
 def _element(gradient: torch.Tensor | None, index: int) -> float:

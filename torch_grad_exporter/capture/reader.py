@@ -6,6 +6,7 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ class GradientReader:
         if not parts:
             return
         self._samples += 1
-        self.readable = all(reading.group.readable for reading in readings)
+        self.readable = all(map(operator.attrgetter("group.readable"), readings))
         compared = now.marks if self.readable and not current.early_fired else None
         current.as_read = None if compared is None else GradientsAsRead(present, compared, self._samples)
         # A gradient that a hook of the user removed at once counts as none.

@@ -88,7 +88,8 @@ class SamplingSchedule:
 
         Many are interrupted by one that is followed, at scattered places for the reason that samples are scattered for.
         """
-        return min((COUNTED_ROUNDS + 1) // 2 + scattered(number) % (COUNTED_ROUNDS // 2), self.next_due(number) - number)
+        least, until_due = (COUNTED_ROUNDS + 1) // 2, self.next_due(number) - number
+        return until_due if until_due <= least else min(least + scattered(number) % (COUNTED_ROUNDS // 2), until_due)
 
     @property
     def shown_interval(self) -> int | None:
@@ -116,10 +117,11 @@ class SamplingSchedule:
 
     def sampled(self, cost: float) -> None:
         """Learn what a sample cost in seconds and adapt the interval."""
-        costs, step = self.counting, self.counting.step
+        costs = self.counting
         costs.sampled(cost)
         if self.every is not None:
             return
+        step = costs.step
         self._samples += 1
         self._spent += cost
         share = costs.share()

@@ -54,7 +54,7 @@ class Optimizers:
         """Whether two optimizers own the same parameter."""
         self._table: ParameterTable | None = None
         self._groups_seen = -1
-        self._groups_listed: tuple[object, ...] = ()
+        self._groups_listed: list[object] = []
         self._owners = np.zeros(0, dtype=np.int64)
         self._places: dict[int, list[int]] = {}
         """By optimizer the positions in the table of its parameters, in its own order; -1 of those that are not there."""
@@ -164,14 +164,33 @@ class Optimizers:
 
         Parameters that were replaced within a group are looked for in each `new_sample` only.
         """
-        groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
-        listed = (self._adopter, *((number, id(parameters), len(parameters)) for number, parameters in groups))
+        adopter = self._adopter
+        groups: list[tuple[int, list[torch.nn.Parameter]]] = []
+        listed: list[object] = [adopter]
+        for optimizer, number in self._numbers.items():
+            for group in optimizer.param_groups:
+                parameters = group["params"]
+                groups.append((number, parameters))
+                listed += number, id(parameters), len(parameters)
         if table is self._table and listed == self._groups_listed and not (new_sample or (self._overlap and stepped)):
             return self._owners
-        seen = hash((self._adopter, *((number, tuple(map(id, parameters))) for number, parameters in groups)))
+        identities: list[object] = [adopter]
+        for number, parameters in groups:
+            identities += number, tuple(map(id, parameters))
+        seen = hash(tuple(identities))
         self._groups_listed = listed
         if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
             return self._owners
+        self._owners, self._places = self._assigned(table, groups, stepped)
+        if adopter is not None:
+            self._owners[self._owners == -1] = adopter
+        self._table, self._groups_seen = table, seen
+        return self._owners
+
+    def _assigned(
+        self, table: ParameterTable, groups: list[tuple[int, list[torch.nn.Parameter]]], stepped: Collection[int]
+    ) -> tuple[IntArray, dict[int, list[int]]]:
+        """The owner of each parameter, and the positions of each optimizer's own; see `owners`."""
         position = table.tracked.positions
         owners = np.full(len(table.tracked), -1, dtype=np.int64)
         overlap = False
@@ -183,11 +202,8 @@ class Optimizers:
                 if where != -1:
                     overlap |= bool(owners[where] not in (-1, number))
                     owners[where] = number
-        if self._adopter is not None:
-            owners[owners == -1] = self._adopter
         self._overlap = overlap
-        self._table, self._groups_seen, self._owners, self._places = table, seen, owners, places
-        return owners
+        return owners, places
 
     def parameters_at(self, number: int, positions: Sequence[int]) -> list[torch.nn.Parameter | None] | None:
         """The parameters at these positions of the table that `owners` was asked of last, as the optimizer itself has them.
@@ -196,9 +212,12 @@ class Optimizers:
         """
         if self._places.get(number) != positions:
             return None
-        return [
-            p for one, optimizer in self.numbered() if one == number for group in optimizer.param_groups for p in group["params"]
-        ]
+        parameters: list[torch.nn.Parameter | None] = []
+        for optimizer, other in self._numbers.items():
+            if other == number:
+                for group in optimizer.param_groups:
+                    parameters += group["params"]
+        return parameters
 
     @property
     def _adopter(self) -> int | None:
