@@ -12,8 +12,8 @@ import torch
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import device, host
-from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Grouping
-from torch_grad_exporter.statistics.device import ByTorch, GroupReading, joined
+from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Group, Grouping
+from torch_grad_exporter.statistics.device import ByTorch, GroupReading
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout, Packing
 from torch_grad_exporter.statistics.units import UnitState
@@ -136,24 +136,32 @@ class EagerStatistics:
 
     def _packed(self, parts: Sequence[GroupReading], layout: Layout, sample: int | None = None) -> Measurement:
         """Pack the readings of one device. `sample`: in which their units are counted, if they are."""
-        groups, where = [part.group for part in parts], parts[0].group.device
-        arrays = [(group.positions, group.elements, group.units, group.implied) for group in groups]
-        positions, elements, units, implied = arrays[0] if len(arrays) == 1 else map(np.concatenate, zip(*arrays, strict=True))
-        rows = joined([part.rows for part in parts])
-        pieces = None if len(rows) == len(positions) else np.concatenate([part.pieces for part in parts])
-        vector = rows.reshape(-1)
+        group, rows, zero, alive = parts[0].group, parts[0].rows, parts[0].zero, parts[0].alive
+        pieces: list[int] | IntArray = parts[0].pieces
+        if len(parts) > 1:  # as where gradients were read before the backward was over
+            group, pieces = _together([part.group for part in parts]), np.concatenate([part.pieces for part in parts])
+            rows = torch.cat([part.rows for part in parts])
+            zero, alive = torch.cat([part.zero for part in parts]), torch.cat([part.alive for part in parts])
+        where, vector = group.device, rows.reshape(-1)
         missing = counted = None
         if sample is not None:
-            missing = implied if implied.any() else None
-            members = groups[0].members if len(groups) == 1 else tuple(itertools.chain(*(group.members for group in groups)))
-            if members:
+            missing = group.implied if group.implied.any() else None
+            if group.members:
                 if where not in self._units:
                     self._units[where] = UnitState(self._window, where)
-                zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
-                counts = self._units[where].update(members, zero, alive, sample)
+                counts = self._units[where].update(group.members, zero, alive, sample)
                 if counts is not None:
                     vector = torch.cat((vector, counts.reshape(-1).to(vector.dtype)))
-                    counted = np.flatnonzero(units)
+                    counted = np.flatnonzero(group.units)
         scaled = where.type not in self._on_host and self._by_torch.wide(where) is torch.float32
-        packing = Packing(layout, pieces, scaled, missing, counted)
-        return Measurement(positions, elements, units, vector, packing)
+        each = None if len(rows) == len(group.positions) else np.asarray(pieces, dtype=np.int64)
+        packing = Packing(layout, each, scaled, missing, counted)
+        return Measurement(group.positions, group.elements, group.units, vector, packing)
+
+
+def _together(groups: Sequence[Group]) -> Group:
+    """Return the group of all gradients of these, which are on one device."""
+    columns = [(group.positions, group.elements, group.units, group.implied) for group in groups]
+    positions, elements, units, implied = map(np.concatenate, zip(*columns, strict=True))
+    members = tuple(itertools.chain(*(group.members for group in groups)))
+    return Group(groups[0].device, members, positions, elements, units, implied, readable=False)

@@ -47,27 +47,26 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
         A unit with a NaN is neither.
     """
     looks = counts or bool(layout.apart)
-    tensors, parts = [len(batch.tensors) for batch in batches], []
     squares: list[FloatArray] = []
-    lengths, rows = [], []
+    parts, sizes, rows = [], [], []
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
-        for batch, n in zip(batches, tensors, strict=True):
-            number = length = 0
+        for batch in batches:
+            number, length, n = 0, 0, len(batch.tensors)
             for block in blocks(batch, wide=layout.float64, whole=not looks):
                 squares.append(row_squares(block))
                 number, length = number + 1, length + len(squares[-1])
                 if looks:
                     rows.append(_looked_at(block.reshape(n, -1), layout, counts=counts))
             parts.append(number)
-            lengths.append(length)
+            sizes.append((n, length, 0 if batch.layout is None else batch.rows * n, batch.elements))
         sums = np.concatenate(squares, dtype=np.float64)
         squares.clear()  # as large as the gradients where units are narrow
-        norms, zero, alive = _norms(batches, tensors, sums, lengths)
+        norms, zero, alive = _norms(batches, sums, sizes)
         if layout.norms_only:
             return norms[:, None], zero, alive
         columns = np.concatenate(rows) if looks else np.zeros((len(norms), layout.width))
         if len(columns) > len(norms):  # a gradient of several blocks has a batch for itself
-            each = np.repeat(parts, tensors)
+            each = np.repeat(parts, [n for n, _, _, _ in sizes])
             columns = layout.runs(columns, np.repeat(np.arange(len(each)), each), np.cumsum(each) - each)
         columns[:, Column.NORM] = norms
         # Without negative zeros, whose order depends on the company that they are measured in.
@@ -141,29 +140,28 @@ def count(mask: BoolArray) -> IntArray | int:
 
 
 def _norms(
-    batches: Sequence[Batch], tensors: Sequence[int], squares: FloatArray, lengths: Sequence[int]
+    batches: Sequence[Batch], squares: FloatArray, sizes: Sequence[tuple[int, int, int, int]]
 ) -> tuple[FloatArray, BoolArray, BoolArray]:
     """The norm of each gradient, without under- or overflow, and of all output units which are zero and which are not.
 
     Args:
         batches: The gradients.
-        tensors: How many each batch has.
         squares: The `row_squares` of all batches, end to end.
-        lengths: How many of them each batch has.
+        sizes: Of each batch its gradients, squares, output units, and elements of each gradient.
     """
-    each = np.repeat([length // n for length, n in zip(lengths, tensors, strict=True)], tensors)
+    tensors, lengths, units, elements = np.array(sizes).T
+    each = np.repeat(lengths // tensors, tensors)
     # The sum of a gradient depends on its own squares alone: measured alone it has the same bits.
     total = np.add.reduceat(squares, np.cumsum(each) - each)
     norms: FloatArray = np.sqrt(total)
-    least = np.repeat([batch.elements * FAITHFUL for batch in batches], tensors)
+    least = np.repeat(elements * FAITHFUL, tensors)
     doubtful = ~((total > least) & np.isfinite(total))
-    units = [0 if batch.layout is None else batch.rows * n for batch, n in zip(batches, tensors, strict=True)]
-    zero = np.zeros(sum(units), dtype=np.bool_)
+    zero = np.zeros(units.sum(), dtype=np.bool_)
     alive = ~zero
     if squares.min() > 0 and not doubtful.any():  # as mostly
         return norms, zero, alive
-    ends = (itertools.accumulate(sizes) for sizes in (tensors, lengths, units))
-    for batch, n, length, size, *end in zip(batches, tensors, lengths, units, *ends, strict=True):
+    ends = (itertools.accumulate(column.tolist()) for column in (tensors, lengths, units))
+    for batch, (n, length, size, _), *end in zip(batches, sizes, *ends, strict=True):
         mine, here = slice(end[0] - n, end[0]), slice(end[2] - size, end[2])
         doubts = doubtful[mine]
         if not doubts.any() and (size == 0 or squares[end[1] - length : end[1]].min() > 0):

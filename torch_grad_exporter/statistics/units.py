@@ -62,7 +62,8 @@ class UnitState:
             Zero units and dead units of each member, shape (members, 2), int64; None: there are none.
         """
         last, on_host = self._counts, self._device.type == "cpu"
-        self._streams.begin(last.before, last.after, last.ends, *self._kept.values())
+        if not on_host:
+            self._streams.begin(last.before, last.after, last.ends, *self._kept.values())
         before, ends = last.before if sample == last.sample else last.after, last.ends
         if last.members is not members and last.members != members:
             for (tracked, _), part in zip(last.members, torch.split(before, [n for _, n in last.members]), strict=True):
@@ -87,7 +88,8 @@ class UnitState:
                 sums = sums.index_select(0, torch.cat((ends, ends + flags.shape[1])))
                 totals = sums.diff(prepend=sums.new_zeros(1)).view(2, -1).t()
         self._counts = _Counts(members, ends, before, after, sample)
-        self._streams.end()
+        if not on_host:
+            self._streams.end()
         return totals
 
     def forget(self, foreign: Collection[TrackedParameter], sample: int) -> None:
