@@ -39,11 +39,15 @@ _ROUNDS_ADDED_UP = 1024
 
 
 class RoundCosts:
-    """Learns costs and durations, in seconds. Belongs to the training thread. Its memory is bounded."""
+    """Learns costs and durations, in seconds. Belongs to the training thread. Its memory is bounded.
+
+    Attributes:
+        samples: What the last samples cost.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
-        self._samples: deque[float] = deque(maxlen=_REMEMBERED)
+        self.samples: deque[float] = deque(maxlen=_REMEMBERED)
         self._followed_costs: deque[float] = deque(maxlen=_FOLLOWED_REMEMBERED)
         # Of rounds that are not sampled: followed ones, those that were only counted, and the seconds that the latter cost. Older
         # ones count half.
@@ -66,10 +70,6 @@ class RoundCosts:
         self._followed = self._followed * older + followed
         self._counted = self._counted * older + counted
         self._counted_cost = self._counted_cost * older + counted_cost
-
-    def sampled(self, cost: float) -> None:
-        """A sample cost this much."""
-        self._samples.append(cost)
 
     @property
     def timing_interval(self) -> int:
@@ -104,9 +104,9 @@ class RoundCosts:
         A sampled round is a followed one, which costs more than most.
         """
         step = self.step
-        if step is None or not self._samples:
+        if step is None or not self.samples:
             return 0.0
-        costs = sorted(self._samples)[: max(1, len(self._samples) - 1)]
+        costs = sorted(self.samples)[: max(1, len(self.samples) - 1)]
         followed, rest = self.not_sampled()
         return (fmean(costs) + followed - rest) / step
 

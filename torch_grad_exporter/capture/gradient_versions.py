@@ -33,15 +33,6 @@ _NONE = torch.empty(0, device="cpu")
 """Stands where there is no gradient."""
 
 
-def _numbered(gradient: torch.Tensor) -> int:
-    """The gradient's number; it gets one if it has none yet."""
-    number: int | None = getattr(gradient, _ATTRIBUTE, None)
-    if number is None:
-        number = next(_NUMBERS)
-        setattr(gradient, _ATTRIBUTE, number)
-    return number
-
-
 def version_of_local(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
     return version_of(local(tensor))
@@ -111,12 +102,16 @@ class GradientVersions:
 
     @classmethod
     def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
-        """The versions of the parameters' gradients as they are now."""
+        """Return the versions of the parameters' gradients as they are now; each gradient gets a number if it has none yet."""
         numbers: list[int | None] = []
         versions: list[int] = []
         for parameter in parameters_of(tracked):
             gradient = None if parameter is None else parameter.grad
-            numbers.append(None if gradient is None else _numbered(gradient))
+            number = getattr(gradient, _ATTRIBUTE, None)
+            if gradient is not None and number is None:
+                number = next(_NUMBERS)
+                setattr(gradient, _ATTRIBUTE, number)
+            numbers.append(number)
             versions.append(-1 if gradient is None else version_of_local(gradient))
         return cls(tracked, numbers, versions)
 

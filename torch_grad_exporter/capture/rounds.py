@@ -152,12 +152,6 @@ class RoundTracker:
 
     # Steps
 
-    def step_began(self, optimizer: int, *, closure: bool = False) -> None:
-        """An optimizer begins a step. `closure`: the backward is yet to come, within the step."""
-        self.stepping.add(optimizer)
-        if closure:
-            self.closures.add(optimizer)
-
     def step_to_be_read(self, optimizer: int) -> None:
         """An optimizer's gradients are about to be read, since no backward is seen: a round that it has ended is over."""
         if optimizer in self.current.stepped or not self.current.open:

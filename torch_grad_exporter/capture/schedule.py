@@ -118,7 +118,7 @@ class SamplingSchedule:
     def sampled(self, cost: float) -> None:
         """Learn what a sample cost in seconds and adapt the interval."""
         costs = self.counting
-        costs.sampled(cost)
+        costs.samples.append(cost)
         if self.every is not None:
             return
         step = costs.step

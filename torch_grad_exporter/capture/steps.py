@@ -149,7 +149,9 @@ class StepHooks:
         """An optimizer uses its gradients in a step. `closure`: the backward is yet to come, within the step."""
         if self._backward.task != -1:
             self._backward.abandoned()
-        self._rounds.step_began(seen.optimizer, closure=closure)
+        self._rounds.stepping.add(seen.optimizer)
+        if closure:
+            self._rounds.closures.add(seen.optimizer)
         self._found_inf[seen.optimizer] = seen.found_inf
         if not closure:
             self._readings.before_step(seen)

@@ -34,7 +34,7 @@ from torch_grad_exporter.model.parameters import (
 )
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
-from torch_grad_exporter.torch_compat.fsdp import are_managed, is_imported, is_managed
+from torch_grad_exporter.torch_compat.fsdp import are_managed, is_managed
 from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
 IN_TURN = 8
@@ -265,7 +265,7 @@ def _looked_at(modules: Sequence[torch.nn.Module]) -> tuple[_Columns, list[torch
         [*map(id, parameters)],
         kinds,
         [*map(_requires_grad, trained)],
-        are_managed(modules) if is_imported() else [],
+        are_managed(modules),
     )
     return columns, parameters
 

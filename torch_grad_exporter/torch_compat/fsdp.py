@@ -69,11 +69,6 @@ def is_flattened(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
-def is_imported() -> bool:
-    """Return whether anything has imported FSDP, so that a module may be managed by it. Importing torch alone does not."""
-    return "torch.distributed.fsdp" in sys.modules or "torch.distributed._composable.fsdp" in sys.modules
-
-
 _MANAGED = "_is_fsdp_managed_module"
 
 
@@ -84,7 +79,9 @@ def is_managed(module: torch.nn.Module) -> bool:
 
 
 def are_managed(modules: Sequence[torch.nn.Module]) -> list[bool]:
-    """The same of each of thousands, in one go."""
+    """Return the same of each of thousands, in one go; nothing where FSDP is not imported, as importing torch does not."""
+    if "torch.distributed.fsdp" not in sys.modules and "torch.distributed._composable.fsdp" not in sys.modules:
+        return []
     return [*map(operator.contains, map(vars, modules), itertools.repeat(_MANAGED))]
 
 
