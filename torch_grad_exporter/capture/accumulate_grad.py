@@ -52,12 +52,12 @@ class _Held:
 
     @classmethod
     def of(cls, tracked: TrackedParameters, trained: dict[TrackedParameter, torch.nn.Parameter], before: _Held) -> _Held:
-        """The nodes of what is trained of these parameters, and of the rest of them those that were held before."""
+        """Return the nodes of what is trained of these parameters, and of the rest of them those that were held before."""
         parameters = [*trained.values()]
         nodes, kinds, places = nodes_of(parameters), _shared(map(_kind, parameters)), _places(parameters)
         if len(trained) == len(tracked):
             return cls(tracked, parameters, nodes, kinds, places)
-        frozen = before.only({one for one in tracked if one not in trained and one.parameter() is not None})
+        frozen = before.only({t for t in tracked if t not in trained and t.parameter() is not None})
         return cls(
             TrackedParameters((*trained, *frozen.tracked)),
             [*parameters, *frozen.parameters],
@@ -67,7 +67,7 @@ class _Held:
         )
 
     def only(self, wanted: Collection[TrackedParameter]) -> _Held:
-        """Those of some parameters."""
+        """Return those of some parameters."""
         chosen = [tracked in wanted for tracked in self.tracked] if wanted else []
 
         def some(column: Sequence[T]) -> list[T]:
@@ -77,17 +77,17 @@ class _Held:
         return _Held(tracked, some(self.parameters), some(self.nodes), some(self.kinds), some(self.places))
 
     def items(self) -> Iterator[tuple[TrackedParameter, Node]]:
-        """The parameters with their nodes."""
+        """Return the parameters with their nodes."""
         return zip(self.tracked, self.nodes, strict=True)
 
     def changed(self) -> set[TrackedParameter]:
-        """Which of the parameters are of another kind now, or in other memory."""
+        """Return which of the parameters are of another kind now, or in other memory."""
         # Another type or device is another place in memory, where that is known. This is asked in each sample.
         for start in range(0, len(self.parameters), AT_ONCE):
-            those = slice(start, start + AT_ONCE)
-            now = self.parameters[those]
-            shapes = [*map(operator.itemgetter(0), self.kinds[those])]
-            if _places(now) != self.places[those] or [*map(_shape, now)] != shapes:
+            part = slice(start, start + AT_ONCE)
+            now = self.parameters[part]
+            shapes = [*map(operator.itemgetter(0), self.kinds[part])]
+            if _places(now) != self.places[part] or [*map(_shape, now)] != shapes:
                 break
         else:
             if 0 not in self.places or [*map(_kind, self.parameters)] == self.kinds:
@@ -133,7 +133,7 @@ class AccumulateGradNodes:
         return bool(self._at_times)
 
     def drop_changed(self) -> bool:
-        """Releases the nodes of parameters that have another shape, type or device than when the node was taken; whether any has.
+        """Release the nodes of parameters whose shape, type or device has changed since; return whether there are any.
 
         Also of one that is not in its place, since `torch.func.functional_call` puts others there for the time of a forward.
         """
@@ -146,7 +146,7 @@ class AccumulateGradNodes:
         return bool(changed)
 
     def arm(self, table: ParameterTable, *, late: bool = False) -> None:
-        """Hooks the nodes of all parameters of the table, those that are frozen now as far as their nodes are held.
+        """Hook the nodes of all parameters of the table, those that are frozen now as far as their nodes are held.
 
         `late`: a backward runs already.
         """
@@ -158,7 +158,7 @@ class AccumulateGradNodes:
         self.table = table
 
     def arm_some(self, tracked: Iterable[TrackedParameter]) -> None:
-        """Hooks the nodes of these parameters, which are to report backwards, and of no others."""
+        """Hook the nodes of these parameters, which are to report backwards, and of no others."""
         self.drop_changed()
         some = TrackedParameters(tracked)
         if self.table is not None:
@@ -177,15 +177,15 @@ class AccumulateGradNodes:
         wanted = {*held.tracked} if hooked is None else hooked
         for stale in self._hooks.keys() - wanted:
             self._unhook(stale)
-        for one, node in held.items():
-            if one in wanted and (one not in self._hooks or known.get(one) is not node):
-                self._unhook(one)
-                self._hook_on(node, one)
+        for owner, node in held.items():
+            if owner in wanted and (owner not in self._hooks or known.get(owner) is not node):
+                self._unhook(owner)
+                self._hook_on(node, owner)
         self._held = held
         self._at_times &= {*held.tracked}
 
     def hooks_all_of(self, table: ParameterTable) -> bool:
-        """Whether every trained parameter of the table is hooked."""
+        """Return whether every trained parameter of the table is hooked."""
         if self.table is None:
             return False
         if self.table is table and len(self._hooks) == len(table.tracked):  # no others than those of the table are hooked
@@ -193,7 +193,7 @@ class AccumulateGradNodes:
         return all(map(self._hooks.__contains__, table.tracked)) or not _trained(t for t in table.tracked if t not in self._hooks)
 
     def parameters(self, table: ParameterTable) -> Sequence[torch.nn.Parameter] | None:
-        """The table's parameters where all of their nodes are held."""
+        """Return the table's parameters where all of their nodes are held."""
         return self._held.parameters if self._held.tracked is table.tracked else None
 
     def positions(self, table: ParameterTable) -> set[int]:
@@ -204,7 +204,7 @@ class AccumulateGradNodes:
         return {position for position, tracked in enumerate(table.tracked) if tracked in fired}
 
     def disarm(self) -> None:
-        """Removes the hooks and releases the nodes, but for those of parameters that are frozen at times; idempotent."""
+        """Remove the hooks and release the nodes, but for those of parameters that are frozen at times; idempotent."""
         if not self._hooks:
             return
         self._remember_frozen()
@@ -212,7 +212,7 @@ class AccumulateGradNodes:
         self._held = self._held.only(self._at_times)
 
     def release(self) -> None:
-        """Removes the hooks and releases all nodes; idempotent, from any thread."""
+        """Remove the hooks and release all nodes; idempotent, from any thread."""
         self._unhook_all()
         self._held, self._at_times = _Held(TrackedParameters()), set()
 
@@ -242,10 +242,10 @@ class AccumulateGradNodes:
 
 
 def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torch.nn.Parameter]:
-    """The parameters that are in their places and not frozen, and have elements."""
+    """Return the parameters that are in their places and not frozen, and have elements."""
     several = tracked if isinstance(tracked, TrackedParameters) else [*tracked]
-    found = zip(several, parameters_of(several), strict=True)
-    return {t: p for t, p in found if p is not None and p.requires_grad and p.numel()}
+    pairs = zip(several, parameters_of(several), strict=True)
+    return {t: p for t, p in pairs if p is not None and p.requires_grad and p.numel()}
 
 
 _shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
@@ -262,6 +262,6 @@ def _places(parameters: Collection[torch.Tensor]) -> list[int]:
 
 
 def _shared(kinds: Iterable[_Kind]) -> list[_Kind]:
-    """The same object for those that are equal."""
+    """Return the same object for those that are equal."""
     known: dict[_Kind, _Kind] = {}
     return [known.setdefault(kind, kind) for kind in kinds]

@@ -62,7 +62,7 @@ class ArmedRound:
     passes: int = 0
     """How often gradients were cleared in it."""
     of_inputs: bool = False
-    """Whether the last backward gives an input a gradient, as an adversarial attack does; clearing then is no skipped step."""
+    """Whether the last backward gives an input a gradient, as an adversarial attack does; a clearing then is not a skipped step."""
     left: GradientVersions | None = None
     """The gradients at the end of the last backward, where it matters at the step whether they are still the same."""
 

@@ -53,7 +53,7 @@ UNANSWERED = 100
 """Backward passes without any step after which a warning is logged."""
 
 NO_STEP = (
-    "no optimizer step was seen in %s backward passes; if steps are taken by something that is no torch.optim.Optimizer, "
+    "no optimizer step was seen in %s backward passes; if steps are taken by something that is not a torch.optim.Optimizer, "
     "or whose `step` was replaced, call exporter.step() after each"
 )
 

@@ -2,7 +2,7 @@
 
 Steps and their durations are exact meanwhile, and so are backwards and skipped steps but for what `_skipped_steps` says; each
 backward is taken for as many examples as those of the last rounds that were followed, and phases are not timed. It lasts
-half a second at most. Everything that is no such step ends it first, by `settle`; and when no step has come for a second, the
+half a second at most. Every other event ends it first, by `settle`; and when no step has come for a second, the
 hooks around the forward come back, so that an evaluation shows.
 """
 
@@ -78,11 +78,11 @@ class CountedRounds:
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
     def round_over(self, regular: Callable[[], int | None], over: GuardedHook, resume: Callable[[], None]) -> bool:
-        """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
+        """Begin to only count, or a witness' trial, after a round that was followed closely, if the next ones need not be.
 
         Returns whether it did.
 
-        `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
+        `regular`: the number of the only optimizer that ever steps, where all recent rounds were alike. `over`: is called with the
         step that ends the counting, and with that of another optimizer. `resume`: prepares the round after it.
         """
         number, clock = self._rounds.current.number, self._clock
@@ -114,7 +114,7 @@ class CountedRounds:
         return fmean(self._sizes) if self._sizes else 0.0
 
     def _on_trial(self, backwards: int) -> bool:
-        """Whether the witness has reported exactly the round's backwards; chooses another one if there is none."""
+        """Return whether the witness has reported exactly the round's backwards; choose another one if there is none."""
         witness = self._witness
         passed = witness is not None and witness.passed(backwards)
         if witness is not None and not passed:
@@ -125,7 +125,7 @@ class CountedRounds:
         return passed
 
     def _next_witness(self) -> Witness | None:
-        """A parameter that gets a gradient in each backward, as far as the last sample shows."""
+        """Return a parameter that gets a gradient in each backward, as far as the last sample shows."""
         for probe in self._detection.probes.all():
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
@@ -155,14 +155,14 @@ class CountedRounds:
             self.settle()
 
     def step_ends_it(self, optimizer: torch.optim.Optimizer) -> bool:
-        """A step of an optimizer ends the counting: whether it is one that was counted."""
+        """End the counting at a step of an optimizer; return whether that step was counted."""
         counting = self.counting
         mine = counting is not None and optimizer is counting.optimizer()
         self.settle(after_step=mine)
         return mine
 
     def settle(self, *, after_step: bool = False, over: bool = False) -> None:
-        """Ends the counting and leaves everything as if each round had been followed by itself; idempotent.
+        """End the counting and leave everything as if each round had been followed by itself; idempotent.
 
         `after_step`: a step is just over, so that no round is under way. `over`: no step will come any more.
         """
@@ -202,7 +202,7 @@ class CountedRounds:
             self._schedule.counted(durations, own)
 
     def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
-        """So many rounds like the last one were counted, so many steps skipped. `backwards`: of a round that is not over."""
+        """Pass on how many rounds like the last one were counted, and steps skipped. `backwards`: of a round that is not over."""
         self._rounds.rounds_counted(steps, skipped)
         if steps and self._resume is not None:
             self._resume()
@@ -238,7 +238,7 @@ class CountedRounds:
             self._rounds.norm_resolved(Outcome.STEPPED)
 
     def _tell(self, counting: CountingHook, skipped: int) -> bool:
-        """Reports the outcome of the round whose norm was observed last; returns whether it is not known yet."""
+        """Report the outcome of the round whose norm was observed last; return whether it is not known yet."""
         if self._norm_at is None:
             return False
         steps, backwards = self._norm_at
@@ -262,19 +262,19 @@ class CountedRounds:
         return None if counting is None else counting.surplus
 
     def look(self) -> float:
-        """Puts the hooks around forwards back if no step has come for long; the seconds until that may be so, at the earliest."""
+        """Put the hooks around forwards back if no step has come for long; return the seconds until the next call."""
         left = self._clock.last_moment + STILL_SECONDS - self._clock.clock()
         if self.counting is not None and left <= 0:
             self._hooks.resume_modules()
         return left if self.counting is not None and left > 0 else STILL_SECONDS
 
     def release(self) -> None:
-        """Releases the parameter that is the witness; idempotent."""
+        """Release the parameter that is the witness; idempotent."""
         self._dismiss()
 
 
 def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool, over: bool) -> int:
-    """How many rounds ended without a step, of those with more backwards than their steps account for.
+    """Return how many rounds ended without a step, of those with more backwards than their steps account for.
 
     The witness' gradient shows it: without a step since, it is gone, or another backward was added to it. After a step it shows
     whether more than one backward was added up in it. Where this cannot be known, no step counts as skipped.

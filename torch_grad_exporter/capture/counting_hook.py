@@ -42,7 +42,7 @@ class CountingHook:
         return len(self.backwards) - self.to_a_step * len(self.moments)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Notes the moment."""
+        """Note the moment."""
         if is_compiling():
             return
         moments = self.moments
@@ -84,27 +84,27 @@ class Witness:
 
     @classmethod
     def on_trial(cls, called: TrackedParameter, parameter: torch.nn.Parameter) -> Witness:
-        """Makes a parameter the witness, right after a round."""
+        """Make a parameter the witness, right after a round."""
         fired = list[object]()
         handle: HookHandle = parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
         return cls(fired, handle, GradientVersions.of([called]))
 
     def begin(self) -> None:
-        """A round, or some of them, begin."""
+        """Begin one or several rounds."""
         self.seen = GradientVersions.of(self.seen.tracked)
         self.fired.clear()
 
     def passed(self, backwards: int) -> bool:
-        """Whether it has reported all backwards of the round that is over. Begins anew."""
+        """Return whether it has reported all backwards of the round that is over, and begin the next round."""
         reported, before = len(self.fired), self.seen
         self.begin()
         self.growth = self.seen.versions[0] - before.versions[0] if self.seen.numbers == before.numbers else None
         return reported == backwards
 
     def added_up(self, steps: int, surplus: int) -> bool:
-        """Whether `surplus` backwards more than the last of so many steps accounts for went into the same gradient.
+        """Return whether `surplus` backwards more than the last of these steps accounts for went into the same gradient.
 
-        A gradient that is made anew in each round has then been written to more often than usual. One that stays has been
+        A gradient that is a new tensor in each round has then been written to more often than usual. One that stays has been
         written to once more for each, and not once more for clearing it as well.
         """
         before, now = self.seen, GradientVersions.of(self.seen.tracked)
@@ -114,6 +114,6 @@ class Witness:
         return self.growth is None or more - steps * self.growth <= surplus
 
     def dismiss(self) -> None:
-        """Removes its hook; what it has reported stays as many items, none of which keeps the parameter."""
+        """Remove its hook; what it has reported stays as many items, none of which keeps the parameter."""
         self.handle.remove()
         self.fired[:] = [None] * len(self.fired)

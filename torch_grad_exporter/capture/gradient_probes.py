@@ -19,15 +19,15 @@ LOOKED_AT = 1 << 12
 
 
 def _is_zero(gradient: torch.Tensor) -> bool | None:
-    """Whether the first elements are zero; `None` where that cannot be seen without waiting for a device."""
-    found = local(gradient).detach()
-    if found.device.type != "cpu" or found.is_sparse or not found.is_contiguous():
+    """Return whether the first elements are zero; `None` where that cannot be seen without waiting for a device."""
+    values = local(gradient).detach()
+    if values.device.type != "cpu" or values.is_sparse or not values.is_contiguous():
         return None
-    return not bool(found.view(-1)[:LOOKED_AT].any())
+    return not bool(values.view(-1)[:LOOKED_AT].any())
 
 
 def _versions_of(parameters: Sequence[torch.nn.Parameter | None]) -> list[int]:
-    """How often the parameters were written to, -1 for one that is gone."""
+    """Return how often the parameters were written to, -1 for one that is gone."""
     return [-1 if p is None else version_of_local(p) for p in parameters]
 
 
@@ -48,15 +48,15 @@ class GradientProbes:
         self._probes[model] = probes
 
     def forget(self) -> None:
-        """Drops all probes."""
+        """Drop all probes."""
         self._probes.clear()
 
     def all(self) -> list[TrackedParameter]:
-        """The probes of all models."""
+        """Return the probes of all models."""
         return [*itertools.chain.from_iterable(self._probes.values())]
 
     def backward_over(self, models: Iterable[int]) -> None:
-        """Remembers the gradients at the end of a backward, one of each model that it ran through."""
+        """Remember the gradients at the end of a backward, one of each model that it ran through."""
         first: list[TrackedParameter] = []
         for model in models:
             first += itertools.islice(self._present(model), 1)
@@ -67,49 +67,49 @@ class GradientProbes:
         return self._last[0]
 
     def _present(self, model: int) -> Iterator[TrackedParameter]:
-        """The probes of a model that are trained and have a gradient."""
+        """Return the probes of a model that are trained and have a gradient."""
         for probe in self._probes.get(model, ()):
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                 yield probe
 
     def gone(self) -> bool:
-        """Whether a gradient of the last backward is gone."""
+        """Return whether a gradient of the last backward is gone."""
         return any(p is not None and p.grad is None for p in parameters_of(self._after_backward.tracked))
 
     def cleared(self) -> bool:
-        """Whether gradients of the last backward may have been thrown away."""
+        """Return whether gradients of the last backward may have been thrown away."""
         return self.gone() or self.zeroed() is not False
 
     def zeroed(self) -> bool | None:
-        """Whether gradients of the last backward were set to zero, or replaced by zeros; `None` if they may have been.
+        """Return whether gradients of the last backward were set to zero, or replaced by zeros; `None` if they may have been.
 
         On a device nothing is read, so all that was written to may be zero.
         """
         after = self._after_backward
         moved = [after.tracked[position] for position in after.moved()]
-        seen = [_is_zero(gradient) for one in moved for gradient in self._gradients_beside(one)]
+        seen = [_is_zero(gradient) for probe in moved for gradient in self._gradients_beside(probe)]
         if False in seen or not seen:
             return False
         return None if None in seen else True
 
-    def _gradients_beside(self, one: TrackedParameter) -> Iterator[torch.Tensor]:
-        """The gradients of a probe and of the others of its model: one alone may be zero by itself."""
-        for probe in (one, *self._present(one.model)):
+    def _gradients_beside(self, own: TrackedParameter) -> Iterator[torch.Tensor]:
+        """Return the gradients of a probe and of the others of its model: one alone may be zero by itself."""
+        for probe in (own, *self._present(own.model)):
             gradient = probe.gradient()
             if gradient is not None:
                 yield gradient
 
     def updated(self) -> bool:
-        """Whether parameters were written to since the last backward."""
+        """Return whether parameters were written to since the last backward."""
         after, values = self._last
         return any(now not in (-1, before) for now, before in zip(_versions_of(parameters_of(after.tracked)), values, strict=True))
 
     def untouched(self) -> bool:
-        """Whether the gradients are those of the last backward, as far as the probes show."""
+        """Return whether the gradients are those of the last backward, as far as the probes show."""
         return bool(self._after_backward.tracked) and self._after_backward.unchanged()
 
     def written_between_steps(self, table: ParameterTable) -> bool:
-        """Whether gradients were written since this was last asked, at a step; the first answer is that they were."""
+        """Return whether gradients were written since this was last asked, at a step; the first answer is that they were."""
         before, self._between_steps = self._between_steps, GradientVersions.of(table.tracked[:PROBES])
         return before is None or bool(before.moved()) or None in parameters_of(before.tracked)

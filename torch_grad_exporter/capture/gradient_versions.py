@@ -34,7 +34,7 @@ _NONE = torch.empty(0, device="cpu")
 
 
 def version_of_local(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
+    """Return how often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
     return version_of(local(tensor))
 
 
@@ -66,7 +66,7 @@ class PresentGradients:
         *,
         marked: bool = False,
     ) -> PresentGradients:
-        """What there is now: no line of Python runs for each of them. `parameters`: where they were looked up already."""
+        """Look the gradients up, without a line of Python for each. `parameters`: if they were looked up already."""
         parameters = parameters_of(tracked) if parameters is None else parameters
         if types.NoneType in map(type, parameters):
             return cls(tracked, parameters, [None if p is None else p.grad for p in parameters], in_place=False)
@@ -85,11 +85,11 @@ class PresentGradients:
         return cls(tracked, parameters, gradients, marks if marked else None)
 
     def at(self, positions: Collection[int]) -> dict[int, torch.Tensor]:
-        """The gradients that are there at these positions, by position in rising order."""
-        found = self.gradients
-        if len(positions) == len(found) and types.NoneType not in map(type, found):
-            return dict(enumerate(found))  # type: ignore[arg-type]
-        return {i: gradient for i in sorted(positions) if (gradient := found[i]) is not None}
+        """Return the gradients that are there at these positions, by position in rising order."""
+        gradients = self.gradients
+        if len(positions) == len(gradients) and types.NoneType not in map(type, gradients):
+            return dict(enumerate(gradients))  # type: ignore[arg-type]
+        return {i: gradient for i in sorted(positions) if (gradient := gradients[i]) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class GradientVersions:
         return cls(tracked, numbers, versions)
 
     def moved(self, now: PresentGradients | None = None) -> set[int]:
-        """The positions of those that have a gradient now that is another tensor than then, or was written to.
+        """Return the positions of those that have a gradient now that is another tensor than then, or was written to.
 
         `now`: what there is of the same parameters, where that was looked up already.
         """
@@ -131,7 +131,7 @@ class GradientVersions:
         }
 
     def unchanged(self) -> bool:
-        """Whether each parameter has that gradient, and nothing has written to it."""
+        """Return whether each parameter has that gradient, and nothing has written to it."""
         now = PresentGradients.of(self.tracked)
         rows = zip(now.gradients, self.numbers, strict=True)
         return not self.moved(now) and all((gradient is None) == (number is None) for gradient, number in rows)

@@ -22,7 +22,7 @@ class Scaler(Protocol):
     """A `torch.amp.GradScaler`: `_scale` is a tensor, `None` before its first use; a disabled one has none."""
 
     def is_enabled(self) -> bool:
-        """Whether it scales."""
+        """Return whether it scales."""
 
 
 class LossScale:
@@ -90,7 +90,7 @@ class FusedStepCounter:
     """Rounds whose answers may still come; empty where no optimizer was given any."""
 
     def stepped(self, round_number: int, optimizer: int, found_inf: torch.Tensor | None) -> None:
-        """Counts the step of an optimizer; `found_inf`: a scaler's answer, not zero if nothing was done."""
+        """Count the step of an optimizer; `found_inf`: a scaler's answer, not zero if nothing was done."""
         ticket = None if found_inf is None else self.transfer.send(found_inf.detach().reshape(1))
         answer = None if ticket is None else ticket.ready()
         if answer is None or not answer[0]:
@@ -108,14 +108,14 @@ class FusedStepCounter:
             current.took_place += answer is None or not answer[0]
 
     def settle(self, current_round: int) -> bool:
-        """Takes in the answers that have come, up to the current round; whether a round before it was skipped."""
-        for one in self.undecided:
-            for optimizer, answer in [(o, a) for o, ticket in one.waiting.items() if (a := ticket.ready()) is not None]:
-                del one.waiting[optimizer]
+        """Take in the answers that have come, up to the current round; return whether a round before it was skipped."""
+        for earlier in self.undecided:
+            for optimizer, answer in [(o, a) for o, ticket in earlier.waiting.items() if (a := ticket.ready()) is not None]:
+                del earlier.waiting[optimizer]
                 if answer[0]:
                     self.clock.step_undone(optimizer)
                 else:
-                    one.took_place += 1
+                    earlier.took_place += 1
         skipped = 0
         while self.undecided and self.undecided[0].number != current_round and not self.undecided[0].waiting:
             skipped += not self.undecided.popleft().took_place

@@ -30,27 +30,27 @@ class ModuleHooks:
 
     @classmethod
     def set_on(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> ModuleHooks:
-        """Registers both."""
-        one = cls.add_to(module, before, after)
-        one.come_first()
-        return one
+        """Register both."""
+        pair = cls.add_to(module, before, after)
+        pair.come_first()
+        return pair
 
     @classmethod
     def add_to(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> ModuleHooks:
-        """Registers both, behind all others: what they see is what the module gets, and what it gives."""
-        one = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
-        module._forward_pre_hooks_with_kwargs[one.key] = module._forward_hooks_with_kwargs[one.key] = True
-        for hooks, hook in one._places():
-            hooks[one.key] = hook
-        return one
+        """Register both, behind all others: what they see is what the module gets, and what it gives."""
+        pair = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
+        module._forward_pre_hooks_with_kwargs[pair.key] = module._forward_hooks_with_kwargs[pair.key] = True
+        for hooks, hook in pair._places():
+            hooks[pair.key] = hook
+        return pair
 
     def _places(self) -> list[tuple[dict[Any, Any], GuardedHook]]:
-        """The module's dictionaries with what belongs there; none of a module that is gone."""
+        """Return the module's dictionaries with what belongs there; none of a module that is gone."""
         module = self.module()
         return [] if module is None else [(module._forward_pre_hooks, self.before), (module._forward_hooks, self.after)]
 
     def remove(self) -> None:
-        """Takes the registration back; idempotent."""
+        """Take the registration back; idempotent."""
         self.take_out()
         module = self.module()
         if module is not None:
@@ -58,17 +58,17 @@ class ModuleHooks:
             module._forward_hooks_with_kwargs.pop(self.key, None)
 
     def alone(self) -> bool:
-        """Whether the module has both, and no other hooks."""
+        """Return whether the module has both, and no other hooks."""
         places = self._places()
         return bool(places) and all([*hooks] == [self.key] for hooks, _ in places)
 
     def take_out(self) -> None:
-        """Lets the module's forward run as if there were none; nothing else is forgotten."""
+        """Let the module's forward run as if there were none; nothing else is forgotten."""
         for hooks, _ in self._places():
             hooks.pop(self.key, None)
 
     def put_back(self, *, into_empty: bool) -> None:
-        """Ends `take_out`, before which there were no others; those that came since stay behind ours.
+        """End `take_out`, before which there were no others; those that came since stay behind ours.
 
         `into_empty`: only where there are no others. Then any thread may do this: no thread iterates over an empty dictionary.
         """
@@ -80,7 +80,7 @@ class ModuleHooks:
                 self._put_first(hooks)
 
     def come_first(self) -> None:
-        """Puts the hook before the forward in front of all others."""
+        """Put the hook before the forward in front of all others."""
         for hooks, _ in self._places()[:1]:
             self._put_first(hooks)
 

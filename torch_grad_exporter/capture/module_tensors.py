@@ -11,14 +11,14 @@ import torch
 
 
 def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
-    """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
-    found: list[int] = []
+    """Return the first dimension of the first tensor input; None if other tensors disagree or there is none."""
+    sizes: list[int] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor) and (shape := value.shape):
             if type(shape[0]) is not int:
-                return 0  # a tracer's symbols: this forward is no training
-            found.append(shape[0])
-    return found[0] if found and found.count(found[0]) == len(found) else None
+                return 0  # a tracer's symbols: this forward is not part of a training
+            sizes.append(shape[0])
+    return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
 
 
 OUTPUTS = 16
@@ -27,7 +27,7 @@ VISITED = 64
 
 
 def differentiable(output: object) -> Iterable[torch.Tensor]:
-    """The tensors of a module's output that a backward can start from; containers are searched level by level.
+    """Return the tensors of a module's output that a backward can start from; containers are searched level by level.
 
     These are `OUTPUTS` at most, and `VISITED` items at most are visited, so that an output may hold anything.
     """
@@ -37,18 +37,18 @@ def differentiable(output: object) -> Iterable[torch.Tensor]:
 
 
 def _within(output: object) -> Iterator[torch.Tensor]:
-    """Those of an output that is no tensor."""
-    found = 0
+    """Return those of an output that is not a tensor."""
+    count = 0
     # An output may be an object of the user's own; its attributes are searched, but not those of what is in it.
     known = isinstance(output, dict | list | tuple) or dataclasses.is_dataclass(output)
     level = deque([output] if known else itertools.islice(getattr(output, "__dict__", {}).values(), VISITED))
     for _ in range(VISITED):
-        if not level or found == OUTPUTS:
+        if not level or count == OUTPUTS:
             return
         item = level.popleft()
         if isinstance(item, torch.Tensor):
             if _in_a_graph(item):
-                found += 1
+                count += 1
                 yield item
         elif isinstance(item, dict):
             level.extend(itertools.islice(item.values(), VISITED))
@@ -59,5 +59,5 @@ def _within(output: object) -> Iterator[torch.Tensor]:
 
 
 def _in_a_graph(tensor: torch.Tensor) -> bool:
-    """Whether a backward can start from the tensor; a leaf belongs to no graph, and would keep a hook permanently."""
+    """Return whether a backward can start from the tensor; a leaf belongs to no graph, and would keep a hook permanently."""
     return tensor.requires_grad and tensor.grad_fn is not None

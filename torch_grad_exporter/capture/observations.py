@@ -66,12 +66,12 @@ class Observations:
         """Whether the user has given a loss; cleared by `RoundLoss`."""
         self._settings_read = float("-inf")
         self._placed = {"loss": 0, "grad_norm": 0}
-        """Of how many values of each name the step was told."""
+        """How many values of each name were given a step."""
         self._early = False
-        """Whether the last value that was told came between a forward and its backward, as long as rounds were followed closely."""
+        """Whether the last value came between a forward and its backward, as long as rounds were followed closely."""
 
     def observe(self, values: Iterator[tuple[str, Number]]) -> None:
-        """Takes observed values, by name; a tensor's first element is copied without waiting for it.
+        """Take observed values, by name; a tensor's first element is copied without waiting for it.
 
         A global norm or a divisor from another thread than the one that trains raises a `RuntimeError`: of which step it is cannot
         be known.
@@ -91,7 +91,7 @@ class Observations:
                         self._clock.examples_known = False
                     if name == "loss":
                         self.loss_given = True
-                    self.post(name, value, step=self._step_told("loss") if name == "loss" else None)
+                    self.post(name, value, step=self._step_of_value("loss") if name == "loss" else None)
         finally:
             if here:
                 self._clock.spent(self._clock.clock() - start)
@@ -100,11 +100,11 @@ class Observations:
         ticket = self._sent(value)
         if ticket is not None:
             self._counted.norm_comes()
-            self._mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
+            self._mailbox.append(Observed("grad_norm", ticket, step=self._step_of_value("grad_norm")))
             self._counted.norm_observed()
 
     def _divisor(self, value: Number) -> None:
-        """Takes by what the loop divides the gradients of the current round, or, after its step, of the coming one."""
+        """Take the divisor of the gradients of the current round or, after its step, of the next one."""
         rounds = self._rounds
         wanted = rounds.next_is_sampled and self._detection.sees_backwards  # else gradients are read when they are divided
         if not wanted and isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
@@ -122,11 +122,11 @@ class Observations:
         if ticket is not None:
             self._mailbox.append(Observed(name, ticket, labels, step))
 
-    def _step_told(self, name: str) -> int | None:
-        """The number of the step that a value is of that is told now: the next one, if a forward or backward came since the last.
+    def _step_of_value(self, name: str) -> int | None:
+        """Return the number of the step of a value that is observed now: the next, if a forward or backward came since the last.
 
-        `None` where it is not needed any more, see `PLACED`.
-        Where rounds are only counted no forward is seen: a loop that has told values before its backward goes on to do so.
+        None where it is not needed any more, see `PLACED`. While rounds are only counted no forward is seen; then values are
+        assumed to come where they came before: a loop that observes before its backward goes on to do so.
         """
         if self._placed[name] >= PLACED:
             return None
@@ -142,7 +142,7 @@ class Observations:
         return clock.number + under_way
 
     def settings(self, moment: float, *, sampled: bool) -> None:
-        """Takes learning rates and the loss scale at a step at this moment of the clock, if they are due."""
+        """Take learning rates and the loss scale at a step at this moment of the clock, if they are due."""
         if not sampled and moment - self._settings_read <= READ_SECONDS:
             return
         self._settings_read, step = self._clock.clock(), self._clock.number

@@ -284,7 +284,7 @@ class TrainingThread:
 
 
 def active_trace() -> TraceIds | None:
-    """The active span of this thread, `None` where there is none that is recorded. Takes about a microsecond; imports nothing."""
+    """Return the active span of this thread, None unless one is recorded. Takes about a microsecond; imports nothing."""
     api = sys.modules.get("opentelemetry.trace")  # a program that traces has imported it
     if api is None:
         return None

@@ -315,7 +315,7 @@ class GradientReader:
         fired, owners = self._owners_of_fired(current, did_step)
         mine = frozenset(owners[fired].tolist())
         stepped = did_step or usual & mine or mine
-        # Where several own what was written, and it was never seen who steps on it, nobody knows whose these gradients were to be.
+        # Where several own what was written, and no step on it was ever seen, the owner of these gradients is unknown.
         guessed = not (did_step or usual & mine) and len(mine) > 1
         self._post_end(current, outcome, stepped, owners, final=True, guessed=guessed)
         if not mine <= stepped:

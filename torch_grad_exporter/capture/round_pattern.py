@@ -63,12 +63,12 @@ class RoundPattern:
         return min(self._backwards, default=None)
 
     def is_whole(self, backwards: int) -> bool:
-        """Whether steps usually take no more backwards than these; false before the first step."""
+        """Return whether steps usually take no more backwards than these; false before the first step."""
         usual = min(self._backwards_to_a_step, default=None)
         return usual is not None and backwards >= usual
 
     def steppers(self, models: Iterable[int]) -> frozenset[int]:
-        """The optimizers that step in rounds with backwards of these models; empty if unknown, or if they often differ."""
+        """Return the optimizers that step in rounds with backwards of these models; empty if unknown, or if they often differ."""
         rounds = self._steppers.get(frozenset(models))
         if not rounds:
             return frozenset()
@@ -76,19 +76,19 @@ class RoundPattern:
         return usual if count >= USUALLY * len(rounds) else frozenset()
 
     def active(self, models: Iterable[int]) -> frozenset[int] | None:
-        """The optimizers that stepped in the last `MEMORY` rounds with backwards of these models; `None` while there are fewer."""
+        """Return which optimizers stepped in the last `MEMORY` rounds with backwards of these models; None while they are fewer."""
         rounds = self._steppers.get(frozenset(models), ())
         return frozenset().union(*rounds) if len(rounds) == MEMORY else None
 
     def repeats(self, models: Iterable[int], stepped: set[int], backwards: int) -> bool:
-        """Whether all of the last `MEMORY` rounds with a step were like this one, and none of them clears in between."""
+        """Return whether all of the last `MEMORY` rounds with a step were like this one, and none of them clears in between."""
         rounds = self._steppers.get(frozenset(models), ())
-        alike = len(self._steppers) == 1 and len(rounds) == MEMORY and all(one == stepped for one in rounds)
-        regular = all(one == backwards for one in itertools.islice(reversed(self._backwards), MEMORY))
+        alike = len(self._steppers) == 1 and len(rounds) == MEMORY and all(earlier == stepped for earlier in rounds)
+        regular = all(earlier == backwards for earlier in itertools.islice(reversed(self._backwards), MEMORY))
         return alike and regular and self._plain and not self._held and not any(self._cleared)
 
     def learn(self, models: Iterable[int], stepped: Iterable[int], backwards: int) -> int:
-        """Takes in a round that is over; returns how many clearings turn out to have been skipped steps."""
+        """Take in a round that is over; return how many clearings turn out to have been skipped steps."""
         stepped = frozenset(stepped)
         if backwards:
             self._backwards.append(backwards)
@@ -109,10 +109,10 @@ class RoundPattern:
         return self.release() if self._plain else 0
 
     def cleared(self, backwards: int, evidence: ClearingEvidence) -> bool:
-        """Whether the gradients of the last backward were thrown away: its step was skipped. `backwards`: of the round so far."""
-        found = evidence.gone or (evidence.written and self.is_whole(backwards))
-        self._cleared_since_step |= found
-        return found and not self._several_passes
+        """Return whether the last backward's gradients were thrown away: its step was skipped. `backwards`: of the round so far."""
+        cleared = evidence.gone or (evidence.written and self.is_whole(backwards))
+        self._cleared_since_step |= cleared
+        return cleared and not self._several_passes
 
     def hold(self) -> bool:
         """Hold a clearing until it is known if it was a skipped step or the way of this training; return whether it is held."""
@@ -122,7 +122,7 @@ class RoundPattern:
         return True
 
     def release(self) -> int:
-        """The clearings held so far, which were skipped steps after all."""
+        """Return how many clearings were held so far, which were skipped steps after all."""
         held, self._held = self._held, 0
         return held
 

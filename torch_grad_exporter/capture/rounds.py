@@ -64,7 +64,7 @@ class RoundTracker:
         self._readable = True
         self._postponed = False  # a sample that could not be taken yet is to be taken of the next round
         self._skipped_unseen = False  # a step was skipped while rounds were only counted
-        self._steps_on_inputs = False  # a step was taken on a backward that gives inputs a gradient, which then is no attack
+        self._steps_on_inputs = False  # a step was taken on a backward that gives inputs a gradient, which then is not an attack
         self._unreported = False  # parameters were found to change without a step of any optimizer
 
     @property
@@ -209,7 +209,7 @@ class RoundTracker:
         self._mailbox.append(RoundEnded(self.current.number, outcome, None, frozenset(), {}))
 
     def rounds_counted(self, rounds: int, skipped: int) -> None:
-        """So many rounds like the last one were only counted, and so many steps in between skipped."""
+        """Take in this many rounds like the last one that were only counted, and this many skipped steps between them."""
         last = self.current
         if rounds:  # the current round is the last one that was counted: like the one that was followed, but not sampled
             self.current = ArmedRound(
@@ -221,7 +221,7 @@ class RoundTracker:
             self._clock.skipped += skipped
 
     def backwards_counted(self, backwards: int) -> None:
-        """So many backwards of a round that is not over were only counted."""
+        """Take in this many backwards of a round that is not over, which were only counted."""
         models = set(self.current.models)
         self._begin_round()
         self.current.backwards, self.current.models = backwards, models

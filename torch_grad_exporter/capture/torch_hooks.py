@@ -29,7 +29,7 @@ class HookHandle(Protocol):
     """What a registration returns; `remove` is idempotent."""
 
     def remove(self) -> None:
-        """Takes the registration back."""
+        """Take the registration back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class GuardedHook:
     _in_a_row: int = 0
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
-        """Runs the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
+        """Run the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
         # First, and outside the `try`: under compiled autograd an exception here could not be caught.
         if is_compiling() or is_tracing():
             return
@@ -68,7 +68,7 @@ class GuardedHook:
             compile_again(compiler)
 
     def failed(self, error: Exception) -> None:
-        """Counts a failure; after `LIMIT` in a row the action is not run again."""
+        """Count a failure; after `LIMIT` in a row the action is not run again."""
         self._errors.count(self._source, error)
         self._in_a_row += 1
         if self._in_a_row == LIMIT:
@@ -76,7 +76,7 @@ class GuardedHook:
             self._action = None
 
     def disconnect(self) -> None:
-        """Makes the hook do nothing and drop what it held; idempotent."""
+        """Make the hook do nothing and drop what it held; idempotent."""
         self._action = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
@@ -112,13 +112,13 @@ class Hooks:
         self._lock = threading.RLock()
 
     def guarded(self, source: str, action: Callable[..., None]) -> GuardedHook:
-        """A hook around `action` that `close()` disconnects."""
+        """Return a hook around `action` that `close()` disconnects."""
         hook = GuardedHook(source, action, self._errors)
         self._hooks.append(hook)
         return hook
 
     def on_module(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Calls `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
+        """Call `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
         before, after = self.guarded("forward_hook", before), self.guarded("forward_hook", after)
         if not MODULE_HOOKS:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -129,7 +129,7 @@ class Hooks:
         self._on_modules.append(hooks)
 
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
+        """Call `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
         self._around_step = self.guarded("optimizer_hook", before), self.guarded("optimizer_hook", after)
         # One after the other: if the second cannot be set, `close` takes off the first.
         first = register_optimizer_step_pre_hook(self._around_step[0])
@@ -139,24 +139,24 @@ class Hooks:
         self._step_numbers = first.id, second.id
 
     def come_first(self) -> None:
-        """Puts what `on_module` set before a forward in front of all others, such as FSDP2's hook, which gathers parameters."""
-        for one in self._on_modules:
-            one.come_first()
+        """Put what `on_module` set before a forward in front of all others, such as FSDP2's hook, which gathers parameters."""
+        for pair in self._on_modules:
+            pair.come_first()
 
     def suspend(self, counting: Callable[..., None]) -> bool:
-        """Leaves only `counting` after each step, until `resume`; whether that could be done: a module may have other hooks."""
+        """Leave only `counting` after each step, until `resume`; return False if a module has other hooks."""
         with self._lock:
             shown = bool(STEP_HOOKS) and MODULE_HOOKS
-            if not shown or self._closed or self._suspended or not all(one.alone() for one in self._on_modules):
+            if not shown or self._closed or self._suspended or not all(pair.alone() for pair in self._on_modules):
                 return False
             self._suspended = True
             self._set_step_hooks(_nothing, counting)
-            for one in self._on_modules:
-                one.take_out()
+            for pair in self._on_modules:
+                pair.take_out()
             return True
 
     def resume(self) -> None:
-        """Ends `suspend`; idempotent."""
+        """End `suspend`; idempotent."""
         with self._lock:
             if self._suspended and self._around_step is not None:
                 self._set_step_hooks(*self._around_step)
@@ -164,29 +164,29 @@ class Hooks:
                 self._suspended = False
 
     def resume_modules(self) -> None:
-        """Puts the hooks around forwards back, while steps are still only counted; idempotent, from any thread."""
+        """Put the hooks around forwards back, while steps are still only counted; idempotent, from any thread."""
         with self._lock:
             if self._suspended:
                 self._put_back(into_empty=True)
 
     def _put_back(self, *, into_empty: bool) -> None:
         if not self._closed:
-            for one in self._on_modules:
-                one.put_back(into_empty=into_empty)
+            for pair in self._on_modules:
+                pair.put_back(into_empty=into_empty)
 
     def _set_step_hooks(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Changes only the values of existing keys: another thread may be iterating over the dictionaries."""
+        """Change only the values of existing keys: another thread may be iterating over the dictionaries."""
         for hooks, number, hook in zip(STEP_HOOKS, self._step_numbers, (before, after), strict=True):
             if number in hooks:
                 hooks[number] = hook
 
     def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether other hooks run between the one that `on_optimizers` set and the step."""
+        """Return whether other hooks run between the one that `on_optimizers` set and the step."""
         last = next(reversed(STEP_HOOKS[0].values()), None) if STEP_HOOKS else None
         return has_step_hooks(optimizer) or self._around_step is None or last is not self._around_step[0]
 
     def disconnect(self) -> None:
-        """Makes every hook do nothing, without unregistering any; idempotent. Takes no lock: a fork may have left it held."""
+        """Make every hook do nothing, without unregistering any; idempotent. Takes no lock: a fork may have left it held."""
         if self._suspended:
             self._set_step_hooks(_nothing, _nothing)
         hooks, self._hooks = self._hooks, []
@@ -194,7 +194,7 @@ class Hooks:
             hook.disconnect()
 
     def close(self) -> None:
-        """Removes every hook; idempotent, from any thread."""
+        """Remove every hook; idempotent, from any thread."""
         self.disconnect()
         with self._lock:
             self._closed = True

@@ -172,7 +172,7 @@ class _Watched:
     _torch_grad_exporter_waits: Waits
 
     def __init_subclass__(cls) -> None:
-        """Ends here: the loader's class may list its subclasses by name, where this one would take its place."""
+        """End here: the loader's class may list its subclasses by name, where this one would take its place."""
 
     def __iter__(self) -> Iterator[Any]:
         return counted(super().__iter__, self._torch_grad_exporter_waits)  # type: ignore[misc]

@@ -23,7 +23,7 @@ from torch_grad_exporter.torch_compat.fsdp import Flat, awaits_reduction, flat_o
 class FlatPart:
     """What this rank has of one parameter. `wrapper`: the module that keeps it; `original`: which of those it is there.
 
-    `original` is `None` of the flat parameter itself. `elements`: without padding. `copy`: as of `TrackedParameter`.
+    `original` is `None` of the flat parameter itself. `elements`: without padding. `copy`: see `TrackedParameter`.
     """
 
     wrapper: weakref.ref[torch.nn.Module]
@@ -34,19 +34,19 @@ class FlatPart:
     copy: bool
 
     def parameter(self) -> torch.nn.Parameter | None:
-        """The parameter, also while another tensor is in its place."""
+        """Return the parameter, also while another tensor is in its place."""
         flat = self._flat()
         if flat is None or self.original is None:
             return None if flat is None else flat.parameter
         return None if flat.originals is None else flat.originals[self.original]
 
     def is_reduced(self) -> bool:
-        """Whether the gradient is that of the part, and not this rank's own of the whole."""
+        """Return whether the gradient is that of the part, and not this rank's own of the whole."""
         flat = self._flat() if self.sharded else None
         return flat is None or not awaits_reduction(flat.parameter)
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient without padding."""
+        """Return the gradient without padding."""
         return gradient.view(-1)[: self.elements] if self.padding and gradient.dim() == 1 else gradient
 
     def _flat(self) -> Flat | None:
@@ -82,7 +82,7 @@ class FlatParts:
 
 
 def has_part(parameter: torch.Tensor, parts: Mapping[int, FlatPart | None]) -> bool:
-    """Whether this rank has elements of a parameter, as far as these say; where that is not known it is taken for none."""
+    """Return whether this rank has elements of a parameter, as far as these say; where that is not known it is taken for none."""
     if not is_flattened(parameter):
         return True
     part = parts.get(id(parameter))
@@ -99,11 +99,11 @@ def _parts(wrapper: torch.nn.Module, flat: Flat) -> Iterable[tuple[int, FlatPart
 
 
 def _is_later(group: object) -> bool:
-    """Whether this rank is not the first of a group. No collective."""
+    """Return whether this rank is not the first of a group. No collective."""
     return group is not None and torch.distributed.get_rank(group) > 0  # type: ignore[arg-type]
 
 
 def _anywhere(kind: type[torch.nn.Module]) -> list[torch.nn.Module]:
     """All modules of a class in the process. Visits every object, which takes a tenth of a second."""
     # Not `isinstance`, which asks an object for its `__class__`: some answer with a side effect.
-    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]

@@ -24,17 +24,17 @@ _NUMBER = re.compile(r"([0-9]{1,18})")
 
 
 def fold(names: Sequence[str], most: int) -> list[str]:
-    """The label of each layer name, at most `most` different ones: the name itself, or that of a group."""
+    """Return the label of each layer name, at most `most` different ones: the name itself, or that of a group."""
     if len(set(names)) <= most:
         return list(names)
     depth, labels = _by_depth(names, most)
     if len(set(labels)) >= ENOUGH * most:
         return labels
-    return max(labels, _by_ranges(names, depth, most), key=lambda found: len(set(found)))
+    return max(labels, _by_ranges(names, depth, most), key=lambda candidate: len(set(candidate)))
 
 
 def _by_depth(names: Sequence[str], most: int) -> tuple[int, list[str]]:
-    """The first parts of each name, at the largest depth at which at most `most` labels remain; that depth, 0 if there is none."""
+    """Return the first parts of each name, at the largest depth with at most `most` labels, and that depth, 0 for none."""
     parts = [name.split(".") for name in names]
     for depth in range(max(map(len, parts)) - 1, 0, -1):
         labels = [".".join(part[:depth]) for part in parts]
@@ -98,7 +98,7 @@ class _Module:
             for pieces in several:
                 members["".join(pieces[:place]), "".join(pieces[place + 1 :])]["".join(pieces)] = int(pieces[place])
         module = f"{self.label}." if self.label else ""
-        return [(module + before, after, found) for (before, after), found in members.items() if len(found) > 1]
+        return [(module + before, after, numbers) for (before, after), numbers in members.items() if len(numbers) > 1]
 
     @functools.cached_property
     def _loners(self) -> dict[str, str]:
@@ -112,29 +112,29 @@ class _Module:
             sizes = tuple(_size(members.values(), width) for _, _, members in self._families)
             if sizes not in self._in_ranges:
                 self._in_ranges[sizes] = self._ranges(sizes)
-            found = self._in_ranges[sizes]
-            self._shown[width] = found | self._loners if len(self._loners) > width else found
+            labels = self._in_ranges[sizes]
+            self._shown[width] = labels | self._loners if len(self._loners) > width else labels
         return self._shown[width]
 
     def _ranges(self, sizes: Sequence[int]) -> dict[str, str]:
-        """The labels of the children in families, in ranges of these sizes."""
-        found: dict[str, str] = {}
+        """Return the labels of the children in families, in ranges of these sizes."""
+        labels: dict[str, str] = {}
         for size, (before, after, members) in zip(sizes, self._families, strict=True):
             if size > 1:
                 # The bounds of a range do not depend on its members: freezing one renames nothing.
                 firsts = {number // size * size for number in members.values()}
                 label = {first: f"{before}{first}-{first + size - 1}{after}" for first in firsts}
-                found |= {part: label[number // size * size] for part, number in members.items()}
-        return found
+                labels |= {part: label[number // size * size] for part, number in members.items()}
+        return labels
 
     def rows(self, shape: _Shape, most: int) -> int:
-        """How many labels there are; stops counting above `most`."""
-        found: set[str] = set()
+        """Return how many labels there are; stops counting above `most`."""
+        labels: set[str] = set()
         for label in self._labels(shape, 0):
-            found.add(label)
-            if len(found) > most:
+            labels.add(label)
+            if len(labels) > most:
                 break
-        return len(found)
+        return len(labels)
 
     def _labels(self, shape: _Shape, level: int) -> Iterator[str]:
         if self.is_layer or level == shape.deepest:
@@ -147,7 +147,7 @@ class _Module:
                     yield from child._labels(shape, level + 1)
 
     def row_of(self, parts: Sequence[str], shape: _Shape) -> str:
-        """The label of the layer with a name of these parts."""
+        """Return the label of the layer with a name of these parts."""
         node = self
         for level, part in enumerate(parts[: shape.deepest]):
             label = node.shown(shape.width).get(part) if level >= shape.depth else None
@@ -158,7 +158,7 @@ class _Module:
 
 
 def _tree(names: Sequence[str]) -> _Module:
-    """The modules with these names, below one root."""
+    """Return the modules with these names, below one root."""
     root = _Module("")
     for name in names:
         node = root
@@ -171,7 +171,7 @@ def _tree(names: Sequence[str]) -> _Module:
 
 
 def _size(numbers: Collection[int], width: int) -> int:
-    """The smallest size of ranges, of 1, 2, 5, 10, 20 and so on, of which there are at most `width`; 1 is no range."""
+    """Return the smallest size of ranges, of 1, 2, 5, 10, 20 and so on, of which there are at most `width`; 1 is no range."""
     if len(numbers) <= width:
         return 1
     distinct = {*numbers}

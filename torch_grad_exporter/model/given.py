@@ -8,7 +8,7 @@ import torch
 
 
 def models(model: object) -> dict[str, torch.nn.Module]:
-    """The models by name, the empty one for a single module; raises on what cannot be watched."""
+    """Return the models by name, the empty one for a single module; raise for a value that cannot be watched."""
     models = {"": model} if isinstance(model, torch.nn.Module) else model
     if not isinstance(models, Mapping):
         raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module or a mapping of names to modules")
@@ -21,24 +21,24 @@ def models(model: object) -> dict[str, torch.nn.Module]:
             raise ValueError("model['']: expected a name for each module; it becomes the first part of the layer labels")
     for name in models:
         if any(other.startswith(f"{name}.") for other in models if name):
-            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be told apart")
+            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be distinguished")
     if len({id(module) for module in models.values()}) != len(models):
         raise ValueError("model: the same module stands under two names; name it once")
     return dict(models)
 
 
 def optimizers(value: object, *, otherwise: str = "") -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name; those without one get that of their class. `otherwise`: what to do with what is no optimizer."""
+    """Return the optimizers by name, by default that of their class. `otherwise`: what to do with a value of another type."""
     several = [value] if isinstance(value, torch.optim.Optimizer) else value
     if isinstance(several, list | tuple):
-        kinds = [type(one).__name__ for one in several]
+        kinds = [type(optimizer).__name__ for optimizer in several]
         counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
         names = [f"{kind}-{count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
         several = dict(zip(names, several, strict=True))
     if not isinstance(several, Mapping | None):
         raise TypeError(f"optimizers={value!r}: expected an optimizer, a list of them or a mapping of names to them")
-    for key, one in (several or {}).items():
-        if not isinstance(key, str) or not isinstance(one, torch.optim.Optimizer):
+    for key, optimizer in (several or {}).items():
+        if not isinstance(key, str) or not isinstance(optimizer, torch.optim.Optimizer):
             hint = f"; {otherwise}" if otherwise else ""
-            raise TypeError(f"optimizers[{key!r}]={type(one).__name__}: expected a torch.optim.Optimizer{hint}")
+            raise TypeError(f"optimizers[{key!r}]={type(optimizer).__name__}: expected a torch.optim.Optimizer{hint}")
     return dict(several or {})

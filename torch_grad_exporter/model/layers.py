@@ -83,7 +83,7 @@ class LayerIndex:
         self._scan()
 
     def refresh(self, *, within_step: bool = False, in_place: bool = False) -> ParameterTable:
-        """The table as of now: the same object while no module came or went and no parameter was replaced, frozen or unfrozen.
+        """Return the present table: the same object while no module came or went and no parameter was replaced, frozen or thawed.
 
         `within_step`: between the forward and the end of the backward, when FSDP shows other parameters. `in_place`: only if no
         tracked parameter is out of its place, as within a call with other parameters.
@@ -93,18 +93,18 @@ class LayerIndex:
         return self.table if in_place and self.table.parameters() is None else self._scan()
 
     def look_at_shapes(self) -> None:
-        """Lets the next refresh scan anew if a tracked parameter has data of another shape, and is gathered."""
+        """Let the next refresh scan again if a tracked parameter has data of another shape, and is gathered."""
         pairs = zip(self.table.tracked, self.table.tracked.parameters(), strict=True)
-        if any(p is not None and p.shape != one.shape and p.numel() and math.prod(one.shape) for one, p in pairs):
+        if any(p is not None and p.shape != tracked.shape and p.numel() and math.prod(tracked.shape) for tracked, p in pairs):
             self._structures.clear()
 
     def changed(self) -> list[torch.nn.Parameter]:
-        """The parameters that `refresh` would track now, if the models have changed since; else none. Changes nothing."""
+        """Return the parameters that `refresh` would track now, if the models have changed since; else none. Changes nothing."""
         current = self.present() is not None
         return [] if current else [place.parameter for place in self._places() if _is_trained(place.parameter)]
 
     def present(self) -> list[torch.nn.Parameter | None] | None:
-        """The table's parameters by position, to be dropped at once; `None` unless the models are as in a scan that found it."""
+        """Return the table's parameters by position, to be dropped at once; None if the models have changed since the scans."""
         modules = [*map(operator.call, self._scanned)]
         if types.NoneType in map(type, modules):
             return None
@@ -117,11 +117,11 @@ class LayerIndex:
         return None
 
     def _scan(self) -> ParameterTable:
-        """Walks all modules; returns a new table if anything changed."""
+        """Walk all modules; return a new table if anything changed."""
         self.fully_sharded = self._is_fully_sharded()
         modules = self._modules()
         self._scanned, (columns, owned) = [weakref.ref(module) for module in modules], _looked_at(modules)
-        found: list[TrackedParameter] = []
+        wanted: list[TrackedParameter] = []
         layers: set[str] = set()
         self.has_lazy = False
         flat = self._flat.of(root for _, _, root in self._roots()) if self.fully_sharded else {}
@@ -138,35 +138,35 @@ class LayerIndex:
             same = self._known.get(now.identity)
             now = same if same is not None and same.same_as(now) else now
             if self._is_tracked(now, trained=trained):
-                found.append(now)
+                wanted.append(now)
         # A parameter that is frozen now may be unfrozen later, and the counts of its units are kept.
-        ever = [*dict.fromkeys((*self._known.values(), *found))]
-        self._known = {one.identity: one for one, p in zip(ever, parameters_of(ever), strict=True) if p is not None}
+        ever = [*dict.fromkeys((*self._known.values(), *wanted))]
+        self._known = {tracked.identity: tracked for tracked, p in zip(ever, parameters_of(ever), strict=True) if p is not None}
         known = {*self._known.values()}
         self._frozen, self._in_turn = {t: n for t, n in self._frozen.items() if t in known}, self._in_turn & known
-        frozen = frozenset(layers.difference(one.layer for one in found))
+        frozen = frozenset(layers.difference(tracked.layer for tracked in wanted))
         before = self.table.tracked
-        changed = len(found) != len(before) or any(a is not b for a, b in zip(found, before, strict=True))
+        changed = len(wanted) != len(before) or any(a is not b for a, b in zip(wanted, before, strict=True))
         if changed or frozen != self.table.frozen:
-            self.table = self._planned(found, frozen)
+            self.table = self._planned(wanted, frozen)
             self._structures.clear()
         self._structures.appendleft(_Structure(columns, _places(self.table.tracked, owned)))
         return self.table
 
-    def _is_tracked(self, one: TrackedParameter, *, trained: bool) -> bool:
-        """Whether a parameter that is trained now, or was before, is tracked."""
-        scans = self._frozen.pop(one, 0)
+    def _is_tracked(self, tracked: TrackedParameter, *, trained: bool) -> bool:
+        """Return whether a parameter that is trained now, or was before, is tracked."""
+        scans = self._frozen.pop(tracked, 0)
         if trained:
             if 0 < scans <= IN_TURN:
-                self._in_turn.add(one)
+                self._in_turn.add(tracked)
             return True
-        self._frozen[one] = scans + 1
+        self._frozen[tracked] = scans + 1
         if scans >= KEPT:
-            self._in_turn.discard(one)
-        return one in self._in_turn
+            self._in_turn.discard(tracked)
+        return tracked in self._in_turn
 
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
-        """Finds out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
+        """Find out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
         before = self.replicas.state
         for model, _, module in self._roots():
             if root is None:
@@ -183,7 +183,7 @@ class LayerIndex:
         return make_table(tracked, self._max_layers, self.replicas, behind=behind, frozen=frozen)
 
     def _roots(self) -> list[tuple[int, str, torch.nn.Module]]:
-        """The models that exist, each with its number and name."""
+        """Return the models that exist, each with its number and name."""
         known = enumerate(self._models)
         return [(model, name, root) for model, (name, reference) in known if (root := reference()) is not None]
 
@@ -195,27 +195,27 @@ class LayerIndex:
         return self.fully_sharded
 
     def all_layers(self) -> list[str]:
-        """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
+        """Return the names of all layers that have a parameter, frozen or not, before filtering and folding."""
         return layers_of(self._roots())
 
     def roots(self) -> list[torch.nn.Module]:
-        """The models that exist."""
+        """Return the models that exist."""
         return [root for _, _, root in self._roots()]
 
     def shared(self) -> dict[str, set[int]]:
-        """The `id` of every parameter of each layer, before filtering and folding; one that is tied is in several layers."""
-        found: dict[str, set[int]] = {}
+        """Return the `id` of every parameter of each layer, before filtering and folding; one that is tied is in several layers."""
+        shared: dict[str, set[int]] = {}
         for _, name, root in self._roots():
             labels = LayerNames(root)
             for raw, module in root.named_modules():
                 for attribute, parameter in parameters_in(module).items():
                     if parameter is not None:
                         layer = ".".join(part for part in (name, labels.of(raw, attribute)) if part)
-                        found.setdefault(layer, set()).add(id(parameter))
-        return found
+                        shared.setdefault(layer, set()).add(id(parameter))
+        return shared
 
     def _places(self) -> Iterator[Place]:
-        """Where the parameters are that are wanted."""
+        """Return where the parameters are that are wanted."""
         return (place for place in places_of(self._roots()) if self._filter.accepts(place.layer))
 
 
@@ -227,7 +227,7 @@ def device_kinds(index: LayerIndex, models: Iterable[torch.nn.Module]) -> frozen
 
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:
-    """Whether the parameter is to be tracked: not frozen, and initialised."""
+    """Return whether the parameter is to be tracked: not frozen, and initialised."""
     return parameter.requires_grad and not is_lazy(parameter)
 
 
@@ -240,7 +240,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Structure:
-    """What modules were like when the table was found. `columns`: as of `_looked_at`.
+    """What modules were like when the table was found. `columns`: see `_looked_at`.
 
     `places`: where the table's parameters are among all that the modules own, rising; `None` where one is not among them.
     """
@@ -250,7 +250,7 @@ class _Structure:
 
 
 def _looked_at(modules: Sequence[torch.nn.Module]) -> tuple[_Columns, list[torch.nn.Parameter | None]]:
-    """What changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
+    """Return what changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
 
     In columns, without a Python call per module or parameter, since each sample compares it. Besides, the parameters.
     """
@@ -274,5 +274,5 @@ def _places(tracked: TrackedParameters, owned: Sequence[torch.nn.Parameter | Non
     place: dict[int, int] = {}
     for number, parameter in enumerate(owned):
         place.setdefault(id(parameter), number)  # the first of tied ones
-    found = [place.get(one.identity, -1) for one in tracked]
-    return None if -1 in found or sorted(found) != found else found
+    places = [place.get(parameter.identity, -1) for parameter in tracked]
+    return None if -1 in places or sorted(places) != places else places

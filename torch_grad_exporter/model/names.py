@@ -16,7 +16,7 @@ WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_chec
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """What was compiled to be a module; itself where that is nothing."""
+    """Return what was compiled to be a module; itself where that is nothing."""
     inner: torch.nn.Module = getattr(module, "_orig_mod", module)
     return inner
 
@@ -35,7 +35,7 @@ class LayerFilter:
     exclude: tuple[re.Pattern[str], ...] = ()
 
     def accepts(self, layer: str) -> bool:
-        """Whether the layer of this name is tracked; patterns are searched, not matched in full."""
+        """Return whether the layer of this name is tracked; patterns are searched, not matched in full."""
         wanted = not self.include or any(pattern.search(layer) for pattern in self.include)
         return wanted and not any(pattern.search(layer) for pattern in self.exclude)
 
@@ -51,14 +51,14 @@ class LayerNames:
         for raw, module in root.named_modules():
             cleaned = self._cleaned[raw] = clean(raw)
             owned = parameters_in(module)
-            found = [cleaned] if cleaned and owned else owned
-            self._shared.update(label for label in found if first.setdefault(label, raw) != raw)
+            labels = [cleaned] if cleaned and owned else owned
+            self._shared.update(label for label in labels if first.setdefault(label, raw) != raw)
 
     def __contains__(self, raw: str) -> bool:
         return raw in self._cleaned
 
     def of(self, raw: str, attribute: str) -> str:
-        """The label of a parameter, by the module's name as `named_modules()` gives it."""
+        """Return the label of a parameter, by the module's name as `named_modules()` gives it."""
         label = self._cleaned[raw] or attribute
         return label if label not in self._shared else raw or attribute
 
@@ -89,11 +89,11 @@ def places_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> Iterator[Pla
 
 
 def parameters_within(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The parameters of a model, one that is tied several times, at a fraction of the price of `root.parameters()`."""
+    """Return the parameters of a model, one that is tied several times, at a fraction of the price of `root.parameters()`."""
     owned = (parameters_in(module).values() for module in root.modules())
     return (parameter for several in owned for parameter in several if parameter is not None)
 
 
 def layers_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> list[str]:
-    """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
+    """Return the names of all layers that have a parameter, frozen or not, before filtering and folding."""
     return list(dict.fromkeys(place.layer for place in places_of(roots)))

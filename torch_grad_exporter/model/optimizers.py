@@ -45,7 +45,7 @@ class Optimizers:
         self._shared: dict[str, int] = {}
         self.names: list[str] = []
         self.on_foreign: Callable[[torch.optim.Optimizer], object] | None = None
-        """What is told of an optimizer that was found to concern nothing here, on its own thread."""
+        """Called with an optimizer that was found to concern nothing here, on its own thread."""
         self.copying: set[int] = set()
         """Those that own copies of the parameters: what they see is in no gradient of the model."""
         self.settled = False
@@ -64,7 +64,7 @@ class Optimizers:
             self._silent[len(self.names) - 1] = weakref.ref(optimizer)
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has a number, or owns a parameter that is trained, or copies of all of them.
+        """Return whether the optimizer has a number, or owns a parameter that is trained, or copies of all of them.
 
         Changes only its cache of answers, in single operations on a dictionary; from any thread.
         """
@@ -91,20 +91,20 @@ class Optimizers:
     def number(
         self, optimizer: torch.optim.Optimizer, *, within_backward: bool = False, inside: frozenset[int] = frozenset()
     ) -> int | None:
-        """The optimizer's number; `None` if it does not concern us, and then nothing is changed.
+        """Return the optimizer's number; `None` if it does not concern us, and then nothing is changed.
 
         Optimizers of one kind that step within the backward, as one per parameter does, share a number. One that steps
         `inside` the step of another, on nothing but what that one owns, works for that one and has none.
         """
         if self._last is not None and self._last[0]() is optimizer:
             return self._last[1]
-        found = self._numbers.get(optimizer)
-        if found is None and self.concerns(optimizer) and not self._is_tool(optimizer, inside):
-            found = self._numbered_anew(optimizer, within_backward=within_backward)
-        if found is not None:
-            self._silent.pop(found, None)
-            self._last = weakref.ref(optimizer), found
-        return found
+        number = self._numbers.get(optimizer)
+        if number is None and self.concerns(optimizer) and not self._is_tool(optimizer, inside):
+            number = self._numbered_anew(optimizer, within_backward=within_backward)
+        if number is not None:
+            self._silent.pop(number, None)
+            self._last = weakref.ref(optimizer), number
+        return number
 
     @property
     def has_tools(self) -> bool:
@@ -112,14 +112,14 @@ class Optimizers:
         return bool(self._tools)
 
     def _is_tool(self, optimizer: torch.optim.Optimizer, inside: frozenset[int]) -> bool:
-        """Whether it steps, or did so under the same table, within the step of another one that owns all that it owns."""
+        """Return whether it steps, or did so under the same table, within the step of another one that owns all that it owns."""
         answer = _Answer(self._index.table, _groups(optimizer), concerned=False)
         if any(number in inside and owned_by(optimizer) <= owned_by(outer) for number, outer in self.numbered()):
             self._tools[optimizer] = answer
         return self._tools.get(optimizer) == answer
 
     def _numbered_anew(self, optimizer: torch.optim.Optimizer, *, within_backward: bool) -> int | None:
-        """The number of an optimizer that has not stepped before."""
+        """Return the number of an optimizer that has not stepped before."""
         if not _owns_of(self._index.table, optimizer) and not _owns_of(self._index.refresh(within_step=within_backward), optimizer):
             return None
         number = self._of_wrapper(optimizer)
@@ -131,7 +131,7 @@ class Optimizers:
         return number
 
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """The number of a named optimizer that never reports a step itself, since it only wraps this one."""
+        """Return the number of a named optimizer that never reports a step itself, since it only wraps this one."""
         for number, reference in self._silent.items():
             wrapper = reference()
             if wrapper is not None and wrapper is not optimizer and owned_by(wrapper) == owned_by(optimizer):
@@ -145,7 +145,7 @@ class Optimizers:
         return any(number not in self._silent for number, _ in self.numbered())
 
     def manual(self) -> int:
-        """The number under which steps are counted that no optimizer's hook reports."""
+        """Return the number under which steps are counted that no optimizer's hook reports."""
         if MANUAL not in self.names:
             self.names.append(MANUAL)
         return self.names.index(MANUAL)
@@ -156,7 +156,7 @@ class Optimizers:
         return self.names.index(MANUAL) if MANUAL in self.names else None
 
     def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
-        """The optimizers that have a number and are alive."""
+        """Return the optimizers that have a number and are alive."""
         return [(number, optimizer) for optimizer, number in self._numbers.items()]
 
     def owners(self, table: ParameterTable, stepped: Collection[int] = (), *, new_sample: bool = False) -> IntArray:
@@ -190,14 +190,14 @@ class Optimizers:
     def _assigned(
         self, table: ParameterTable, groups: list[tuple[int, list[torch.nn.Parameter]]], stepped: Collection[int]
     ) -> tuple[IntArray, dict[int, list[int]]]:
-        """The owner of each parameter, and the positions of each optimizer's own; see `owners`."""
+        """Return the owner of each parameter, and the positions of each optimizer's own; see `owners`."""
         position = table.tracked.positions
         owners = np.full(len(table.tracked), -1, dtype=np.int64)
         overlap = False
         places: dict[int, list[int]] = {}
         for number, parameters in groups:
             places.setdefault(number, []).extend(position.get(id(parameter), -1) for parameter in parameters)
-        for number, owned in sorted(places.items(), key=lambda one: one[0] in stepped):
+        for number, owned in sorted(places.items(), key=lambda place: place[0] in stepped):
             for where in owned:
                 if where != -1:
                     overlap |= bool(owners[where] not in (-1, number))
@@ -206,7 +206,7 @@ class Optimizers:
         return owners, places
 
     def parameters_at(self, number: int, positions: Sequence[int]) -> list[torch.nn.Parameter | None] | None:
-        """The parameters at these positions of the table that `owners` was asked of last, as the optimizer itself has them.
+        """Return the parameters at these positions of the table that `owners` was asked of last, as the optimizer itself has them.
 
         `None` where these are not all that it owns, or in another order. To be called right after `owners`.
         """
@@ -238,9 +238,9 @@ class Optimizers:
         return self._shared[name]
 
     def _add(self, name: str) -> int:
-        """A number for an optimizer; that of a dead one of the same name, if there is one.
+        """Return a number for an optimizer; that of a dead one of the same name, if there is one.
 
-        A loop that makes its optimizer anew every epoch must not make new series every epoch.
+        A loop that makes a new optimizer every epoch must not make new series every epoch.
         """
         alive = set(self._numbers.values())
         variants = [number for number, other in enumerate(self.names) if other == name or other.startswith(f"{name}-")]
@@ -252,25 +252,25 @@ class Optimizers:
 
 
 def owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The `id` of each parameter that an optimizer owns."""
+    """Return the `id` of each parameter that an optimizer owns."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
-    """What changes when parameters are added to an optimizer or replaced. Does not visit each of them."""
+    """Return what changes when parameters are added to an optimizer or replaced. Does not visit each of them."""
     every = (group["params"] for group in optimizer.param_groups)
     return tuple((id(group), len(group), *map(id, (group[:1] + group[-1:]))) for group in every)
 
 
 def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer owns a parameter of the table, though it may be out of its place now, or copies of all of them."""
+    """Return whether an optimizer owns a parameter of the table, even if that is out of its place, or copies of all."""
     known = table.tracked.positions
     owned = any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
     return owned or has_copies(optimizer, table.tracked.parameters())
 
 
 def has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:
-    """Whether the optimizer owns a copy in another type of each parameter: a half-precision model's master weights."""
+    """Return whether the optimizer owns a copy in another type of each parameter: a half-precision model's master weights."""
     copies = [p for group in optimizer.param_groups for p in group["params"]]
     return 0 < len(copies) == len(parameters) and all(
         p is not None and p.shape == c.shape and p.dtype != c.dtype for p, c in zip(parameters, copies, strict=True)

@@ -88,7 +88,7 @@ class TrackedParameter:
         *,
         flat: FlatPart | None = None,
     ) -> TrackedParameter:
-        """The parameter that stands at `module._parameters[attribute]` now."""
+        """Return the parameter that stands at `module._parameters[attribute]` now."""
         cut = flat is not None and flat.sharded
         part = flat.elements if flat is not None and cut else local(parameter).numel()
         return cls(
@@ -106,7 +106,7 @@ class TrackedParameter:
         )
 
     def parameter(self) -> torch.nn.Parameter | None:
-        """The parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
+        """Return the parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
         module = self.module()
         parameter = None if module is None else parameters_in(module).get(self.attribute)
         if parameter is not None and id(parameter) == self.identity:
@@ -114,21 +114,21 @@ class TrackedParameter:
         return self.gathered()
 
     def gathered(self) -> torch.nn.Parameter | None:
-        """The parameter, if `FullyShardedDataParallel` knows it, also while it has put another tensor in its place."""
+        """Return the parameter, if `FullyShardedDataParallel` knows it, also while it has put another tensor in its place."""
         parameter = None if self.flat is None else self.flat.parameter()
         return parameter if id(parameter) == self.identity else None
 
     def own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of the parameter without what only fills it up."""
+        """Return a gradient of the parameter without what only fills it up."""
         return gradient if self.flat is None else self.flat.of(gradient)
 
     def gradient(self) -> torch.Tensor | None:
-        """The parameter's gradient, if there are both."""
+        """Return the parameter's gradient, if there are both."""
         parameter = self.parameter()
         return None if parameter is None else parameter.grad
 
     def same_as(self, other: TrackedParameter) -> bool:
-        """Whether both are the same parameter at the same place, under the same label, with the same part on this rank."""
+        """Return whether both are the same parameter at the same place, under the same label, with the same part on this rank."""
         return self.module() is other.module() and _about(self) == _about(other)
 
 
@@ -148,17 +148,17 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
 
     @functools.cached_property
     def _columns(self) -> tuple[list[weakref.ref[torch.nn.Module]], list[str], list[int]]:
-        return [one.module for one in self], [one.attribute for one in self], [one.identity for one in self]
+        return [t.module for t in self], [t.attribute for t in self], [t.identity for t in self]
 
     @functools.cached_property
     def flat(self) -> frozenset[int]:
         """The positions of those that `FullyShardedDataParallel` keeps."""
-        return frozenset(position for position, one in enumerate(self) if one.flat is not None)
+        return frozenset(position for position, t in enumerate(self) if t.flat is not None)
 
     @functools.cached_property
     def empty(self) -> frozenset[int]:
         """The positions of those without elements."""
-        return frozenset(position for position, one in enumerate(self) if not one.elements)
+        return frozenset(position for position, t in enumerate(self) if not t.elements)
 
     @functools.cached_property
     def positions(self) -> dict[int, int]:
@@ -170,10 +170,10 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
         modules, attributes, identities = self._columns
         try:
             owned = map(parameters_in, map(operator.call, modules))  # type: ignore[arg-type]  # the error is met
-            found = [*map(_look_up, owned, attributes)]
+            parameters = [*map(_look_up, owned, attributes)]
         except (AttributeError, TypeError):  # a module is gone, or keeps its parameters in no dictionary
             return _one_by_one(self)
-        return found if [*map(id, found)] == identities else _one_by_one(self)
+        return parameters if [*map(id, parameters)] == identities else _one_by_one(self)
 
     def own(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients by position, each without what only fills it up."""
@@ -196,17 +196,15 @@ def _one_by_one(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter 
 
 
 def are_gathered(tracked: TrackedParameters) -> bool:
-    """Whether `FullyShardedDataParallel` has put another tensor in the place of a parameter for a while."""
+    """Return whether `FullyShardedDataParallel` has put another tensor in the place of a parameter for a while."""
     return any(
-        (module := one.module()) is not None
-        and id(parameters_in(module).get(one.attribute)) != one.identity
-        and one.gathered() is not None
-        for one in map(tracked.__getitem__, tracked.flat)
+        (module := t.module()) is not None and id(parameters_in(module).get(t.attribute)) != t.identity and t.gathered() is not None
+        for t in map(tracked.__getitem__, tracked.flat)
     )
 
 
 def reduced(table: ParameterTable, positions: set[int]) -> set[int]:
-    """Those of these parameters whose gradient is what the optimizer will use: FSDP without reduction leaves another one."""
+    """Return those of these parameters whose gradient is what the optimizer will use: FSDP without reduction leaves another one."""
     if not table.tracked.flat:
         return positions
     left = {i for i in table.tracked.flat & positions if (flat := table.tracked[i].flat) is not None and not flat.is_reduced()}
@@ -237,7 +235,7 @@ class ParameterTable:
     """The names of the layers that exist, none of whose parameters is tracked: they are frozen, or yet to be initialised."""
 
     def parameters(self) -> list[torch.nn.Parameter] | None:
-        """The parameters by position, or `None` if one of them is not in its place."""
+        """Return the parameters by position, or `None` if one of them is not in its place."""
         parameters = self.tracked.parameters()
         return None if types.NoneType in map(type, parameters) else parameters  # type: ignore[return-value]
 
@@ -250,22 +248,20 @@ def make_table(
     behind: Collection[int] = (),
     frozen: frozenset[str] = frozenset(),
 ) -> ParameterTable:
-    """A table over `tracked`, with layers folded by depth where there are more than `max_layers`.
+    """Return a table over `tracked`, with layers folded by depth where there are more than `max_layers`.
 
     `behind`: the models with parallel layers of which this rank is not the first.
     """
     replicas = replicas or Replicas()
-    names = [*dict.fromkeys(one.layer for one in tracked)]
+    names = [*dict.fromkeys(t.layer for t in tracked)]
     label_of = dict(zip(names, fold(names, max_layers), strict=True))
     sharing = Counter(label_of.values())
     layers = tuple(sharing)
     index = {label: position for position, label in enumerate(layers)}
-    layer_of = np.array([index[label_of[one.layer]] for one in tracked], dtype=np.int64)
-    copies = [
-        one.copy or (not one.sharded and (one.model in behind or replicas.is_copy(one.module(), one.model))) for one in tracked
-    ]
+    layer_of = np.array([index[label_of[t.layer]] for t in tracked], dtype=np.int64)
+    copies = [t.copy or (not t.sharded and (t.model in behind or replicas.is_copy(t.module(), t.model))) for t in tracked]
     counts = ~np.array(copies, dtype=np.bool_)
-    cut = np.array([one.sharded for one in tracked], dtype=np.bool_)
+    cut = np.array([t.sharded for t in tracked], dtype=np.bool_)
     return ParameterTable(
         tracked=tracked if isinstance(tracked, TrackedParameters) else TrackedParameters(tracked),
         layers=layers,
@@ -281,6 +277,6 @@ def make_table(
 
 
 def _any_of(parameters: BoolArray, layer_of: IntArray, layers: int) -> BoolArray:
-    """Which layers have a parameter that is marked, shape (layers,)."""
+    """Return which layers have a parameter that is marked, shape (layers,)."""
     marked: BoolArray = np.bincount(layer_of, parameters, layers) > 0
     return marked

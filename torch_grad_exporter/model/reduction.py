@@ -49,10 +49,10 @@ class Reductions:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
         wrapper = around(root)
-        found = [one for _, one in within(root)] if wrapper is None else [wrapper]
-        self.wrapped = bool(found)
+        wrappers = [inner for _, inner in within(root)] if wrapper is None else [wrapper]
+        self.wrapped = bool(wrappers)
         del self._forwards[:-MOST]
-        self._forwards += [(weakref.ref(one), one.require_backward_grad_sync) for one in found]
+        self._forwards += [(weakref.ref(inner), inner.require_backward_grad_sync) for inner in wrappers]
 
     def backward_began(self) -> None:
         """A backward of a sampled round begins."""
@@ -60,11 +60,11 @@ class Reductions:
         if not forwards:
             return
         # The last forward through a wrapper decides.
-        found = {wrapper: syncs for reference, syncs in forwards if (wrapper := reference()) is not None}
+        syncing = {wrapper: syncs for reference, syncs in forwards if (wrapper := reference()) is not None}
         # A wrapper that computes in another type replaces these parameters by others.
-        if not found or any(wrapper.mixed_precision is not None for wrapper in found):
+        if not syncing or any(wrapper.mixed_precision is not None for wrapper in syncing):
             return
-        reducing = [wrapper for wrapper, syncs in found.items() if syncs]
+        reducing = [wrapper for wrapper, syncs in syncing.items() if syncs]
         sizes = {_ranks(wrapper) for wrapper in reducing}
         parameters = frozenset(id(parameter) for wrapper in reducing for parameter in reduced_parameters(wrapper))
         self.coming = Reduction(parameters, sizes.pop() if len(sizes) == 1 else 0)
@@ -75,12 +75,12 @@ def _ranks(wrapper: DistributedDataParallel) -> int:
 
 
 def around(root: torch.nn.Module) -> DistributedDataParallel | None:
-    """The wrapper whose forward is running, or that the root, or what was compiled to be it, is itself."""
+    """Return the wrapper whose forward is running, or that the root, or what was compiled to be it, is itself."""
     return active_wrapper() or wrapper_of(root)
 
 
 def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """The wrapper that a module is, or that replicates it in place; that one is made in the module's first forward."""
+    """Return the wrapper that a module is, or that replicates it in place; that one is made in the module's first forward."""
     module = uncompiled(module)
     if isinstance(module, DistributedDataParallel):
         return module
@@ -89,15 +89,15 @@ def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def within(root: torch.nn.Module) -> list[tuple[torch.nn.Module, DistributedDataParallel]]:
-    """The modules below the root, or the root, that a wrapper replicates, each with its wrapper."""
+    """Return the modules below the root, or the root, that a wrapper replicates, each with its wrapper."""
     return [(module, wrapper) for module in root.modules() if (wrapper := wrapper_of(module)) is not None]
 
 
 def anywhere(root: torch.nn.Module) -> DistributedDataParallel | None:
-    """A wrapper that contains the root. Visits every object of the process, which takes a tenth of a second."""
-    for one in gc.get_objects():
+    """Return a wrapper that contains the root. Visits every object of the process, which takes a tenth of a second."""
+    for instance in gc.get_objects():
         # Not `isinstance`, which asks an object for its `__class__`: some answer with a side effect.
-        if issubclass(type(one), DistributedDataParallel) and any(module is root for module in one.modules()):
-            found: DistributedDataParallel = one
-            return found
+        if issubclass(type(instance), DistributedDataParallel) and any(module is root for module in instance.modules()):
+            wrapper: DistributedDataParallel = instance
+            return wrapper
     return None

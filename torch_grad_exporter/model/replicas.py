@@ -53,11 +53,11 @@ class Replicas:
         return (*self._copied.items(), len(self._parts))
 
     def undecided(self, models: int) -> bool:
-        """Whether a search is still to be done."""
+        """Return whether a search is still to be done."""
         return not (self._alone or self._by_hand) and len(self._wrapped) < models
 
     def is_copy(self, module: torch.nn.Module | None, model: int) -> bool:
-        """Whether another rank reports this module's parameters, as far as they are no DTensors."""
+        """Return whether another rank reports this module's parameters, as far as they are not DTensors."""
         if self._alone:
             return False
         if self._by_hand:
@@ -65,14 +65,14 @@ class Replicas:
         return self._copied.get(model, not self._first) or module in self._parts
 
     def search_in_forward(self, model: int, root: torch.nn.Module) -> None:
-        """Searches for a wrapper of a model whose root's forward is running, on the training thread."""
+        """Search for a wrapper of a model whose root's forward is running, on the training thread."""
         if model not in self._wrapped and not self._found(model, reduction.around(root)):
             self._parts.update(
                 part for module, wrapper in reduction.within(root) if _is_later(wrapper) for part in module.modules()
             )
 
     def search(self, model: int, root: torch.nn.Module) -> None:
-        """Searches once for a wrapper of a model of which no forward was seen, because only its parts are called."""
+        """Search once for a wrapper of a model of which no forward was seen, because only its parts are called."""
         if model not in self._copied:
             self._found(model, reduction.wrapper_of(root) or reduction.anywhere(root))
 
@@ -84,5 +84,5 @@ class Replicas:
 
 
 def _is_later(wrapper: Any) -> bool:  # noqa: ANN401 - a wrapper may only resemble one
-    """Whether this rank is not the first of those that have the same gradients. No collective."""
+    """Return whether this rank is not the first of those that have the same gradients. No collective."""
     return torch.distributed.get_rank(wrapper.process_group) > 0

@@ -18,17 +18,17 @@ PIPELINE = ("pp", "pipe", "stage")
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
-    """Whether this rank has only a summand of the tensor, as of a gradient under sequence parallelism."""
+    """Return whether this rank has only a summand of the tensor, such as of a gradient under sequence parallelism."""
     return not is_plain(tensor) and any("Partial" in type(placement).__name__ for placement in _placements(tensor))
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:
-    """Whether this rank has only a part of a tensor: a DTensor that is sharded on some dimension of its mesh."""
+    """Return whether this rank has only a part of a tensor: a DTensor that is sharded on some dimension of its mesh."""
     return not is_plain(tensor) and any(type(placement).__name__ != "Replicate" for placement in _dividing(tensor))
 
 
 def split_dims(tensor: torch.Tensor) -> frozenset[int]:
-    """The tensor's dimensions along which its parts lie on different ranks."""
+    """Return the tensor's dimensions along which its parts lie on different ranks."""
     if is_plain(tensor):
         return frozenset()
     dims = (getattr(placement, "dim", None) for placement in _dividing(tensor))
@@ -36,7 +36,7 @@ def split_dims(tensor: torch.Tensor) -> frozenset[int]:
 
 
 def is_copy(tensor: torch.Tensor | None) -> bool:
-    """Whether another rank has the same part of a DTensor, and counts it in sums over ranks: of all copies one counts.
+    """Return whether another rank has the same part of a DTensor, and counts it in sums over ranks: of all copies one counts.
 
     That is the one with coordinate 0 along each dimension of the mesh on which the tensor is replicated. A mesh may be
     a slice of a larger one, as under FSDP with tensor parallelism: then ranks along the other dimensions have copies,
@@ -51,9 +51,9 @@ def is_copy(tensor: torch.Tensor | None) -> bool:
 
 
 def is_behind(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether this rank is not the first of the mesh over which the parameters of a model are parallel.
+    """Return whether this rank is not the first of the mesh over which the parameters of a model are parallel.
 
-    Then parameters of the model that are no DTensors are copies, too: parallel tensors have the same inputs on all ranks.
+    Then parameters of the model that are not DTensors are copies, too: parallel tensors have the same inputs on all ranks.
     """
     parallel = (tensor for tensor in tensors if not is_plain(tensor))
     meshes = {id(mesh): mesh for tensor in parallel if (mesh := getattr(tensor, "device_mesh", None)) is not None}
@@ -61,7 +61,7 @@ def is_behind(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 
 def _is_behind_slice(mesh: Any) -> bool:  # noqa: ANN401 - a DeviceMesh, which is not in every build
-    """Whether this rank is not the first along some dimension of the mesh from which this one is a slice."""
+    """Return whether this rank is not the first along some dimension of the mesh from which this one is a slice."""
     root = root_mesh(mesh)
     coordinates = None if root is None or root is mesh else root.get_coordinate()
     if root is None or coordinates is None:
@@ -77,7 +77,7 @@ def _is_behind_slice(mesh: Any) -> bool:  # noqa: ANN401 - a DeviceMesh, which i
 
 
 def _dividing(tensor: torch.Tensor | None) -> list[object]:
-    """The placements on those dimensions of the mesh along which there is more than one rank."""
+    """Return the placements on those dimensions of the mesh along which there is more than one rank."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     return [placement for dim, placement in enumerate(_placements(tensor)) if mesh.size(dim) > 1]
 

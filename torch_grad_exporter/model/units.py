@@ -33,7 +33,7 @@ SHAPES = 1 << 10
 
 @functools.lru_cache(SHAPES)
 def one_of_equal(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, the same object for equal ones."""
+    """Return the shape, the same object for equal ones."""
     return shape
 
 
@@ -55,7 +55,7 @@ class UnitLayout:
         return math.prod(self.shape[dim] for dim in self.dims)
 
     def rows(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient as (units, elements of a unit); a view wherever the layout allows it."""
+        """Return the gradient as (units, elements of a unit); a view wherever the layout allows it."""
         viewed = gradient.reshape(self.shape)
         if self.dims != (0,):
             viewed = viewed.movedim(self.dims, tuple(range(len(self.dims))))
@@ -63,7 +63,7 @@ class UnitLayout:
 
 
 def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout | None:
-    """The output units of a parameter: rows of a weight, output channels of a convolution, outputs of each of several experts.
+    """Return the output units of a parameter, such as rows of a weight, output channels, and outputs of each expert.
 
     `None` for what has no output units: biases and scales (fewer than two dimensions, or those of experts), embeddings (an
     absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a zero
@@ -89,7 +89,7 @@ _layout = functools.lru_cache(SHAPES)(UnitLayout)
 
 
 def _unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's dimensions along which its output units lie; none if it has no units. In a transposed convolution not all."""
+    """Return the parameter's dimensions along which its output units lie, not all in a transposed convolution; none without units."""
     shape = tuple(parameter.shape)
     if len(shape) < 2 or isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
         return ()
@@ -107,7 +107,7 @@ def _unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, .
 
 
 def _by_sizes(sizes: Iterable[tuple[object, object]], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The same by the numbers of inputs and outputs that the module names, where they tell one from the other."""
+    """Return the same by the numbers of inputs and outputs that the module names, where they tell one from the other."""
     for inputs, outputs in sizes:
         if isinstance(inputs, int) and isinstance(outputs, int) and len(shape) <= 3:
             if shape[-2:] == (inputs, outputs) and inputs != outputs:

@@ -18,7 +18,7 @@ class WatchedModels:
             finalizer.atexit = False
 
     def any_of(self, models: Iterable[torch.nn.Module]) -> bool:
-        """Whether one of these is among them."""
+        """Return whether one of these is among them."""
         mine = {id(module) for reference in self._models if (module := reference()) is not None}
         return any(id(model) in mine for model in models)
 
@@ -28,6 +28,6 @@ class WatchedModels:
         return all(reference() is None for reference in self._models)
 
     def close(self) -> None:
-        """Stops calling `gone`. Idempotent."""
+        """Stop calling `gone`. Idempotent."""
         for finalizer in self._finalizers:
             finalizer.detach()

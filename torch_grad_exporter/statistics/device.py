@@ -113,17 +113,17 @@ def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude along the last dimension; NaN where there is one. It needs no temporary."""
+    """Return the largest magnitude along the last dimension; NaN where there is one. It needs no temporary."""
     largest: torch.Tensor = torch.linalg.vector_norm(values, torch.inf, dim=-1)
     return largest
 
 
 def _norms(flat: torch.Tensor, accumulate: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The norm of each row; without float64 that of the row divided by its scale, and the scale."""
+    """Return the norm of each row; without float64 that of the row divided by its scale, and the scale."""
     if accumulate is torch.float64 and flat.dtype is not torch.float64:
         return (torch.linalg.vector_norm(flat, dim=1, dtype=accumulate),)
     largest = _largest(flat)
-    # 1 where the largest magnitude is no divisor.
+    # 1 where the largest magnitude cannot be a divisor.
     scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest)).to(accumulate)
     values = flat.to(accumulate) / scale[:, None]
     if accumulate is torch.float64:

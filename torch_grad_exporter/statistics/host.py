@@ -120,7 +120,7 @@ def row_squares(rows: FloatArray) -> FloatArray:
 
 
 def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
-    """The rows of a block of gradients, shape (gradients, elements), without norms and units."""
+    """Return the rows of a block of gradients, shape (gradients, elements), without norms and units."""
     row = np.zeros((len(flat), layout.width))
     if counts:
         row[:, Column.MIN] = low = np.minimum.reduce(flat, 1)
@@ -134,7 +134,7 @@ def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
 
 
 def count(mask: BoolArray) -> IntArray | int:
-    """How many are true in each row, one number if the same; numpy counts a whole array ten times as fast as by rows."""
+    """Return how many are true in each row, one number if the same; numpy counts a whole array ten times as fast as by rows."""
     total = int(np.count_nonzero(mask))
     return total if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
 
@@ -142,7 +142,7 @@ def count(mask: BoolArray) -> IntArray | int:
 def _norms(
     batches: Sequence[Batch], squares: FloatArray, sizes: Sequence[tuple[int, int, int, int]]
 ) -> tuple[FloatArray, BoolArray, BoolArray]:
-    """The norm of each gradient, without under- or overflow, and of all output units which are zero and which are not.
+    """Return the norm of each gradient, without under- or overflow, and of all output units which are zero and which are not.
 
     Args:
         batches: The gradients.

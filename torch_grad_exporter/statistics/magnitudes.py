@@ -49,7 +49,7 @@ def _on_device(flat: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _bounds(*, float64: bool) -> np.ndarray[tuple[int], np.dtype[np.float32 | np.float64]]:
-    """The bounds in float64, or each as the largest float32 that is not above it; then the largest finite number."""
+    """Return the bounds in float64, or each as the largest float32 that is not above it; then the largest finite number."""
     exact = np.array([*WEIGHT_MAGNITUDES, np.finfo(np.float64).max])
     if float64:
         return exact

@@ -131,6 +131,6 @@ def with_ours(
                 coefficient = ours.ratio if coefficient is None else coefficient * ours.ratio
                 was_clipped |= ours.least < 1 - UNTOUCHED
             clippings[optimizer] = ClipVerdict(coefficient, ours.seen, was_clipped)
-        elif loop is not None and loop.coefficient is not None:  # within a closure the two cannot be told apart
+        elif loop is not None and loop.coefficient is not None:  # within a closure the two cannot be distinguished
             edited[:, mine] = norms[mine], after[mine]
     return edited

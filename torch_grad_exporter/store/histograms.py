@@ -38,7 +38,7 @@ class NormRows:
     def arrange(self, index: IntArray) -> None:
         """Keep the rows with these numbers, in this order; -1 stands for a new one."""
         values = np.concatenate([self.values, self._empty])[index]
-        new = {cursor: np.hstack([found, NEW])[:, index] for cursor, found in self._new.items()}
+        new = {cursor: np.hstack([counts, NEW])[:, index] for cursor, counts in self._new.items()}
         if self._exponential is not None:
             self._exponential = [Counter() if row < 0 else self._exponential[row] for row in index.tolist()]
         self.values = values

@@ -170,7 +170,7 @@ class HostTransfer:
         if position >= self._ring // 2:
             self._pressed()
         if position < len(ring) and ring[position].bits.size >= size:
-            ring[position].clear(ring[position].size)  # of a vector that nobody has read
+            ring[position].clear(ring[position].size)  # of a vector that was not read
             return ring[position]
         held = sum(buffer.bits.nbytes for buffer in ring)
         if position == self._ring or (position >= FEW and held + 8 * size > HELD_BYTES):

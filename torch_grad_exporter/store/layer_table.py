@@ -184,8 +184,8 @@ class LayerTable:
         layers["norm"][rows], layers["read"][rows], layers["sized"][rows] = norms, True, sample.sized
         layers["part"][rows], layers["units"][rows] = values.combined(Column.NORM, counted=True), units
         low, high, zeros = (values.combined(column) for column in (Column.MIN, Column.MAX, Column.ZEROS))
-        found = low, high, np.maximum(np.abs(low), np.abs(high)), zeros / np.maximum(elements, 1)
-        for name, counted in zip(COUNTED, found, strict=True):
+        measured = low, high, np.maximum(np.abs(low), np.abs(high)), zeros / np.maximum(elements, 1)
+        for name, counted in zip(COUNTED, measured, strict=True):
             layers[name][rows] = np.where(np.isnan(zeros), before[name], counted)
         per_unit = np.where(units > 0, 1 / np.maximum(units, 1), np.nan)
         layers["zero_units_ratio"][rows] = values.combined(Column.ZERO_UNITS) * per_unit

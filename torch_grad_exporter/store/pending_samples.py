@@ -164,7 +164,7 @@ class PendingSamples:
     def _divide(self, sample: Sample, ended: RoundEnded) -> tuple[bool, bool]:
         """Divide by what the loop has reported; return whether it has, and whether no divisor is left.
 
-        A loop that reported divisors lately may have meant this round when it reported one for another.
+        A loop that reported divisors recently may have meant this round when it reported one for another.
         """
         if sample.read.at_step:  # they were divided already
             return False, True

@@ -112,8 +112,8 @@ class Selection:
         chosen = np.flatnonzero(wanted)
         # The positions of the parameters, those of one layer next to each other.
         self.positions: IntArray = chosen[np.argsort(table.layer_of[chosen], kind="stable")]
-        found = np.unique(table.layer_of[self.positions], return_index=True, return_inverse=True)
-        self.layers, self.starts, self.group = found  # ascending; where each begins; the place of each position's layer
+        by_layer = np.unique(table.layer_of[self.positions], return_index=True, return_inverse=True)
+        self.layers, self.starts, self.group = by_layer  # ascending; where each begins; the place of each position's layer
         self.counts = table.counts[self.positions]  # which count in sums over ranks
         self.all_count = bool(self.counts.all())
 

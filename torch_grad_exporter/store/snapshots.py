@@ -1,4 +1,4 @@
-"""Snapshots: what the collectors and other consumers see of the tables; nobody writes to their arrays."""
+"""Snapshots: what the collectors and other consumers see of the tables; their arrays are never written to."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ after_backward: Callable[[Callable[[], None]], None] = _queue
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once when the running backward and all that it queued is done.
+    """Call `callback` once when the running backward and all that it queued is done.
 
     A callback that is queued from within the backward may run before DistributedDataParallel's own last
     callback; one that is queued by a callback runs after all of those and sees the reduced gradients. DDP and FSDP2 rely on
@@ -53,12 +53,12 @@ _keeps_graph = find("torch._C._autograd._get_current_graph_task_keep_graph")
 
 
 def within_transform() -> bool:
-    """Whether `torch.func` transforms the running function: its gradients go into no `.grad`."""
+    """Return whether `torch.func` transforms the running function: its gradients go into no `.grad`."""
     return _level is not None and _level() is not None
 
 
 def on_node_of(tensor: torch.Tensor, hook: Callable[[Sequence[torch.Tensor | None]], None]) -> bool:
-    """Calls `hook` with the gradients of the node that made a tensor, right before that node runs; `False` where none has.
+    """Call `hook` with the gradients of the node that made a tensor, right before that node runs; `False` where none has.
 
     A hook at the tensor itself would be shared with those that others add after the tensor was modified in place.
     """
@@ -78,7 +78,7 @@ graph_is_kept: Callable[[], bool] = _keeps_graph or _kept
 
 
 def node_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
-    """The node that accumulates a parameter's gradient, found within a backward as well."""
+    """Return the node that accumulates a parameter's gradient, found within a backward as well."""
     return nodes_of([parameter])[0]
 
 
@@ -87,16 +87,16 @@ TOGETHER = 200
 
 
 def nodes_of(parameters: Iterable[torch.Tensor]) -> list[torch.autograd.graph.Node]:
-    """The same of many leaves that require a gradient: by functions of many plain ones, a tenth of `get_gradient_edge`'s price."""
-    found: list[torch.autograd.graph.Node] = []
+    """Return the same of many leaves that require a gradient, for plain ones at a tenth of `get_gradient_edge`'s price."""
+    nodes: list[torch.autograd.graph.Node] = []
     with torch.enable_grad():  # before torch 2.5 `get_gradient_edge` raises where gradients are off
         for kind, run in itertools.groupby(parameters, type):
             if kind in PLAIN:
                 while several := (*itertools.islice(run, TOGETHER),):
-                    found += _nodes_behind(_OfMany.apply(*several))  # type: ignore[no-untyped-call]
+                    nodes += _nodes_behind(_OfMany.apply(*several))  # type: ignore[no-untyped-call]
             else:
-                found += map(_node_of_any, run)
-    return found
+                nodes += map(_node_of_any, run)
+    return nodes
 
 
 class _OfMany(torch.autograd.Function):
@@ -109,7 +109,7 @@ class _OfMany(torch.autograd.Function):
 
     @staticmethod
     def backward(_context: Any, *_gradients: torch.Tensor) -> None:  # noqa: ANN401 - PyTorch's own
-        """Gives the leaves nothing."""
+        """Give the leaves nothing."""
 
 
 def _nodes_behind(result: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
@@ -122,7 +122,7 @@ def _node_of_any(parameter: torch.Tensor) -> torch.autograd.graph.Node:
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
-    """Calls `hook` with the gradient of a tensor that is no leaf, as its `register_hook` would at three times the price.
+    """Call `hook` with the gradient of a tensor that is not a leaf, as its `register_hook` would at three times the price.
 
     That makes a handle which is not needed here: the hook goes with the graph.
     """
@@ -148,7 +148,7 @@ next_sequence: Callable[[], int] = _sequence or _sequence_of_a_new_node
 
 
 def number_of(node: Any) -> int:  # noqa: ANN401 - a node
-    """The number of a node, in the order in which its thread has made them; -1 of one that accumulates the gradient of a leaf."""
+    """Return a node's number, in the order in which its thread has made them; -1 if it accumulates the gradient of a leaf."""
     number: int = node._sequence_nr()
     return -1 if number == _ACCUMULATES else number
 
@@ -157,12 +157,16 @@ _ACCUMULATES = 2**64 - 1
 
 
 def started_from(frame: types.FrameType | None) -> Sequence[torch.Tensor]:
-    """The tensors that the nearest backward among the callers has started from; none where that is not to be seen."""
+    """Return the tensors that the nearest backward among the callers has started from; none where that is not to be seen."""
     code = torch.autograd.backward.__code__
     while frame is not None:
         if frame.f_code is code:
             tensors = frame.f_locals.get("tensors", ())
-            return [one for one in (tensors if isinstance(tensors, list | tuple) else [tensors]) if isinstance(one, torch.Tensor)]
+            return [
+                tensor
+                for tensor in (tensors if isinstance(tensors, list | tuple) else [tensors])
+                if isinstance(tensor, torch.Tensor)
+            ]
         frame = frame.f_back
     return ()
 
@@ -171,7 +175,7 @@ _HIDES = find("torch.utils._python_dispatch._disable_current_modes") is not None
 
 
 def outside_of_modes() -> contextlib.AbstractContextManager[object]:
-    """Hides the operations of the calling function from all modes that intercept them, where that can be done."""
+    """Hide the operations of the calling function from all modes that intercept them, where that can be done."""
     return torch.utils._python_dispatch._disable_current_modes() if _HIDES else contextlib.nullcontext()
 
 

@@ -30,7 +30,7 @@ compile_again: Callable[[Any], Any] = _set_eval_frame
 
 
 def never_compile(function: Callable[..., object]) -> None:
-    """Keeps a function from being compiled as a frame of its own.
+    """Keep a function from being compiled as a frame of its own.
 
     Below a compiled function `torch.compile` compiles every frame that is entered eagerly, so also that of a hook, in which
     `is_compiling()` would then be true for ever. `torch.compiler.disable` would be a graph break where a hook is inlined.
@@ -44,27 +44,27 @@ def never_compile(function: Callable[..., object]) -> None:
 
 
 def compiled_backwards() -> int:
-    """How many backwards compiled autograd has compiled in this process. Those run no hook; a new set of hooks makes one more."""
+    """Return how many backwards compiled autograd has compiled in this process: they run no hook, and a new hook makes another."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters["compiled_autograd"]["captures"]) if "compiled_autograd" in counters else 0
 
 
 def runs_compiled() -> bool:
-    """Whether functions of this process may run compiled, without a way to run them as they are written (before torch 2.6)."""
+    """Return whether functions may run compiled, without a way to run them as they are written (before torch 2.6)."""
     return "torch._dynamo" in sys.modules and not hasattr(torch.compiler, "set_stance")
 
 
 def uncompiled() -> contextlib.AbstractContextManager[object]:
-    """Lets compiled functions run as they are written, where that is possible."""
+    """Let compiled functions run as they are written, where that is possible."""
     stance: Any = getattr(torch.compiler, "set_stance", None)
     if stance is None or "torch._dynamo" not in sys.modules:  # importing it takes seconds
         return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[object] = stance("force_eager")
-    return found
+    stance_of_eager: contextlib.AbstractContextManager[object] = stance("force_eager")
+    return stance_of_eager
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is compiled as a whole, with all that is in it: hooks in there are traced away, or compile it anew."""
+    """Return whether a module is compiled as a whole, with all that is in it: its hooks are traced away, or compile it again."""
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     said = vars(module)  # and not `getattr`, which costs a microsecond where there is no such attribute
     return (
@@ -75,7 +75,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def called_from_compiled(frame: types.FrameType | None) -> bool:
-    """Whether compiled code is among the callers, or what compiles it: modules called from here may be part of it."""
+    """Return whether compiled code is among the callers, or what compiles it: modules called from here may be part of it."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     while frame is not None and compiler is not None:
         if frame.f_globals is vars(compiler):
@@ -85,18 +85,18 @@ def called_from_compiled(frame: types.FrameType | None) -> bool:
 
 
 def something_is_compiled() -> bool:
-    """Whether `torch.compile` was called in this process; what it made may have run already, or not."""
+    """Return whether `torch.compile` was called in this process; what it made may have run already, or not."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     backends: Mapping[int, object] = getattr(compiler, "cached_backends", {0: compiler})
     return any(backend is not None for backend in backends.values())  # `None` stands for what is not to be compiled
 
 
 def compiles_backwards() -> bool:
-    """Whether compiled autograd is on, for which a hook at a node makes another graph of the backward."""
+    """Return whether compiled autograd is on, for which a hook at a node makes another graph of the backward."""
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(autograd, "compiled_autograd_enabled", False)) or compiled_backwards() > 0
 
 
 def compiles_its_call(module: torch.nn.Module) -> bool:
-    """Whether its hooks, too, are part of what is compiled, as after `module.compile()`."""
+    """Return whether its hooks, too, are part of what is compiled, as after `module.compile()`."""
     return isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None

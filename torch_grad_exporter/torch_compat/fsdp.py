@@ -15,7 +15,7 @@ from torch_grad_exporter.torch_compat.lost import gone, has
 
 
 def follows_freezing() -> bool:
-    """Whether FSDP2 hands `requires_grad` on to the gathered parameters at each forward, as from torch 2.6 on."""
+    """Return whether FSDP2 hands `requires_grad` on to the gathered parameters at each forward, as from torch 2.6 on."""
     places = ("torch.distributed.fsdp._fully_shard._fsdp_param", "torch.distributed._composable.fsdp._fsdp_param")
     return any(hasattr(sys.modules.get(place), "set_requires_grad_if_needed") for place in places)
 
@@ -39,13 +39,13 @@ class Flat:
 
 
 def flat_wrapper() -> type[torch.nn.Module] | None:
-    """The class `FullyShardedDataParallel`; `None` where the script has not imported it."""
-    found: type[torch.nn.Module] | None = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return found
+    """Return the class `FullyShardedDataParallel`; `None` where the script has not imported it."""
+    wrapper: type[torch.nn.Module] | None = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return wrapper
 
 
 def flat_of(wrapper: torch.nn.Module) -> Flat | None:
-    """What a `FullyShardedDataParallel` module itself keeps; `None` where that is nothing, or is not shown."""
+    """Return what a `FullyShardedDataParallel` module itself keeps; `None` where that is nothing, or is not shown."""
     if not hasattr(wrapper, "_handle"):
         gone("torch.distributed.fsdp.FullyShardedDataParallel._handle")
         return None
@@ -59,13 +59,13 @@ def flat_of(wrapper: torch.nn.Module) -> Flat | None:
         gone("torch.distributed.fsdp.FullyShardedDataParallel._handle")
         return None
     originals = getattr(flat, "_params", None)
-    own = [one.numel_in_shard or 0 for one in infos] if originals is not None else [flat._sharded_size.numel() - padding]
+    own = [info.numel_in_shard or 0 for info in infos] if originals is not None else [flat._sharded_size.numel() - padding]
     copies = getattr(wrapper, "_inter_node_pg", None) if sharded else None
     return Flat(flat, originals, own, padding, sharded, getattr(wrapper, "process_group", None), copies)
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    """Whether `FullyShardedDataParallel` keeps a parameter in a flat one, or it is that one."""
+    """Return whether `FullyShardedDataParallel` keeps a parameter in a flat one, or it is that one."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
@@ -73,7 +73,7 @@ _MANAGED = "_is_fsdp_managed_module"
 
 
 def is_managed(module: torch.nn.Module) -> bool:
-    """Whether FSDP, of either kind, gathers the parameters of a module for its forward and backward."""
+    """Return whether FSDP, of either kind, gathers the parameters of a module for its forward and backward."""
     # Not by `hasattr`: a module's own look-up costs a microsecond where there is no such attribute.
     return _MANAGED in vars(module)
 
@@ -86,6 +86,6 @@ def are_managed(modules: Sequence[torch.nn.Module]) -> list[bool]:
 
 
 def awaits_reduction(flat: torch.Tensor) -> bool:
-    """Whether the gradient of a sharded flat parameter is still this rank's own and whole, as after `no_sync()`."""
+    """Return whether the gradient of a sharded flat parameter is still this rank's own and whole, as after `no_sync()`."""
     gradient, whole = flat.grad, getattr(flat, "_unpadded_unsharded_size", None)
     return gradient is not None and gradient.shape == whole != getattr(flat, "_sharded_size", None)

@@ -43,7 +43,7 @@ missing: dict[str, bool] = {}
 
 
 def tell() -> None:
-    """Logs for each name that is gone, once per process, what the exporter does without."""
+    """Log for each name that is gone, once per process, what the exporter does without."""
     for name, logged in missing.items():
         if not logged:
             missing[name] = True
@@ -53,23 +53,23 @@ def tell() -> None:
 
 def find(path: str) -> Any:  # noqa: ANN401 - whatever PyTorch keeps there
     """What is found at a path that begins with `torch`, `None` if it is missing."""
-    found: Any = torch
+    value: Any = torch
     name, *parts = path.split(".")
     for part in parts:
         name = f"{name}.{part}"
-        found = getattr(found, part, sys.modules.get(name))  # torch.optim deletes its attribute `optimizer`
-    if found is None and path in LOST:
+        value = getattr(value, part, sys.modules.get(name))  # torch.optim deletes its attribute `optimizer`
+    if value is None and path in LOST:
         missing[path] = False
-    return found
+    return value
 
 
 def gone(path: str) -> None:
-    """Remembers, and logs at once, that a name is missing that is looked up while the training runs."""
+    """Remember, and logs at once, that a name is missing that is looked up while the training runs."""
     if path not in missing:
         missing[path] = False
         tell()
 
 
-def has(one: object, *names: str) -> bool:
-    """Whether an object of PyTorch's has all of these attributes."""
-    return all(getattr(one, name, None) is not None for name in names)
+def has(owner: object, *names: str) -> bool:
+    """Return whether an object of PyTorch's has all of these attributes."""
+    return all(getattr(owner, name, None) is not None for name in names)

@@ -55,7 +55,7 @@ class ForwardUnderWay:
     known: frozenset[Any]
 
     def begins_anew(self) -> None:
-        """Calls the hooks that were set since: PyTorch has made its list of them before."""
+        """Call the hooks that were set since: PyTorch has made its list of them before."""
         if self.kwargs is None:
             return
         for key, hook in [*self.module._forward_pre_hooks.items()]:
@@ -64,7 +64,7 @@ class ForwardUnderWay:
 
 
 def forward_under_way(frame: types.FrameType, module: torch.nn.Module, args: tuple[Any, ...]) -> ForwardUnderWay:
-    """The forward whose global hooks `frame` is calling. Without its keyword arguments, its beginning is not seen."""
+    """Return the forward whose global hooks `frame` is calling. Without its keyword arguments, its beginning is not seen."""
     # Not the variables of any other function: before Python 3.13 they are one dictionary, which the function itself may have.
     if not MODULE_HOOKS or frame.f_globals is not vars(torch.nn.modules.module):
         return ForwardUnderWay(module, args, None, frozenset())

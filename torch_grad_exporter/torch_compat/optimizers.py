@@ -21,17 +21,17 @@ STEP_HOOKS: tuple[dict[int, Any], ...] = () if None in _step_hooks else _step_ho
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has hooks of its own before its step; true where it cannot say."""
+    """Return whether the optimizer has hooks of its own before its step; true where it cannot say."""
     return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
 
 
 def hooked_last(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
-    """Whether this is the last of the optimizer's own hooks before its step; false where it cannot say."""
+    """Return whether this is the last of the optimizer's own hooks before its step; false where it cannot say."""
     return next(reversed(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()), None) is hook
 
 
 def _step_code() -> types.CodeType | None:
-    """The code of the function in which PyTorch wraps an optimizer's `step`."""
+    """Return the code of the function in which PyTorch wraps an optimizer's `step`."""
     wrap = find("torch.optim.Optimizer.profile_hook_step")
     return None if wrap is None else getattr(wrap(lambda: None), "__code__", None)
 
@@ -40,12 +40,12 @@ _STEP = _step_code()
 
 
 def called_from_step(frame: types.FrameType | None) -> bool:
-    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
+    """Return whether an optimizer's step is among the callers: else one that had begun has raised."""
     return _step_around(frame) is not None
 
 
 def stepping_around(frame: types.FrameType | None) -> torch.optim.Optimizer | None:
-    """The optimizer within whose step the nearest step among the callers runs, `None` if that one runs by itself."""
+    """Return the optimizer within whose step the nearest step among the callers runs, `None` if that one runs by itself."""
     own = _step_around(frame)
     around = None if own is None else _step_around(own.f_back)
     return None if around is None else around.f_locals.get("self")
@@ -89,7 +89,7 @@ def remove_step_hooks(handles: Iterable[Any]) -> None:
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - an object that may be a gradient scaler
-    """The loss scale now, `None` before the scaler's first use, and of one that is disabled."""
+    """Return the loss scale now, `None` before the scaler's first use, and of one that is disabled."""
     if hasattr(scaler, "_scale"):
         scale: torch.Tensor | None = scaler._scale
         return scale
@@ -100,7 +100,7 @@ def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - an object th
 
 
 def has_scale(scaler: object) -> bool:
-    """Whether it is a gradient scaler, or has the interface of one."""
+    """Return whether it is a gradient scaler, or has the interface of one."""
     # A disabled one has no scale.
     return hasattr(scaler, "_scale") or isinstance(scaler, torch.amp.GradScaler)
 
@@ -109,7 +109,7 @@ _STEPS_ARE_MARKED = find("torch.optim.Optimizer._patch_step_function") is not No
 
 
 def optimizers_made() -> bool:
-    """Whether an optimizer has ever been made in this process; true where that cannot be known. Takes microseconds."""
+    """Return whether an optimizer has ever been made in this process; true where that cannot be known. Takes microseconds."""
     kinds = [torch.optim.Optimizer]
     for kind in kinds:  # which grows meanwhile
         kinds += kind.__subclasses__()
@@ -124,7 +124,7 @@ class StepUnderWay:
     known: frozenset[int]
 
     def begins_anew(self) -> None:
-        """Calls the hooks that were set since: PyTorch's iteration over them is at its end."""
+        """Call the hooks that were set since: PyTorch's iteration over them is at its end."""
         for key, hook in [*STEP_HOOKS[0].items()]:
             if key not in self.known:
                 hook(*self.arguments)

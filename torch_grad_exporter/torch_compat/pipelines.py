@@ -24,7 +24,7 @@ _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 def calling_pipeline(frame: types.FrameType | None) -> Pipeline | None:
-    """The pipeline schedule among the callers, if any."""
+    """Return the pipeline schedule among the callers, if any."""
     schedules = sys.modules.get(_SCHEDULES)
     while frame is not None and schedules is not None:
         if frame.f_globals is vars(schedules) and hasattr(schedule := frame.f_locals.get("self"), "_step_microbatches"):

@@ -13,7 +13,7 @@ from torch_grad_exporter.torch_compat.lost import gone, has
 
 
 def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - a DeviceMesh, which is not in every build
-    """The mesh from which this one was sliced; `None` where that is not available. The name has moved twice."""
+    """Return the mesh from which this one was sliced; `None` where that is not available. The name has moved twice."""
     ask = getattr(mesh, "_get_root_mesh", None)
     if ask is not None:
         return ask()
@@ -29,7 +29,7 @@ def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - a DeviceMesh, which is not in
 
 
 def active_wrapper() -> Any:  # noqa: ANN401 - a wrapper
-    """The `DistributedDataParallel` whose forward is running, if any."""
+    """Return the `DistributedDataParallel` whose forward is running, if any."""
     ask = getattr(torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
     if ask is None:
         gone("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
@@ -37,7 +37,7 @@ def active_wrapper() -> Any:  # noqa: ANN401 - a wrapper
 
 
 def composed_wrapper(module: torch.nn.Module) -> Any:  # noqa: ANN401 - a wrapper
-    """The wrapper by which `replicate` changed a module in place, made in the module's first forward; `None` without one."""
+    """Return the wrapper by which `replicate` changed a module in place, made in the module's first forward; `None` without one."""
     # Composed in place, the module has another class; the wrapper is in its state.
     composed = sys.modules.get("torch.distributed._composable.replicate")
     if composed is None:
@@ -50,13 +50,13 @@ def composed_wrapper(module: torch.nn.Module) -> Any:  # noqa: ANN401 - a wrappe
 
 
 def reduced_parameters(wrapper: torch.nn.parallel.DistributedDataParallel) -> Iterable[torch.nn.Parameter]:
-    """The parameters whose gradients a wrapper reduces."""
-    found: Iterable[torch.nn.Parameter] | None = getattr(wrapper, "_module_parameters", None)
-    return (p for p in wrapper.module.parameters() if p.requires_grad) if found is None else found
+    """Return the parameters whose gradients a wrapper reduces."""
+    parameters: Iterable[torch.nn.Parameter] | None = getattr(wrapper, "_module_parameters", None)
+    return (p for p in wrapper.module.parameters() if p.requires_grad) if parameters is None else parameters
 
 
 def takes_the_mean(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether the wrapper makes the plain mean of gradients: no hook communicates in its place, nor is it under `join`."""
+    """Return whether the wrapper makes the plain mean of gradients: no hook communicates in its place, nor is it under `join`."""
     hooks, join = getattr(wrapper, "_comm_hooks", None), getattr(wrapper, "_join_config", None)
     if hooks is None or not hasattr(join, "enable"):
         gone("torch.nn.parallel.DistributedDataParallel._comm_hooks")
@@ -65,7 +65,7 @@ def takes_the_mean(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
 
 
 def default_store() -> Any:  # noqa: ANN401 - a store
-    """The store of the default process group, with the group's prefix; `None` where it is not shown."""
+    """Return the store of the default process group, with the group's prefix; `None` where it is not shown."""
     ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     if ask is None:
         gone("torch.distributed.distributed_c10d._get_default_store")
@@ -87,5 +87,5 @@ def own_connection(store: Any, timeout: timedelta) -> Any:  # noqa: ANN401 - a s
 
 
 def without_prefix(store: object) -> object:
-    """A store without the prefixes around it; itself where they cannot be taken off."""
+    """Return a store without the prefixes around it; itself where they cannot be taken off."""
     return getattr(store, "_underlying_non_prefix_store", store)

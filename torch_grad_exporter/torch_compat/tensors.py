@@ -13,12 +13,12 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def is_plain(tensor: torch.Tensor | None) -> bool:
-    """Whether it is an ordinary tensor or parameter, and no object of another class that stands for one."""
+    """Return whether it is an ordinary tensor or parameter, and no object of another class that stands for one."""
     return type(tensor) in PLAIN
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, another tensor itself."""
+    """Return this rank's part of a DTensor, another tensor itself."""
     if type(tensor) in PLAIN:
         return tensor
     part: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
@@ -39,37 +39,37 @@ TensorGroup = tuple[list[torch.Tensor], list[int]]
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[TensorGroup]:
-    """The tensors by device and type, in the order in which `clip_grad_norm_` takes them."""
+    """Return the tensors by device and type, in the order in which `clip_grad_norm_` takes them."""
     if _by_kind is not None:
         return [(lists[0], places) for lists, places in _by_kind([tensors], with_indices=True).values()]
-    found: dict[tuple[torch.device, torch.dtype], TensorGroup] = {}
+    groups: dict[tuple[torch.device, torch.dtype], TensorGroup] = {}
     for place, tensor in enumerate(tensors):
-        group = found.setdefault((tensor.device, tensor.dtype), ([], []))
+        group = groups.setdefault((tensor.device, tensor.dtype), ([], []))
         group[0].append(tensor)
         group[1].append(place)
-    return [*found.values()]
+    return [*groups.values()]
 
 
 def can_foreach(tensors: list[torch.Tensor]) -> bool:
-    """Whether PyTorch takes these tensors, which have one device, at once."""
+    """Return whether PyTorch takes these tensors, which have one device, at once."""
     if tensors[0].is_complex() and any(tensor.is_conj() for tensor in tensors):
         return False  # it fails on one that is only marked as conjugate
     return None not in (_norms, _multiply, _at_once) and bool(_at_once(tensors, tensors[0].device))
 
 
 def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype | None = None, *, at_once: bool) -> Sequence[torch.Tensor]:
-    """The norm of each tensor, rounded to its own type or to `dtype`; `at_once`: as `can_foreach` says."""
+    """Return the norm of each tensor, rounded to its own type or to `dtype`; `at_once`: as `can_foreach` says."""
     if at_once:
-        found: Sequence[torch.Tensor] = _norms(tensors, 2.0) if dtype is None else _norms(tensors, 2.0, dtype=dtype)
-        return found
+        norms: Sequence[torch.Tensor] = _norms(tensors, 2.0) if dtype is None else _norms(tensors, 2.0, dtype=dtype)
+        return norms
     return [torch.linalg.vector_norm(tensor, 2.0, dtype=dtype) for tensor in tensors]
 
 
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor | Sequence[torch.Tensor], *, at_once: bool) -> None:
-    """Multiplies each tensor by one factor, or by its own; `at_once`: as `can_foreach` says."""
+    """Multiply each tensor by one factor, or by its own; `at_once`: as `can_foreach` says."""
     if at_once:
         _multiply(tensors, factor)
         return
     factors = [factor] * len(tensors) if isinstance(factor, torch.Tensor) else factor
-    for tensor, one in zip(tensors, factors, strict=True):
-        tensor.mul_(one)
+    for tensor, own in zip(tensors, factors, strict=True):
+        tensor.mul_(own)

@@ -110,7 +110,7 @@ class Kernels:
         return frozenset(where for where, state in self._devices.items() if state.stage is _Stage.TRUSTED)
 
     def taken_once(self) -> bool:
-        """Whether work was done since the last call that samples to come do not need."""
+        """Return whether work was done since the last call that samples to come do not need."""
         once, self._once = self._once, False
         return once
 
@@ -174,7 +174,7 @@ class Kernels:
         state.seconds = time.perf_counter() - start
 
     def _compare(self, state: _Device, expected: GroupReading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
-        """Begins a trial, if it can be sent now."""
+        """Begin a trial, if it can be sent now."""
         self._once = True
         if state.launcher is None:
             return
@@ -214,12 +214,12 @@ def gradients_of(parts: Sequence[Batch]) -> list[Read]:
 
 
 def same(group: Group, parts: Sequence[Batch]) -> Group | None:
-    """What stands for gradients that differ from those before in their memory alone, if they are contiguous: their group."""
+    """Return what stands for gradients that differ from those before in their memory alone, if they are contiguous: their group."""
     return group if all(tensor.is_contiguous() for batch in parts for tensor in batch.tensors) else None
 
 
 def split(group: Group, parts: Sequence[Batch], run: launch.Launcher) -> tuple[Part, Part | None]:
-    """Those gradients that the programs can read, and the others, if there are any."""
+    """Return those gradients that the programs can read, and the others, if there are any."""
     mask = np.array(run.readable(gradients_of(parts), group), dtype=np.bool_)
     if mask.all():
         return (group, tuple(parts)), None
@@ -227,7 +227,7 @@ def split(group: Group, parts: Sequence[Batch], run: launch.Launcher) -> tuple[P
 
 
 def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
-    """A part of a group."""
+    """Return a part of a group."""
     members = tuple(member for member, wanted in zip(group.members, mask.tolist(), strict=False) if wanted)
     numbers = {name: getattr(group, name)[mask] for name in ("positions", "elements", "units", "implied")}
     left, batches = mask.tolist(), []
@@ -240,7 +240,7 @@ def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
 
 
 def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, list[int]]:
-    """The rows of the programs with what they do not measure, by torch: a large gradient has several rows then, see `device.py`."""
+    """Return the programs' rows with what torch measures besides: a large gradient has several rows then, see `device.py`."""
     others = [(one, here) for one, here in by_torch.layout.apart.items() if one is not MOMENTS]
     if not others:
         return rows, [1] * len(rows)

@@ -74,7 +74,7 @@ class Launcher:
         self._streams = StreamOrder(device)
 
     def readable(self, gradients: Sequence[tables.Read], same: object) -> list[bool]:
-        """Which of them the programs can read. As long as `same` is the same object, only their memory may be another one."""
+        """Return which of them the programs can read. As long as `same` is the same object, only their memory may differ."""
         if self._forms[0] is not same:
             self._forms = same, [tables.form(*one) for one in gradients]
         found = []
@@ -87,7 +87,7 @@ class Launcher:
         return found
 
     def __call__(self, gradients: Sequence[tables.Read], same: object = None) -> Found:
-        """Reads all of them; they are `readable`, on the device, and not empty. `same`: as there, and all are contiguous."""
+        """Read all of them; they are `readable`, on the device, and not empty. `same`: as there, and all are contiguous."""
         self._streams.begin(*(table for sent in self._sent for table in (sent.owners, sent.entries, sent.addresses)))
         if same is None or same is not self._same:
             self._tell(gradients)
@@ -99,7 +99,7 @@ class Launcher:
         return Found(*(joined(parts) for parts in zip(*((one.rows, one.zero, one.alive) for one in found), strict=True)))
 
     def _tell(self, gradients: Sequence[tables.Read]) -> None:
-        """Sends tables, unless the gradients are of the same kinds as those of the last call."""
+        """Send tables, unless the gradients are of the same kinds as those of the last call."""
         kinds: list[tuple[object, ...]] = [(g.shape, g.stride(), g.dtype, layout) for g, layout in gradients]
         if kinds == self._kinds and self._sent:
             return
@@ -133,11 +133,11 @@ class Launcher:
 
 
 def options(*, hip: bool) -> dict[str, object]:
-    """How the first program is compiled. For AMD's GPUs Triton knows no limit of registers."""
+    """Return how the first program is compiled. For AMD's GPUs Triton knows no limit of registers."""
     chosen: dict[str, object] = {"num_warps": WARPS, **ANY}
     return chosen if hip else chosen | {"maxnreg": REGISTERS}
 
 
 def programs() -> ModuleType:
-    """The programs; imports Triton. Raises `ImportError` where it is not installed."""
+    """Return the programs; imports Triton. Raises `ImportError` where it is not installed."""
     return importlib.import_module("torch_grad_exporter.statistics.kernels.programs")

@@ -26,7 +26,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None], 
 
 
 def probe(device: torch.device) -> tuple[Group, tuple[Batch, ...]]:
-    """A group that stands for no parameters: of each type, shapes of several kinds of units, and values that are hard to read."""
+    """Return a group without parameters: of each type, shapes of several kinds of units, and values that are hard to read."""
     made = [
         (tensor, None if dims is None else UnitLayout(view, dims))
         for number, kind in enumerate(KINDS)

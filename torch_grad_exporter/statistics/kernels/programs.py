@@ -94,7 +94,7 @@ def _blocks(
     base, at, blocks, to, has_units, inner, count, per_run, per_count,
     KIND: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Reads whole blocks from offset `at` on, an address for the widest loads; returns sum of squares, sum, zeros and extremes.
+    """Read whole blocks from offset `at` on, an address for the widest loads; return sum of squares, sum, zeros and extremes.
 
     While a block is looked at the next one is on its way. Each thread keeps to itself what it finds in groups of neighbours, all of
     one unit: the threads meet once, at the end.
@@ -163,7 +163,7 @@ def _not_finite(
     base, at, end, nan, has_units, inner, count, per_run, per_count,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counts NaNs and Infs, and sets the flags of units that have a NaN: a second read of the few tiles that have any."""
+    """Count NaNs and Infs, and set the flags of units that have a NaN: a second read of the few tiles that have any."""
     lanes = tl.arange(0, BLOCK)
     nans = tl.zeros((), tl.int64)
     infs = tl.zeros((), tl.int64)
@@ -181,7 +181,7 @@ def _not_finite(
 
 @triton.jit
 def _keep(to, squares, total, zeros, nans, infs, low, high):
-    """Stores the partial values of a tile."""
+    """Store the partial values of a tile."""
     tl.store(to, squares)
     tl.store(to + 1, total)
     tl.store(to + 2, zeros.to(tl.float64))
@@ -196,7 +196,7 @@ def _tile(
     base, at, end, to, nan, has_units, inner, count, partials,
     KIND: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the elements from `at` to `end` of a gradient of one type and stores their partial values."""
+    """Read the elements from `at` to `end` of a gradient of one type and store their partial values."""
     begin = at
     per_run = 1.0 / tl.minimum(inner, BLOCK).to(tl.float32)
     per_count = 1.0 / count.to(tl.float32)
@@ -235,7 +235,7 @@ def read(
     owners, gradients, addresses, partials, nonzero, nan,
     COLUMNS: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Reads a tile, some blocks of one gradient: its partial values, shape (tiles, PARTIALS), and the flags of its units.
+    """Read a tile, some blocks of one gradient: its partial values, shape (tiles, PARTIALS), and the flags of its units.
 
     `gradients`: an entry of `COLUMNS` numbers for each, see `tables.py`. `MOMENTS`: whether the sum of the elements is wanted.
     Flags are set by plain stores of 1: whoever comes first or last, they say the same.
@@ -280,7 +280,7 @@ def add_up(
     MAX: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Writes the row of one gradient from the partial values of its tiles, always added up in the same order."""
+    """Write the row of one gradient from the partial values of its tiles, always added up in the same order."""
     owner = tl.program_id(0).to(tl.int64)
     entry = gradients + owner * COLUMNS
     lanes = tl.arange(0, MOST)

@@ -1,4 +1,4 @@
-"""Which gradients the programs can read, and what they are told of each: tables that are made on the host.
+"""Which gradients the programs can read, and what they get of each: tables that are made on the host.
 
 A dense gradient is read in the order of its memory, whatever that of its dimensions: but for the units no number depends on it.
 In memory a unit of one dimension lies in runs of equal length, so the unit of an offset is `offset // inner % count`.
@@ -29,7 +29,7 @@ MOST_TILES = 1024
 """Tiles of a gradient at most, each read by one program: those of a larger gradient are longer. A power of 2."""
 
 GROUP = 8
-"""Neighbours that one thread loads, whose unit is told once where no run of a unit ends among them. A divisor of `BLOCK`."""
+"""Neighbours that one thread loads, whose unit is given once where no run of a unit ends among them. A divisor of `BLOCK`."""
 
 COLUMNS = 8
 """Of an entry for a gradient: elements, kind, elements of a tile, first tile, tiles, `inner`, `count`, first flag or -1."""
@@ -49,7 +49,7 @@ Read = tuple[torch.Tensor, UnitLayout | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """What the programs are told of the gradients of one launch, but for their addresses.
+    """What the programs get of the gradients of one launch, but for their addresses.
 
     `owners`: shape (tiles,), int32: the gradient of each tile. `entries`: shape (gradients, `COLUMNS`), int64. `flags`: units
     of all.
@@ -76,7 +76,7 @@ def runs(gradient: torch.Tensor, layout: UnitLayout | None) -> tuple[int, int] |
 
 
 def _merged(gradient: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """The same, where the first dimensions together are the units: in memory they have to follow each other as well."""
+    """Return the same, where the first dimensions together are the units: in memory they have to follow each other as well."""
     inner, left = 0, count
     for size, stride in zip(gradient.shape, gradient.stride(), strict=True):
         if left == 1:
@@ -91,7 +91,7 @@ def _merged(gradient: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def is_dense(gradient: torch.Tensor) -> bool:
-    """Whether a gradient fills its part of the memory, each element once, in whatever order."""
+    """Return whether a gradient fills its part of the memory, each element once, in whatever order."""
     if gradient.is_contiguous():
         return True
     expected = 1
@@ -103,7 +103,7 @@ def is_dense(gradient: torch.Tensor) -> bool:
 
 
 def readable(gradient: torch.Tensor, layout: UnitLayout | None) -> bool:
-    """Whether the programs can read a gradient. Storage that was set free, as FSDP does, has no address."""
+    """Return whether the programs can read a gradient. Storage that was set free, as FSDP does, has no address."""
     return (
         type(gradient) is torch.Tensor
         and gradient.layout is torch.strided
@@ -117,18 +117,18 @@ def readable(gradient: torch.Tensor, layout: UnitLayout | None) -> bool:
 
 
 def form(gradient: torch.Tensor, layout: UnitLayout | None) -> int:
-    """What the address of gradients like this has to be a multiple of, if they are contiguous; 0: ask each if it is `readable`."""
+    """Return the alignment that gradients like this need, if they are contiguous; 0: ask each if it is `readable`."""
     return gradient.element_size() if gradient.is_contiguous() and readable(gradient, layout) else 0
 
 
 def tiles(elements: int) -> tuple[int, int]:
-    """How a gradient of so many elements is cut: elements of a tile, and tiles. It follows from the size alone."""
+    """Return how a gradient of this many elements is cut: elements of a tile, and tiles. It follows from the size alone."""
     length = BLOCK * max(BLOCKS, math.ceil(elements / (BLOCK * MOST_TILES)))
     return length, math.ceil(elements / length)
 
 
 def tables(gradients: Sequence[Read]) -> Tables:
-    """What the programs are told of readable gradients."""
+    """Return what the programs get of readable gradients."""
     entries = np.zeros((len(gradients), COLUMNS), dtype=np.int64)
     flags = first = 0
     for entry, (gradient, layout) in zip(entries, gradients, strict=True):
@@ -141,7 +141,7 @@ def tables(gradients: Sequence[Read]) -> Tables:
 
 
 def flights(gradients: Sequence[Read], most: int = MOST_PARTIALS) -> Iterator[slice]:
-    """The gradients of each launch: consecutive ones that have so many tiles at most together; a single one may have more."""
+    """Return the gradients of each launch: consecutive ones with this many tiles at most; a single one may have more."""
     first, together = 0, 0
     for place, (gradient, _) in enumerate(gradients):
         _, cut = tiles(gradient.numel())

@@ -41,7 +41,7 @@ class Trial:
 
     @classmethod
     def of(cls, expected: GroupReading, found: GroupReading, layout: Layout, send: Send) -> Trial | None:
-        """Sends what is to be compared, without waiting; `None` if it cannot be sent now."""
+        """Send what is to be compared, without waiting; `None` if it cannot be sent now."""
         different = ((expected.zero != found.zero) | (expected.alive != found.alive)).sum(dtype=torch.float64).reshape(1)
         arrived = send(torch.cat((expected.rows.reshape(-1), found.rows.reshape(-1), different)))
         if arrived is None:
@@ -50,7 +50,7 @@ class Trial:
         return cls(arrived, packings, expected.rows.numel(), expected.group.elements.astype(np.float64))
 
     def passed(self) -> bool | None:
-        """Whether both agree; `None` while they are under way. Raises `WrongNumbersError` with what differs most plainly."""
+        """Return whether both agree; `None` while they are under way. Raises `WrongNumbersError` with what differs most plainly."""
         values = self.arrived()
         if values is None:
             return None
