@@ -89,7 +89,7 @@ _layout = functools.lru_cache(SHAPES)(UnitLayout)
 
 
 def _unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the parameter's dimensions along which its output units lie, not all in a transposed convolution; none without units."""
+    """Return the dimensions along which output units lie, not all in a transposed convolution; none without units."""
     shape = tuple(parameter.shape)
     if len(shape) < 2 or isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
         return ()
