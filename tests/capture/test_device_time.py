@@ -21,7 +21,7 @@ from torch_grad_exporter.capture.device_events import EventPool, Timeline
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Mailbox
 
 GPU = torch.device("cuda", 0)
 WORK = {"outside": 0.5, "data": 0.25, "forward": 1.0, "backward": 2.0, "optimizer": 4.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 from torch_grad_exporter.capture.capture import Capture
@@ -24,7 +25,7 @@ from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.store.host_transfer import HostTransfer
-from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Mailbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +73,7 @@ def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
     )  # fmt: skip
     memory = DeviceMemory(used=lambda: reader.devices)
     requests = Requests()
-    devices = errors.boundary("devices")
-
-    def refresh() -> None:
-        devices(memory.refresh)
-
+    refresh = functools.partial(errors.boundary("devices"), memory.refresh)
     capture = Capture(
         index=checked.index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule,
         reader=reader, loss_scale=loss_scale, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.capture.rounds import RoundTracker
     from torch_grad_exporter.capture.torch_hooks import Hooks
     from torch_grad_exporter.model.layers import LayerIndex
-    from torch_grad_exporter.model.reduction import Reductions
+    from torch_grad_exporter.model.replicas import Reductions
 
 logger = logging.getLogger("torch_grad_exporter")
 

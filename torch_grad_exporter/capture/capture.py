@@ -26,9 +26,9 @@ from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.model.reduction import Reductions
+from torch_grad_exporter.model.replicas import Reductions
 from torch_grad_exporter.requests import Requests
-from torch_grad_exporter.store.mailbox import Mailbox
+from torch_grad_exporter.store.records import Mailbox
 
 
 class Capture:

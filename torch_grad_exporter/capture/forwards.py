@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.model.layers import LayerIndex
     from torch_grad_exporter.model.optimizers import Optimizers
     from torch_grad_exporter.model.parameters import ParameterTable
-    from torch_grad_exporter.model.reduction import Reductions
+    from torch_grad_exporter.model.replicas import Reductions
     from torch_grad_exporter.requests import Requests
 
 PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"

@@ -23,8 +23,7 @@ from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
-from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import PLACED, Observed
+from torch_grad_exporter.store.records import PLACED, Mailbox, Observed
 
 READ_SECONDS = 0.5
 """Losses that models return, and learning rates, are read in sampled rounds and otherwise this often at most."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from torch_grad_exporter.capture.cost import HOOKS_SECONDS
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE, PhaseTimes
-from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import PLACED, StepsTaken, TraceIds
+from torch_grad_exporter.store.records import PLACED, Mailbox, StepsTaken, TraceIds
 
 
 @dataclass(frozen=True, slots=True)

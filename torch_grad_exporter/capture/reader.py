@@ -27,8 +27,7 @@ from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
-from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import OptimizerView, Outcome, RoundEnded, SamplePart, SampleRead
+from torch_grad_exporter.store.records import Mailbox, OptimizerView, Outcome, RoundEnded, SamplePart, SampleRead
 from torch_grad_exporter.store.sample import rows_of
 
 IN_FULL = 8

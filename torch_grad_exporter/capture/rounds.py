@@ -18,8 +18,7 @@ from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPat
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import Outcome, RoundEnded
+from torch_grad_exporter.store.records import Mailbox, Outcome, RoundEnded
 
 PASSES = 2
 """Clearings in a round after each of which parameters have changed, as in SAM; more are those of steps that nothing reports."""

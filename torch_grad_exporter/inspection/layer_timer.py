@@ -26,8 +26,7 @@ from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledH
 from torch_grad_exporter.inspection.layer_times import BACKWARD, FORWARD, LayerTimes, Pass, RoundTimes, TimedCall
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import Inspected
+from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import next_sequence, number_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
 from torch_grad_exporter.torch_compat.modules import parameters_in

@@ -25,11 +25,10 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
-from torch_grad_exporter.model.reduction import Reduction, Reductions
+from torch_grad_exporter.model.replicas import Reduction, Reductions
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
-from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import Inspected
+from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import nodes_of
 
 SOURCE = "local_norms"

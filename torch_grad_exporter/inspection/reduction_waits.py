@@ -17,7 +17,7 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.model.reduction import Reductions
+from torch_grad_exporter.model.replicas import Reductions
 from torch_grad_exporter.torch_compat.autograd import after_backward
 
 

@@ -21,8 +21,7 @@ from torch_grad_exporter.statistics.batches import batches, plain_local, resolve
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import magnitudes
 from torch_grad_exporter.store.host_transfer import HostTransfer
-from torch_grad_exporter.store.mailbox import Mailbox
-from torch_grad_exporter.store.records import Inspected
+from torch_grad_exporter.store.records import Inspected, Mailbox
 
 # Layers, and elements of parameters, that a sample covers at most; one layer at least.
 LAYERS, ELEMENTS = 8, 1 << 24

@@ -29,10 +29,9 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.store.cursors import Cursor, Losses, Singles
 from torch_grad_exporter.store.layer_table import LayerTable
-from torch_grad_exporter.store.mailbox import Mailbox
 from torch_grad_exporter.store.optimizer_table import OptimizerTable
 from torch_grad_exporter.store.pending_samples import CountedSample, PendingSamples
-from torch_grad_exporter.store.records import Inspected, Observed, Record, RoundEnded, SampleRead, StepsTaken, tickets_of
+from torch_grad_exporter.store.records import Inspected, Mailbox, Observed, Record, RoundEnded, SampleRead, StepsTaken, tickets_of
 from torch_grad_exporter.store.run_table import RunTable
 from torch_grad_exporter.store.sample import number_of, values_of
 from torch_grad_exporter.store.snapshots import GradientSnapshot, NewGradients, Reading, Snapshot

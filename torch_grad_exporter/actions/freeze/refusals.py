@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_grad_exporter.model import reduction
+from torch_grad_exporter.model import replicas
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import owned_by
 from torch_grad_exporter.torch_compat.fsdp import follows_freezing
@@ -43,8 +43,8 @@ def _wrappers(roots: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]
         return []
     wrappers: list[DistributedDataParallel] = []
     for root in roots:
-        around = reduction.wrapper_of(root) or reduction.anywhere(root)
-        wrappers += [around] if around is not None else [wrapper for _, wrapper in reduction.within(root)]
+        around = replicas.wrapper_of(root) or replicas.anywhere(root)
+        wrappers += [around] if around is not None else [wrapper for _, wrapper in replicas.within(root)]
     return wrappers
 
 
