@@ -23,7 +23,7 @@ from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_copy, is_sharded
 from torch_grad_exporter.model.units import UnitLayout, one_of_equal, unit_layout
 from torch_grad_exporter.torch_compat.compiler import never_compile
-from torch_grad_exporter.torch_compat.modules import parameters_in
+from torch_grad_exporter.torch_compat.modules import parameters_in, parameters_of_each
 from torch_grad_exporter.torch_compat.tensors import local
 
 AT_ONCE = 256
@@ -169,7 +169,7 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
         """`parameter()` of each."""
         modules, attributes, identities = self._columns
         try:
-            owned = map(parameters_in, map(operator.call, modules))  # type: ignore[arg-type]  # the error is met
+            owned = parameters_of_each([*map(operator.call, modules)])  # type: ignore[list-item]  # the error is met
             parameters = [*map(_look_up, owned, attributes)]
         except (AttributeError, TypeError):  # a module is gone, or keeps its parameters in no dictionary
             return _one_by_one(self)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,25 @@ def children_in(module: torch.nn.Module) -> Children:
     """Return the modules that a module owns itself, by attribute."""
     own = module.__dict__.get("_modules")
     return own if isinstance(own, dict) else dict(module.named_children())
+
+
+_DICTS: set[type] = {dict, OrderedDict}
+_parameters: Callable[[torch.nn.Module], Parameters] = (
+    operator.attrgetter("_parameters") if "_parameters" in _OWN else parameters_in
+)
+_children: Callable[[torch.nn.Module], Children] = operator.attrgetter("_modules") if "_modules" in _OWN else children_in
+
+
+def parameters_of_each(modules: Sequence[torch.nn.Module]) -> list[Parameters]:
+    """Return `parameters_in` each of thousands, mostly without a line of Python for each."""
+    own = [*map(_parameters, modules)]
+    return own if {*map(type, own)} <= _DICTS else [*map(parameters_in, modules)]
+
+
+def children_of_each(modules: Sequence[torch.nn.Module]) -> list[Children]:
+    """Return `children_in` each in the same way."""
+    own = [*map(_children, modules)]
+    return own if {*map(type, own)} <= _DICTS else [*map(children_in, modules)]
 
 
 TRANSPOSED: tuple[type[torch.nn.Module], ...] = (
