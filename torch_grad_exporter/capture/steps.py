@@ -225,7 +225,7 @@ class StepHooks:
         if late and sees_backwards:
             self._readings.before_step(seen)
         first = not rounds.current.stepped
-        rounds.step_ended(number, self._reader.waited_for(rounds.current, number, every=not sees_backwards))
+        rounds.step_ended(number, self._reader.waited_for(rounds.current, number, every=not self._detection.sees_backwards))
         self._forwards.step_over()
         if sampled:
             self._inspections.tell(Inspection.step_ended, rounds.current, number, found_inf)

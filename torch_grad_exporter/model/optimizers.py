@@ -181,11 +181,12 @@ class Optimizers:
         self._groups_listed = listed
         if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
             return self._owners
-        self._owners, self._places = self._assigned(table, groups, stepped)
+        owners, places = self._assigned(table, groups, stepped)
         if adopter is not None:
-            self._owners[self._owners == -1] = adopter
-        self._table, self._groups_seen = table, seen
-        return self._owners
+            owners[owners == -1] = adopter
+        # At once: what a signal's handler raises must not leave the owners of another table.
+        self._table, self._groups_seen, self._owners, self._places = table, seen, owners, places
+        return owners
 
     def _assigned(
         self, table: ParameterTable, groups: list[tuple[int, list[torch.nn.Parameter]]], stepped: Collection[int]
