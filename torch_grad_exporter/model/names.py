@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_grad_exporter.torch_compat.modules import parameters_in
+from torch_grad_exporter.torch_compat.modules import Parameters, parameters_of_each
 
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
@@ -48,9 +48,8 @@ class LayerNames:
         self._shared: set[str] = set()
         first: dict[str, str] = {}
         """By label, the first module that has it."""
-        for raw, module in root.named_modules():
+        for raw, _, owned in _owned_in(root):
             cleaned = self._cleaned[raw] = clean(raw)
-            owned = parameters_in(module)
             labels = [cleaned] if cleaned and owned else owned
             self._shared.update(label for label in labels if first.setdefault(label, raw) != raw)
 
@@ -79,9 +78,9 @@ def places_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> Iterator[Pla
     seen: set[int] = set()
     for model, name, root in roots:
         labels, within = LayerNames(root), f"{name}." if name else ""
-        for raw, module in root.named_modules():
+        for raw, module, owned in _owned_in(root):
             before = f"{within}{raw}." if raw else within
-            for attribute, parameter in parameters_in(module).items():
+            for attribute, parameter in owned.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     layer = within + labels.of(raw, attribute)
@@ -90,8 +89,14 @@ def places_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> Iterator[Pla
 
 def parameters_within(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Return the parameters of a model, one that is tied several times, at a fraction of the price of `root.parameters()`."""
-    owned = (parameters_in(module).values() for module in root.modules())
-    return (parameter for several in owned for parameter in several if parameter is not None)
+    each = parameters_of_each([*root.modules()])
+    return (parameter for owned in each for parameter in owned.values() if parameter is not None)
+
+
+def _owned_in(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Parameters]]:
+    """Return the modules of a model with their names and own parameters."""
+    names, modules = zip(*root.named_modules(), strict=True)
+    return zip(names, modules, parameters_of_each(modules), strict=True)
 
 
 def layers_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> list[str]:
