@@ -347,7 +347,7 @@ class Exporter:
         return self._guards["request"].result(lambda: flat(self._stages.scrape(), pattern)) or {}
 
     def collect(self) -> list[Family]:
-        """Return all metrics as of now, for tests and outputs of your own. Empty if that failed."""
+        """Return all metrics now, for tests and outputs of your own. Empty if that failed."""
         return self._guards["request"].result(self._stages.scrape) or []
 
     def problems(self) -> list[Problem]:

@@ -149,8 +149,8 @@ def start_exporter(
             (default: None). Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See
             docs/acting.md.
         dry_run: Policies of which it is only shown what each would have done (default: none).
-        alerts: What tells of problems when they begin and end (default: none). Such as `[Log(),
-            Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.
+        alerts: Notifiers that report problems when they begin and end (default: none). Such as
+            `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.
         registry: A registry of `prometheus_client` in which the metrics are to appear as well
             (default: none).
         meter_provider: OpenTelemetry's, in whose instruments global values, progress and resources

@@ -207,7 +207,7 @@ HELP = {
     "clip": Help("clipping policy, applied before each optimizer's step, which changes the training",
         "Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See docs/acting.md."),
     "dry_run": Help("policies of which it is only shown what each would have done", default="none"),
-    "alerts": Help("what tells of problems when they begin and end",
+    "alerts": Help("notifiers that report problems when they begin and end",
         "Such as `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.", "none"),
     "registry": Help("a registry of `prometheus_client` in which the metrics are to appear as well", default="none"),
     "meter_provider": Help("OpenTelemetry's, in whose instruments global values, progress and resources are to appear as well",
