@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torch_grad_exporter.outputs.live.history import (
     Moment,
     Window,
 )
-from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.rows import SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Together, Track
 
 NAN, INF = math.nan, math.inf
@@ -63,7 +64,7 @@ def filled(records: Sequence[Row], together: Together, recent: int, whole: int) 
     """Return a track with these records, number i at time 10 i and step i."""
     track = Track(len(records[0]) if records else 1, together, recent=recent, whole=whole)
     for number, record in enumerate(records):
-        track.append(10.0 * number, number, np.array(record, dtype=np.float32))
+        track.extend([10.0 * number], [number], np.array([record], dtype=np.float32))
     return track
 
 
@@ -161,6 +162,23 @@ def test_a_record_needs_a_step_and_a_second() -> None:
         made.step(seconds=0.1)
         history.record_if_due()
     assert 12 <= len(run_records(history)) <= 13
+
+
+def test_a_late_sample_joins_the_next_record() -> None:
+    """A sample that comes after its step has its norm in the next record, not a record of its own."""
+    coming = iter([(0, 1, NAN), (1, 1, 9.0), (1, 2, NAN)])
+    times = itertools.count(1000.0)
+
+    def moment() -> Moment:
+        samples, steps, norm = next(coming)
+        return Moment(samples, steps, (), np.zeros((0, len(QUANTITIES)), dtype=np.float32), scalars(loss=1.0, norm=norm))
+
+    history = History(moment, now=lambda: next(times))
+    for _ in range(3):
+        history.record_if_due()
+    part = history.run(Window(whole=False))
+    assert part.steps.tolist() == [1, 2]
+    np.testing.assert_array_equal(part.values[:, SCALARS.index("norm")], [NAN, 9.0])
 
 
 @pytest.mark.slow

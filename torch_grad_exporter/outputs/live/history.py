@@ -180,35 +180,25 @@ class History:
                         self._rows.add(step, at, sample.scalars, sample.scalars_nonfinite)
                     self._recorded, samples = times[-1], moments[-1].samples
             new = moment.samples != samples
-            if moment.by_step or self._rows or moment.singles:
-                self._record_steps(now, moment, due=moment.steps != steps, every=last or not moment.by_step)
-            else:
-                self._record_run(now, moment, new=new, due=moment.steps != steps, last=last)
+            self._record_run(now, moment, new=new, due=moment.steps != steps, last=last)
             if new:
                 self._record_layers([now], moment.layers, [moment])
             self._seen, self._recorded = (moment.samples, moment.steps), now
 
-    def _record_steps(self, now: float, moment: Moment, *, due: bool, every: bool) -> None:
-        """Put values together by step, and record complete steps. `due`: there was a step."""
+    def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
+        """Put values of the run together by step, and record complete steps. `new`: there was a sample; `due`: there was a step."""
         for single in moment.singles:
             self._rows.add_one(single.step, min(single.at, now), single.name, single.value)
-        values = np.where(LASTING & (not due), np.float32(np.nan), farther(self._late, moment.scalars))
-        self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
-        self._late = scalars()
-        if rows := self._rows.take(every=every):
-            values = np.array([row.values for row in rows], dtype=np.float32)
-            flags = np.array([row.nonfinite for row in rows])
-            self._scalars.extend([row.at for row in rows], [row.step for row in rows], values, flags)
-
-    def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
-        """Record the run. A sample that comes after its step is left to the next record, unless a value is not finite."""
         values, flags = farther(self._late, moment.scalars), moment.scalars_nonfinite
-        if new:
-            self._late = np.where(OF_SAMPLES, values, np.float32(np.nan))
-        late = last and not np.isnan(self._late).all()
-        if due or late or (flags is not None and flags.any()):
-            self._scalars.append(now, moment.steps, values, flags)
+        if moment.by_step or self._rows or due or last or (flags is not None and flags.any()):
+            self._rows.add(moment.steps, now, np.where(LASTING & (not due), np.float32(np.nan), values), flags)
             self._late = scalars()
+        elif new:  # the sample came after its step, which has a record already
+            self._late = np.where(OF_SAMPLES, values, np.float32(np.nan))
+        if rows := self._rows.take(every=last or not moment.by_step):
+            table = np.array([row.values for row in rows], dtype=np.float32)
+            nonfinite = np.array([row.nonfinite for row in rows])
+            self._scalars.extend([row.at for row in rows], [row.step for row in rows], table, nonfinite)
 
     def _record_layers(self, times: Sequence[float], layers: Sequence[str], moments: Sequence[Moment]) -> list[int]:
         """Record moments of the same layers, and return the step of each."""

@@ -90,10 +90,6 @@ class Track:
         """The memory in bytes, which does not change."""
         return self._recent.nbytes + self._whole.nbytes
 
-    def append(self, time: float, step: float, values: Values, nonfinite: Flags | None = None) -> None:
-        """Take a record; `values` of shape (width,). `nonfinite`: further values that were not finite within it."""
-        self.extend([time], [step], values[None], None if nonfinite is None else nonfinite[None])
-
     def extend(self, times: Sequence[float], steps: Sequence[float], values: Values, nonfinite: Flags | None = None) -> None:
         """Take records in their order; `values` and `nonfinite` of shape (n, width)."""
         infinite = np.isinf(values)
