@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -107,6 +108,12 @@ class LocalValues:
     noise_scale: float | None
 
 
+class _LastMeasurement(NamedTuple):
+    round: int
+    measured: LocalMeasurement
+    norms: FloatArray
+
+
 class LocalNormTotals:
     """The local norms of optimizers. Each is added to the sample that it came with once that counts.
 
@@ -116,14 +123,14 @@ class LocalNormTotals:
     def __init__(self) -> None:
         self.values: Mapping[int, LocalValues] = {}  # by the number of the optimizer
         self._batches = ObservedBatches()
-        self._last: tuple[int, LocalMeasurement, FloatArray] | None = None
+        self._last: _LastMeasurement | None = None
         self._scales: dict[int, NoiseScale] = {}
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Take what was measured in the last backward of a round, which may be nothing."""
         self._last = None
         if isinstance(record.data, LocalMeasurement):
-            self._last = record.round, record.data, np.concatenate([np.zeros(0), *values])
+            self._last = _LastMeasurement(record.round, record.data, np.concatenate([np.zeros(0), *values]))
 
     def observed(self, name: str, value: float) -> None:
         """Take a number of training examples."""
@@ -137,22 +144,21 @@ class LocalNormTotals:
     def counted(self, sample: CountedSample) -> None:
         """Make the sample the last one of what the stepping optimizers own."""
         norms, last = {number: local.norm for number, local in self.values.items()}, self._last
-        if last is None or last[0] != sample.sample.read.round or sample.sample.read.at_step:
+        if last is None or last.round != sample.sample.read.round or sample.sample.read.at_step:
             norms |= dict.fromkeys(norms.keys() & sample.shown)
         else:
             for number in sample.shown:
-                mine = (sample.owners == number) & last[1].reduced
+                mine = (sample.owners == number) & last.measured.reduced
                 if (mine & sample.sample.present).any():
                     if UNOWNED in norms and number != UNOWNED and len(norms) == 1:
                         norms, self._scales = {}, {number: self._scales[UNOWNED]}
-                    norms[number] = self._enter(sample, number, mine, last[1], last[2])
+                    norms[number] = self._enter(sample, number, mine, last)
         self.values = {number: LocalValues(norm, self._scales[number].value) for number, norm in norms.items()}
 
-    def _enter(
-        self, counted: CountedSample, number: int, mine: BoolArray, measured: LocalMeasurement, norms: FloatArray
-    ) -> float | None:
+    def _enter(self, counted: CountedSample, number: int, mine: BoolArray, last: _LastMeasurement) -> float | None:
         """Return the local norm of an optimizer's parameters, and add it to the noise scale."""
-        sample, positions = counted.sample, measured.positions
+        sample, positions, norms = counted.sample, last.measured.positions, last.norms
+        # Parameters that had a gradient other than zero before the round's first backward.
         dirty = np.zeros(len(mine), dtype=np.bool_)
         dirty[-1 - positions[(positions < 0) & (norms != 0)]] = True
         scale = self._scales.setdefault(number, NoiseScale())
@@ -160,8 +166,8 @@ class LocalNormTotals:
             return None
         local = length(norms[(positions >= 0) & mine[positions]]) / (sample.scale * sample.divisor * sample.read.divisor)
         reduced = length(sample.norms[mine & sample.present])
-        batch = self._batches.size if self._batches.observed else measured.samples
+        batch = self._batches.size if self._batches.observed else last.measured.samples
         if batch is not None and number in counted.newly_sized:
             # The sizes of the other ranks are unknown here, and assumed to be equal.
-            scale.add(local * local, reduced * reduced, batch=batch, whole=batch * measured.ranks)
+            scale.add(local * local, reduced * reduced, batch=batch, whole=batch * last.measured.ranks)
         return local
