@@ -210,7 +210,7 @@ def test_a_nan_in_the_second_of_two_passes() -> None:
         assert value(exporter, LAYER_CAPTURES, layer="first") == 8
 
 
-# Steps that a scaler leaves out, and steps within the backward
+# Steps that a scaler leaves out, or that one of two optimizers takes
 
 
 @pytest.mark.parametrize("place", ["last", "amid"])

@@ -1,4 +1,4 @@
-"""Which rounds are sampled and what their norms are, with several optimizers, losses that are scaled, and numbers of the user."""
+"""Which rounds are sampled and what their norms are, with several optimizers and with losses that are scaled."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_numbered_runs_sample_the_same_steps() -> None:
     assert [number // 4 for number in expected] == list(range(28, 40))
 
 
-# Norms that the user gives, samples that are lost, and tensors without data
+# Samples that are lost, and tensors without data
 
 
 def test_a_sample_that_is_lost_is_counted_once() -> None:

@@ -205,7 +205,7 @@ def test_a_sampled_round_costs_its_hooks_too() -> None:
     assert 50 < schedule.counting.timing_interval < 200
 
 
-def test_the_timing_interval_is_that_of_the_last_rounds() -> None:
+def test_the_timing_interval_is_of_the_last_rounds() -> None:
     """After a training whose rounds were counted, one whose rounds are all followed shows that."""
     schedule = SamplingSchedule()
     schedule.counted([0.1] * 10_000, 0.04)

@@ -1,4 +1,4 @@
-"""Sparse gradients and sparse weights: each step is a sample, with the norms of a dense float64 copy."""
+"""Sparse weights: each step is a sample, with the norm of a dense float64 copy."""
 
 from __future__ import annotations
 

@@ -98,9 +98,6 @@ def test_the_budget_does_not_choose_the_rounds() -> None:
     assert sampled(0.0001) == expected
 
 
-# Rounds that differ
-
-
 @pytest.mark.slow
 def test_a_pause_and_an_evaluation() -> None:
     """When no step has come for a while an evaluation shows, and a step that was skipped before is counted."""

@@ -1,4 +1,4 @@
-"""Extremes and zeros of any bits, in blocks, in every fourth sample; and sums of squares over many blocks."""
+"""Extremes and zeros in blocks, and in every fourth sample; and sums of squares over many blocks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_zeros_are_counted_in_every_fourth_sample() -> None:
     assert not any(row[Column.NANS : Column.INFS + 1].any() for row in rows)
 
 
-def test_a_sample_that_is_captured_again_is_counted_again() -> None:
+def test_a_sample_captured_again_is_counted_again() -> None:
     """Where each sample is captured several times, as while gradients accumulate, the last capture of a fourth has zeros."""
     statistics, gradient = EagerStatistics(9), torch.ones(MANY)
     for number in range(13):
@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_counted_in_any_sample(value: float, column: Colum
         assert row[Column.MAX] == pytest.approx(float(gradient.max()), nan_ok=True)
 
 
-def test_a_norm_beyond_float32_is_not_taken_for_infinite() -> None:
+def test_a_norm_beyond_float32_is_not_infinite() -> None:
     """Squares that overflow or underflow in float32 are no NaN, no Inf and no silent unit, in any sample."""
     statistics = EagerStatistics(1)
     for number, size in enumerate([1e25, 1e-30, 1e25, 1e-30, 1e25, 1e-30]):

@@ -1,4 +1,4 @@
-"""How gradients change between backward and step: clipping, division and the unscaling of a loss, as a scrape shows them."""
+"""How gradients change between backward and step: clipping and division, as a scrape shows them."""
 
 from __future__ import annotations
 

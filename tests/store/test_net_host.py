@@ -1,4 +1,4 @@
-"""What is counted beside the gradients: observed norms and losses, new optimizers, the end."""
+"""What is counted beside the gradients: observed norms, examples and the exporter's own time."""
 
 from __future__ import annotations
 
