@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.fleet_job import PLACE, RUN, Recording
-from torch_grad_exporter.distributed.discovery import Target
+from torch_grad_exporter.distributed.discovery import ScrapeTarget
 from torch_grad_exporter.outputs.http.server import open_listener
 from torch_grad_exporter.outputs.prometheus.text import Format
 
@@ -123,10 +123,10 @@ class _Connection(asyncio.Protocol):
         return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def _target(rank: int, port: int) -> Target:
+def _target(rank: int, port: int) -> ScrapeTarget:
     """What the rank's exporter says of where it is, on a host that there is not."""
     host, local_rank = divmod(rank, RANKS_PER_HOST)
-    return Target(address=f"127.0.0.1:{port}", run=RUN, rank=rank, local_rank=local_rank, host=f"host-{host:04}")
+    return ScrapeTarget(address=f"127.0.0.1:{port}", run=RUN, rank=rank, local_rank=local_rank, host=f"host-{host:04}")
 
 
 def _split(recording: Recording) -> Sequence[list[bytes]]:
