@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from tests.inspection.nan_origin.causes import NAN, Function, around
-from tests.matrix.harness import OTHERS
+from tests.support.scrape import OFF
 from tests.support.tools import find
 from torch_grad_exporter import start_exporter
 
@@ -27,7 +27,7 @@ def test_a_problem_begins_with_the_place() -> None:
     """A step on NaN from the backward of a module is reported with that module."""
     model = around(Function(lambda x: (x * 0).sqrt()))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always") as exporter:
+    with start_exporter(model, None, every=1, collectors=OFF, nan_origin="always") as exporter:
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()
         optimizer.step()
@@ -40,7 +40,7 @@ def test_a_problem_begins_with_the_place() -> None:
 def test_a_nan_loss_is_reported_with_its_place() -> None:
     """A NaN loss of a batch with a NaN is reported with the batch."""
     model = around()
-    with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always") as exporter:
+    with start_exporter(model, None, every=1, collectors=OFF, nan_origin="always") as exporter:
         loss = model(torch.full((4, 8), NAN)).square().mean()
         loss.backward()
         exporter.observe(loss=loss)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.matrix.harness import OTHERS
 from tests.rules.test_rules import ALERTS, promtool, rules
 from tests.rules.test_rules import RULES as RECORDS
 from tests.support.catalogue import by_constant
+from tests.support.scrape import OFF
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
@@ -483,7 +483,7 @@ def test_each_alert_is_judged_here_or_by_promql_only() -> None:
 def test_no_action_on_a_rule_of_prometheus(name: str) -> None:
     """An action on a rule that only Prometheus judges is refused, with conditions and other rules as alternatives."""
     with (
-        start_exporter(torch.nn.Linear(2, 1), None, collectors=OTHERS) as exporter,
+        start_exporter(torch.nn.Linear(2, 1), None, collectors=OFF) as exporter,
         pytest.raises(ValueError, match=f"{name}.*only Prometheus judges.*condition.*GradientExploding"),
     ):
         exporter.on(name, lambda _: None)
