@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.support.models import batch, sgd
 from tests.support.record import norm
 from tests.support.scrape import errors, value
+from tests.support.tools import eventually
 from torch_grad_exporter import explain, record, start_exporter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # people have such modules still
@@ -76,3 +78,51 @@ def test_scripted_modules_are_explained(make: Callable[[], torch.nn.Module]) -> 
     with record(model) as calls:
         model(batch()).square().mean().backward()
     assert len(calls[""]) == 1
+
+
+class Masked(torch.nn.Module):
+    """Attention with a mask, and two layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 1, batch_first=True)
+        self.between = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.head(self.between(self.attention(x, x, x, key_padding_mask=mask)[0]))
+
+
+def test_a_masked_row_outside_the_loss() -> None:
+    """A fully masked row that the loss leaves out makes gradients NaN: the attention is named, not the layer behind it."""
+    torch.manual_seed(0)
+    model = Masked()
+    optimizer = sgd(model)
+    with start_exporter(model, port=None, every=1, nan_origin="always") as exporter:
+        for step in range(4):
+            mask = torch.zeros(3, 5, dtype=torch.bool)
+            mask[0] = step == 2
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 5, 4), mask)[1:].square().mean()
+            loss.backward()
+            assert loss.isfinite() == (step < 3)
+            optimizer.step()
+        labels = {"layer": "attention", "pass": "forward", "kind": "nan"}
+        assert eventually(lambda: value(exporter, "torch_nonfinite_origin_step", **labels) == 2)
+
+
+def test_since_when_a_parameter_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+    """The step since when is that of the first sample with NaN, however late it is looked at."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3))
+    optimizer = sgd(model)
+    with start_exporter(model, port=None, every=1, nan_origin=True) as exporter:
+        for step in range(30):
+            optimizer.zero_grad()
+            model(batch() * (math.nan if step == 4 else 1.0)).square().mean().backward()
+            optimizer.step()
+        exporter.collect()  # the worker looks at nothing before
+        optimizer.zero_grad()
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        assert eventually(lambda: "non-finite since step 4," in caplog.text)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.matrix.harness import EVERYTHING, OTHERS, Way
-from tests.support.scrape import errors_in, value, values
+from tests.matrix.harness import EVERYTHING, Way
+from tests.support.scrape import OFF, errors_in, value, values
 from tests.trainers.heard import Heard
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -55,7 +55,7 @@ class Training:
         """The exporter over whatever trains the model; what it holds in the end is kept."""
         with contextlib.ExitStack() as stack:
             if self.way is not Way.PLAIN:
-                chosen: dict[str, Any] = EVERYTHING if self.way is Way.EVERYTHING else {"collectors": OTHERS}
+                chosen: dict[str, Any] = EVERYTHING if self.way is Way.EVERYTHING else {"collectors": OFF}
                 self.exporter = stack.enter_context(start_exporter(model, port=None, **{**chosen, **self.options, **options}))
                 self.heard = Heard(model, between=self._check_between, dead_window=3, moments=self.way is Way.EVERYTHING)
                 stack.enter_context(self.heard.hearing())
@@ -68,7 +68,7 @@ class Training:
         """A callback that starts the exporter when the trainer says so, to be given to the trainer; none without an exporter."""
         with contextlib.ExitStack() as stack:
             if self.way is not Way.PLAIN:
-                chosen: dict[str, Any] = EVERYTHING if self.way is Way.EVERYTHING else {"collectors": OTHERS}
+                chosen: dict[str, Any] = EVERYTHING if self.way is Way.EVERYTHING else {"collectors": OFF}
                 self.callback = callback(port=None, **{**chosen, **self.options, **options})
                 self.heard = Heard(model, between=self._check_between, dead_window=3, moments=self.way is Way.EVERYTHING)
                 stack.enter_context(self.heard.hearing())

@@ -84,7 +84,7 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
         capture.inspect(inner, errors.boundary("activations"))
     return InspectionTotals(
         waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), layer_times=layer_times,
-        activations=activations, origins=Origins(clock, stage.requests) if settings.nan_origin else None,
+        activations=activations, origins=Origins(stage.requests) if settings.nan_origin else None,
     )  # fmt: skip
 
 

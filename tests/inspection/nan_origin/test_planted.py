@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.inspection.nan_origin.causes import CAUSES, Cause
-from tests.matrix.harness import OTHERS
-from tests.support.scrape import errors, values
+from tests.support.scrape import OFF, errors, values
 from torch_grad_exporter import Exporter, start_exporter
 
 pytestmark = pytest.mark.slow
@@ -25,7 +24,7 @@ def found(exporter: Exporter) -> dict[Place, float]:
 def train(model: torch.nn.Module, cause: Cause, **options: object) -> dict[Place, float]:
     """Return the origins after one step from a planted cause."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with start_exporter(model, None, collectors=OTHERS, **options) as exporter:
+    with start_exporter(model, None, collectors=OFF, **options) as exporter:
         given = cause.batch()
         output = model(*given) if isinstance(given, tuple) else model(given)
         cause.loss(output).backward()

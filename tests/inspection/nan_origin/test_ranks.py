@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.inspection.nan_origin.causes import NAN, Function, around
 from tests.inspection.nan_origin.test_planted import found
-from tests.matrix.harness import OTHERS
 from tests.support.ranks import run_ranks
-from tests.support.scrape import errors
+from tests.support.scrape import OFF, errors
 from torch_grad_exporter import start_exporter
 
 pytestmark = pytest.mark.process
@@ -32,7 +31,7 @@ def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
     else:
         model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always", run="ranks") as exporter:
+    with start_exporter(model, None, every=1, collectors=OFF, nan_origin="always", run="ranks") as exporter:
         for step in range(2):
             data = torch.randn(4, 8)
             if step and rank and where == "batch":

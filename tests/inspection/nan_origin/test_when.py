@@ -14,8 +14,7 @@ from torch import nn
 from tests.inspection.nan_origin.causes import NAN, Function, around
 from tests.inspection.nan_origin.test_planted import Place, found
 from tests.inspection.support import EachOperation
-from tests.matrix.harness import OTHERS
-from tests.support.scrape import errors
+from tests.support.scrape import OFF, errors
 from tests.support.torch_hooks import module_hooks
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -26,7 +25,7 @@ def loop(model: nn.Module, step: Step, steps: int, **options: object) -> dict[Pl
     """Return the origins after this many calls of `step`, each followed by a scrape."""
     torch.manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with start_exporter(model, None, collectors=OTHERS, **{"every": 1, "nan_origin": True, **options}) as exporter:
+    with start_exporter(model, None, collectors=OFF, **{"every": 1, "nan_origin": True, **options}) as exporter:
         for number in range(steps):
             step(exporter, model, optimizer, number)
             exporter.collect()
@@ -157,7 +156,7 @@ def test_an_alarm_arms_a_bounded_number_of_rounds() -> None:
 def test_a_model_can_be_freed_after_a_round() -> None:
     """Neither a forward without a backward nor a finished round keeps a parameter alive."""
     model = around()
-    with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always"):
+    with start_exporter(model, None, every=1, collectors=OFF, nan_origin="always"):
         model(torch.randn(4, 8)).sum().backward()
         output = model(torch.randn(4, 8))
         kept = weakref.ref(model[0].weight)
@@ -171,7 +170,7 @@ def test_an_alarm_ends_the_counting() -> None:
     chance = torch.Generator().manual_seed(5)
     model = around()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with start_exporter(model, None, every=4000, collectors=OTHERS, nan_origin=True) as exporter:
+    with start_exporter(model, None, every=4000, collectors=OFF, nan_origin=True) as exporter:
         for number in range(400):
             exporter.observe(loss=1.0)
             ordinary(exporter, model, optimizer, number, torch.randn(4, 8, generator=chance))

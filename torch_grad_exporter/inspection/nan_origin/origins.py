@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.nan_origin.flags import SentFlags
 from torch_grad_exporter.inspection.nan_origin.sentences import Origin
@@ -17,7 +16,7 @@ from torch_grad_exporter.inspection.nan_origin.verdict import origin_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.pending_samples import CountedSample
-from torch_grad_exporter.store.records import Inspected
+from torch_grad_exporter.store.records import Inspected, Outcome
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -47,9 +46,9 @@ class Origins:
             is replaced and never changed.
     """
 
-    def __init__(self, clock: StepClock, requests: Requests) -> None:
+    def __init__(self, requests: Requests) -> None:
         self.steps: Mapping[tuple[str, str, str], int] = {}
-        self._clock, self._requests = clock, requests
+        self._requests = requests
         self._armed_at = -math.inf
         self._losses = 0  # not finite since the last tape
         self._since: dict[str, int] = {}  # by layer, the steps after which its gradients were first found non-finite
@@ -62,7 +61,8 @@ class Origins:
     def counted(self, sample: CountedSample) -> None:
         """Arm rounds where a sample is not finite."""
         if sample.sample.nonfinite():
-            step = self._clock.number
+            ended = sample.ended
+            step = max(ended.steps.values(), default=0) - (ended.outcome is Outcome.STEPPED)
             for layer in sample.sample.nonfinite_layers():
                 self._since.setdefault(layer, step)
             self._arm()

@@ -3,7 +3,7 @@
 There is one only where a value that is not finite has reached the loss or a gradient. In the forward the graph is followed from the
 loss backwards, through values that are not finite and those that were not flagged. A finite value ends the search, so a mask of
 -inf before a softmax is not met. The origin is the first of the values met, in the order of execution. In the backward it is the
-first operation that gave a gradient which is not finite.
+first operation that gave a gradient which is not finite, or what made a value that this operation had got in the forward.
 """
 
 from __future__ import annotations
@@ -182,8 +182,22 @@ class _Search:
                 call, name = self._call_of(event.node), operation(self._tape.nodes[event.node].name)
                 if call == -1:
                     return self._write.of_loss(kind, f"an operation after the model gave it in the backward ({name})")
+                if (fed := self._fed(event.node)) is not None:
+                    return fed
                 return self._write.of_call(call, "backward", kind, f"gave {NAMES[kind]} in the backward for finite gradients", name)
         return self._write.of_reduction(new) if new and not given else None
+
+    def _fed(self, node: int) -> Origin | None:
+        """Return where a value began that the forward gave to this operation, None if those were finite.
+
+        A value that the loss does not use, such as a fully masked row of attention, meets gradients of zero, and zero times NaN is
+        NaN.
+        """
+        places, held = self._behind([edge for edge in self._tape.nodes[node].edges if edge is not None])
+        if held:
+            return self._write.of_held(held[0])
+        number = next((number for number in places if not self._is_intended(number)), None)
+        return None if number is None else self._blame(number)
 
     def _arrived(self, node: int, kind: str) -> Origin:
         """Return who gave a gradient that is not finite to a node, where all that was seen to be given before was finite."""
