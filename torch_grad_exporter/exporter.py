@@ -10,7 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, Self, TypeVar, TypeVarTuple, overload
+from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -22,6 +22,7 @@ from torch_grad_exporter.actions.act.trigger import Action, Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
 from torch_grad_exporter.capture.observations import Number
+from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import Guard
@@ -34,13 +35,6 @@ from torch_grad_exporter.torch_compat.compiler import is_tracing
 _Arguments = TypeVarTuple("_Arguments")
 _Batch = TypeVar("_Batch")
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])
-
-
-class Removable(Protocol):
-    """Has a `remove()`, as handles of hooks do."""
-
-    def remove(self) -> object:
-        """Take back what the handle stands for."""
 
 
 _Handle = TypeVar("_Handle", bound=Removable)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
 from torch_grad_exporter.rules import Alert, Rule
-from torch_grad_exporter.rules.catalogue import Group, groups
+from torch_grad_exporter.rules.catalogue import RuleGroup, groups
 
 WIDTH = 130
 """Columns of a line, as in the rest of the repository."""
@@ -64,7 +64,7 @@ def _table() -> Iterator[str]:
 # A file
 
 
-def _file(group: Group) -> str:
+def _file(group: RuleGroup) -> str:
     reasons = (
         f"{rule.name}: {', '.join(numbers(rule)) or 'none'}; {rule.why or 'it has no number to explain.'}" for rule in group.rules
     )

@@ -15,7 +15,7 @@ def test_demo_arguments_reach_the_options() -> None:
     options = demo.options(cli.parse(["demo"]))
     assert (options.steps, options.port, options.every, options.inject, options.serving) == (0, 9100, "auto", (), {})
     arguments = "demo --steps 7 --port 0 --every 3 --seed 5 --batch-size 2 --context 16 --width 8 --layers 1 --device cpu"
-    assert demo.options(cli.parse(arguments.split())) == demo.Options(
+    assert demo.options(cli.parse(arguments.split())) == demo.DemoOptions(
         steps=7, port=0, every=3, seed=5, batch_size=2, context=16, width=8, layers=1, device="cpu"
     )
     arguments = "demo --addr ::1 --web-config-file web.yml --no-collector.host --no-collector.gpu"

@@ -155,7 +155,7 @@ class Judged:
         self.clock, self.totals = Clock(), notify.totals(notifiers, [RULE])
         self.errors = ErrorLog(("notify", "close"))
         self.notify = notify.Notify(
-            notifiers, lambda _last: self.problems, notify.Origin("r", rank, lambda: 7), self.totals, self.errors,
+            notifiers, lambda _last: self.problems, notify.NotificationOrigin("r", rank, lambda: 7), self.totals, self.errors,
             job=job, rules=[RULE], clock=self.clock, now=lambda: begun + self.clock(),
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ def trained(path: Path, *kinds: str, steps: int = STEPS, seed: int = 0, layers: 
     """A run of the demo with these faults, saved after its end. `raises`: an exception ends it."""
     torch.manual_seed(seed)
     faults = tuple(Injection(kind, FAULT, 1.2) for kind in kinds)
-    options = demo.Options(steps=steps, every=1, inject=faults, seed=seed, batch_size=2, context=16)
+    options = demo.DemoOptions(steps=steps, every=1, inject=faults, seed=seed, batch_size=2, context=16)
     model = demo.ByteTransformer(width=16, layers=layers, context=16)
     with contextlib.suppress(ZeroDivisionError), start_exporter(model, None, every=1, collectors=OFF, dead_window=20) as exporter:
         for _ in demo.train(model, corpus(), options, exporter):

@@ -12,7 +12,7 @@ from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.notify.job import Job
-from torch_grad_exporter.actions.notify.notify import Notify, Origin
+from torch_grad_exporter.actions.notify.notify import NotificationOrigin, Notify
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.build.inspecting import InspectionTotals
 from torch_grad_exporter.build.scraping import ScrapeStage
@@ -52,7 +52,7 @@ class ActionStage:
         self._notify = None
         if shown.notified is not None:
             self._notify = Notify(
-                checked.arguments.alerts, self._problems, Origin(checked.run, checked.rank, stage.steps),
+                checked.arguments.alerts, self._problems, NotificationOrigin(checked.run, checked.rank, stage.steps),
                 shown.notified, errors, job=Job(checked.store, checked.rank, identity.world_size) if several else None,
             )  # fmt: skip
         self._notify_guard = errors.boundary("notify", limit=None)

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat.compiler import never_compile
 
@@ -77,7 +77,7 @@ class Witness:
     """
 
     fired: list[object]
-    handle: HookHandle
+    handle: Removable
     seen: GradientVersions
     growth: int | None = None
     """How often a round writes to the gradient, if it stays the same tensor."""
@@ -86,7 +86,7 @@ class Witness:
     def on_trial(cls, called: TrackedParameter, parameter: torch.nn.Parameter) -> Witness:
         """Make a parameter the witness, right after a round."""
         fired = list[object]()
-        handle: HookHandle = parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
+        handle: Removable = parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
         return cls(fired, handle, GradientVersions.of([called]))
 
     def begin(self) -> None:

@@ -23,7 +23,7 @@ from torch_grad_exporter.capture.reader import GradientReader, StepView
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
-from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
@@ -63,7 +63,7 @@ class StepHooks:
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
         self._look_hook = hooks.guarded("optimizer_hook", self._look)
         self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
-        self._late_hook: HookHandle | None = None
+        self._late_hook: Removable | None = None
         self._found_inf: dict[int, torch.Tensor | None] = {}  # by optimizer, a scaler's answer for the step under way
         self._nested: set[int] = set()  # optimizers whose step calls that of their base class, which PyTorch reports as two
         self._within: tuple[int, set[int]] = -1, set()  # the last backward in which optimizers have stepped, and which

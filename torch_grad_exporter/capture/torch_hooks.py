@@ -25,10 +25,10 @@ from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
 from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks, remove_step_hooks
 
 
-class HookHandle(Protocol):
-    """What a registration returns; `remove` is idempotent."""
+class Removable(Protocol):
+    """What a registration returns, such as the handle of a hook; `remove` is idempotent."""
 
-    def remove(self) -> None:
+    def remove(self) -> object:
         """Take the registration back."""
 
 
@@ -101,8 +101,8 @@ class Hooks:
 
     def __init__(self, errors: ErrorLog) -> None:
         self._errors = errors
-        self._handles: list[HookHandle] = []
-        self._step_handles: list[HookHandle] = []
+        self._handles: list[Removable] = []
+        self._step_handles: list[Removable] = []
         self._hooks: list[GuardedHook] = []
         self._on_modules: list[ModuleHooks] = []
         self._around_step: tuple[GuardedHook, GuardedHook] | None = None

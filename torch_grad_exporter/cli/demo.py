@@ -68,7 +68,7 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """The options of a run of the demo.
 
     Attributes:
@@ -96,7 +96,7 @@ class Options:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the arguments; each is called like its field of `Options`."""
+    """Declare the arguments; each is called like its field of `DemoOptions`."""
     kinds = "\n".join(f"  {name:<8} {kind.effect};\n           see {kind.watch}" for name, kind in KINDS.items())
     parser = commands.add_parser(
         "demo",
@@ -105,7 +105,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog=f"faults that --inject knows:\n{kinds}\n\nA fault is sure to be seen with --every 1. --act answers explode and nan.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = Options(device="cuda" if torch.cuda.is_available() else "cpu")
+    default = DemoOptions(device="cuda" if torch.cuda.is_available() else "cpu")
     helps = {option.name: option for option in options_of(Settings)}
     add = parser.add_argument
     add("--steps", type=whole(0), metavar="N", help="steps to train; 0, the default, until Ctrl-C")
@@ -137,9 +137,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.set_defaults(error=parser.error)
 
 
-def options(values: argparse.Namespace) -> Options:
+def options(values: argparse.Namespace) -> DemoOptions:
     """Return the options that the arguments stand for; wrong ones exit with 2."""
-    chosen = {field.name: getattr(values, field.name) for field in fields(Options)}
+    chosen = {field.name: getattr(values, field.name) for field in fields(DemoOptions)}
     collectors = dict.fromkeys(values.off, False) if values.off else None
     serving = {"addr": values.addr, "web_config_file": values.web_config_file, "collectors": collectors}
     chosen["serving"] = {name: value for name, value in serving.items() if value is not None}
@@ -148,7 +148,7 @@ def options(values: argparse.Namespace) -> Options:
     for injection in values.inject:
         if 0 < values.steps < injection.step:
             values.error(f"argument --inject: {injection.kind}@{injection.step} is never reached with --steps {values.steps}")
-    return Options(**{**chosen, "inject": tuple(values.inject)})
+    return DemoOptions(**{**chosen, "inject": tuple(values.inject)})
 
 
 def _every(text: str) -> int | Literal["auto"]:
@@ -229,7 +229,7 @@ def answer_faults(exporter: Exporter) -> None:
     exporter.on(nonfinite, Stop(), name="non-finite gradients")
 
 
-def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Exporter) -> Iterator[Tensor]:
+def train(model: ByteTransformer, corpus: Tensor, options: DemoOptions, exporter: Exporter) -> Iterator[Tensor]:
     """Run an ordinary training loop, with one line for the exporter. Yields the loss of each step."""
     trouble = Trouble(model.blocks, options.inject)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -301,7 +301,7 @@ def _show_progress(losses: Iterable[Tensor], steps: int) -> None:
             print(f"step {step}{f'/{steps}' if steps else ''}, loss {loss.item():.3f}", flush=True)
 
 
-def _introduction(model: nn.Module, corpus: Tensor, options: Options, url: str | None) -> str:
+def _introduction(model: nn.Module, corpus: Tensor, options: DemoOptions, url: str | None) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = f"{parameters:,} parameters learn {len(corpus) / 1e6:.1f} MB of Python source on {options.device}"
     end = "Ctrl-C ends it" if options.steps == 0 else f"{options.steps:,} steps, Ctrl-C ends it earlier"

@@ -36,7 +36,7 @@ _NAMES = {f"--{option.name.replace('_', '-')}": option for option in OFFERED}
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """The script and the options. `options`: of `start_exporter`. `save`: where the history goes, None for nowhere."""
 
     target: script.Target
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 class ScriptExporter:
     """The exporter of a script, from before its first line to the end of the process."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RunOptions) -> None:
         self._options = options
         self._exporter: Exporter | None = None
         self._error: BaseException | None = None
@@ -136,7 +136,7 @@ def _log() -> logging.Logger:
 # Arguments
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> RunOptions:
     """Return the command's options, the script and its own arguments; wrong ones print a message and exit with 2."""
     parser = _parser()
     ours, target = _split(arguments, parser)
@@ -152,7 +152,7 @@ def parse(arguments: Sequence[str]) -> Options:
         push_settings.resolve(**push, environment={})
     except (TypeError, ValueError, ImportError) as error:
         parser.error(str(error))
-    return Options(target, options, chosen.save)
+    return RunOptions(target, options, chosen.save)
 
 
 def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], script.Target | None]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.module_hooks import ModuleHooks
-from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModule, InnerModules
 from torch_grad_exporter.statistics.device import capturing_graph
@@ -55,7 +55,7 @@ class InnerHooks:
     def __init__(self, hooks: Hooks, source: str, observer: ForwardObserver) -> None:
         self._observer = observer
         self._before, self._after = hooks.guarded(source, self._entered), hooks.guarded(source, self._left)
-        self._handles: dict[int, list[HookHandle]] = {}  # by the `id` of the root
+        self._handles: dict[int, list[Removable]] = {}  # by the `id` of the root
         self._armed: dict[int, tuple[InnerModule, ...]] = {}  # likewise
         self._modules: dict[int, InnerModule] = {}  # by the `id` of the module
         self._inside = False  # whether a forward of a root is running
@@ -99,7 +99,7 @@ class InnerHooks:
                 if module is not root:
                     self._hook(module, handles)
 
-    def _hook(self, module: torch.nn.Module, handles: list[HookHandle]) -> None:
+    def _hook(self, module: torch.nn.Module, handles: list[Removable]) -> None:
         if MODULE_HOOKS:
             handles.append(ModuleHooks.add_to(module, self._before, self._after))
         else:

@@ -22,7 +22,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.torch_hooks import HookHandle, Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.replicas import Reduction, Reductions
@@ -86,7 +86,7 @@ class LocalGradients(Inspection):
         self._hook = hooks.guarded("backward_hook", self._arrives)
         self._mailbox = mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
-        self._handles: list[HookHandle] = []
+        self._handles: list[Removable] = []
         self._hooked: dict[TrackedParameter, int] = {}  # with their positions
         self._accumulation = _Accumulation()
         # The running backward: whether it is the first of its round, what it reduces, the norms by position, and which parameters

@@ -17,7 +17,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_grad_exporter.arguments import check_whole
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle, Hooks
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks, Removable
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.modules import InnerModule
@@ -77,7 +77,7 @@ class _Recorder(AbstractContextManager[Calls], ForwardObserver):
         self._errors = ErrorLog(())
         self._hooks = Hooks(self._errors)
         self._around = InnerHooks(self._hooks, "forward_hook", self)
-        self._tensor_hooks: list[tuple[GuardedHook, HookHandle]] = []
+        self._tensor_hooks: list[tuple[GuardedHook, Removable]] = []
         self._slots: Any = WeakTensorKeyDictionary()
         self._running: list[tuple[torch.nn.Module, tuple[Any, Any] | None]] = []
 

@@ -73,7 +73,7 @@ RULES = Rules(rule for rules in JUDGED.values() for rule in rules)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RuleGroup:
     """The rules of one file, `NAME.alerts.yml`. `title` and `about`: paragraphs of its head."""
 
     name: str
@@ -84,7 +84,7 @@ class Group:
 
 
 @cache
-def groups() -> tuple[Group, ...]:
+def groups() -> tuple[RuleGroup, ...]:
     """Return all shipped rules by file, those that a process judges first. Reads files at the first call."""
     return tuple(_group(name, rules) for name, rules in JUDGED.items())
 
@@ -95,11 +95,11 @@ def promql_only() -> frozenset[str]:
     return frozenset(rule.name for group in groups() for rule in group.rules if rule.judge is None)
 
 
-def _group(name: str, judged: tuple[Rule, ...]) -> Group:
+def _group(name: str, judged: tuple[Rule, ...]) -> RuleGroup:
     head = tomllib.loads(files(__package__).joinpath("promql", f"{name}.toml").read_text(encoding="utf-8"))
     about = tuple(_one_line(text) for text in head["about"])
     others = tuple(map(_rule, head.get("rules", ())))
-    return Group(name, head["group"], head["title"], about, (*judged, *others))
+    return RuleGroup(name, head["group"], head["title"], about, (*judged, *others))
 
 
 def _rule(entry: Mapping[str, Any]) -> Rule:

@@ -18,7 +18,7 @@ from torch_grad_exporter.actions.act.decisions import ActionSlot, JobDecisions, 
 from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.act.trigger import Trigger
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, HookHandle
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.identity import process_group
 from torch_grad_exporter.distributed.store import NoStoreError, StoreError
@@ -61,7 +61,7 @@ class StepActionRunner:
         self._ready: deque[tuple[ActionSlot, Any]] = deque()
         self._lock = threading.RLock()
         self._hook: GuardedHook | None = None
-        self._handle: HookHandle | None = None
+        self._handle: Removable | None = None
         # The graph task of the last backward in which an optimizer has stepped.
         self._task = -1
         # Whether a hook has seen a step since the user last reported one.

@@ -23,7 +23,7 @@ from torch_grad_exporter.actions.clip.fixed import SkipAbove
 from torch_grad_exporter.actions.clip.policy import ClipOptions, NoClipping, policy_name
 from torch_grad_exporter.actions.clip.skipping import is_fused, remove_gradients
 from torch_grad_exporter.capture.capture import Capture
-from torch_grad_exporter.capture.torch_hooks import HookHandle
+from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReports
 from torch_grad_exporter.errors import ErrorLog, raised_by_handler
 from torch_grad_exporter.model.optimizers import owned_by
@@ -100,7 +100,7 @@ class ClipAtSteps:
         self._loading = errors.boundary("observe", "what was saved does not fit", limit=None)
         self._optimizers = ClippedOptimizers(models, named or {}, errors.boundary(SHOWN, "thresholds are no longer shown"))
         self._begins, self._clips, self._ends = map(_StepHook, (self._step_begins, self._before_step, self._step_ended))
-        self._handles: list[HookHandle] = []
+        self._handles: list[Removable] = []
         self._losses: deque[tuple[float | torch.Tensor, float | None]] = deque(maxlen=OBSERVED)
         self._epoch: float | None = None
         self._needs_loss = any(policy.needs_loss for policy in options.policies)

@@ -17,7 +17,7 @@ from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.parameters import ParameterTracker
 from torch_grad_exporter.actions.clip.policy import NoClipping, policy_name
 from torch_grad_exporter.actions.clip.skipping import SkipFlag
-from torch_grad_exporter.capture.torch_hooks import HookHandle
+from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReport, ClipReports
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.model.optimizers import owned_by
@@ -44,7 +44,7 @@ class ClippedOptimizer:
         self.tracker, self.flag = tracker, SkipFlag()
         self.name = ""
         self.clipping: Clipping | None = None
-        self.handle: HookHandle | None = None
+        self.handle: Removable | None = None
         self.report_due = 0.0
 
 

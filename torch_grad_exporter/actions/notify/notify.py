@@ -32,7 +32,7 @@ CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class NotificationOrigin:
     """The run and the rank of this process; `step` returns the optimizer steps so far."""
 
     run: str
@@ -72,7 +72,7 @@ class Notify:
         self,
         notifiers: Sequence[Notifier],
         problems: Callable[[bool], Iterable[Problem]],
-        origin: Origin,
+        origin: NotificationOrigin,
         totals: NotifyTotals,
         errors: ErrorLog,
         *,

@@ -86,7 +86,7 @@ class TokenBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CredentialCheck:
     """The outcome of a judgement. `wait`: seconds after which the client may retry, if nothing was checked."""
 
     passes: bool
@@ -104,21 +104,21 @@ class BasicAuth:
         self._checking = False
         self._next_check = clock()
 
-    def judge(self, header: str, users: Mapping[str, str]) -> Verdict:
+    def judge(self, header: str, users: Mapping[str, str]) -> CredentialCheck:
         """Return the verdict on a header, empty for none. `users`: bcrypt hashes by name."""
         credentials = _credentials(header)
         if credentials is None:
-            return Verdict(passes=False)
+            return CredentialCheck(passes=False)
         name, password = credentials
         hashed = users.get(name, self._decoy(name, users))
         digest = self._digest(name, hashed, password)
         with self._lock:
             if digest in self._remembered:
                 self._remembered.move_to_end(digest)
-                return Verdict(passes=True)
+                return CredentialCheck(passes=True)
             began = self._clock()
             if self._checking or began < self._next_check:
-                return Verdict(passes=False, wait=max(1.0, self._next_check - began))
+                return CredentialCheck(passes=False, wait=max(1.0, self._next_check - began))
             self._checking = True
         passes = False
         try:
@@ -134,7 +134,7 @@ class BasicAuth:
                 else:
                     now = self._clock()
                     self._next_check = now + _REST * (now - began)
-        return Verdict(passes=passes)
+        return CredentialCheck(passes=passes)
 
     def _decoy(self, name: str, users: Mapping[str, str]) -> str:
         """Return a hash for an unknown name, at the cost that one of the users has: always the same one for a name."""

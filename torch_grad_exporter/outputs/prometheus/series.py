@@ -16,7 +16,7 @@ import numpy as np
 from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, Kind, Spec
 
 
-class Column(NamedTuple):
+class RowColumn(NamedTuple):
     """One series of a row: the suffix of the metric's name, and the `le` label of a bucket."""
 
     suffix: str
@@ -24,12 +24,12 @@ class Column(NamedTuple):
 
 
 @cache
-def columns(spec: Spec) -> tuple[Column, ...]:
+def columns(spec: Spec) -> tuple[RowColumn, ...]:
     """Return the series of each row of the metric, in the order of the scrape."""
     if spec.kind is not Kind.HISTOGRAM:
-        return (Column(""),)
+        return (RowColumn(""),)
     bounds = (*map(bound_text, spec.buckets), "+Inf")
-    return (*(Column("_bucket", bound) for bound in bounds), Column("_sum"), Column("_count"))
+    return (*(RowColumn("_bucket", bound) for bound in bounds), RowColumn("_sum"), RowColumn("_count"))
 
 
 def bound_text(bound: float) -> str:
