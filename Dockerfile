@@ -25,7 +25,7 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 RUN pip install --no-cache-dir "${TORCH}"
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[demo,web,grpc,plot]" && rm -r /wheels
+RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[web,grpc,plot]" && rm -r /wheels
 RUN useradd --create-home --uid 10001 exporter
 USER exporter
 WORKDIR /home/exporter

@@ -53,7 +53,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv || \
 		{ echo 'make: $(PYTHON) cannot create virtual environments; on Debian and Ubuntu install python3-venv' >&2; exit 1; }
 	$(BIN)/python -m pip install 'pip>=23'
-	$(BIN)/python -m pip install --editable '.[demo,dev]' '$(TORCH)'
+	$(BIN)/python -m pip install --editable '.[dev]' '$(TORCH)'
 	@touch $@
 
 # The demo needs a tenth of what development does; where .venv is there, it is used.
@@ -65,7 +65,7 @@ demo: $(DEMO)/installed ## train a small model with the exporter on (ARGS='--ste
 .venv-demo/installed: pyproject.toml
 	@$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip install 'pip>=23'
-	.venv-demo/bin/python -m pip install --editable '.[demo]' '$(TORCH)'
+	.venv-demo/bin/python -m pip install --editable . '$(TORCH)'
 	@touch $@
 
 # Two files for each core at a time, since many tests wait for a server or another process; the longest files come first

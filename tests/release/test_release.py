@@ -44,12 +44,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs of a clean environment with the wheel, its extra for the demo, and pytest."""
+    """Return the programs of a clean environment with the wheel and pytest."""
     where = tmp_path_factory.mktemp("clean")
     said(sys.executable, "-m", "venv", where / "venv", cwd=where)
     (wheel,) = built.glob("*.whl")
     programs = where / "venv" / "bin"
-    said(programs / "python", "-m", "pip", "install", "--quiet", TORCH, f"{wheel}[demo]", "pytest", cwd=where)
+    said(programs / "python", "-m", "pip", "install", "--quiet", TORCH, str(wheel), "pytest", cwd=where)
     return programs
 
 
