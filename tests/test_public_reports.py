@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import batch, sgd
 from tests.support.record import norm
@@ -126,3 +127,50 @@ def test_since_when_a_parameter_is_not_finite(caplog: pytest.LogCaptureFixture) 
         model(batch()).square().mean().backward()
         optimizer.step()
         assert eventually(lambda: "non-finite since step 4," in caplog.text)
+
+
+class ListOfLayers(torch.nn.Module):
+    """A model that keeps layers in a plain list, where no module finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.others = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.others[1](self.others[0](self.first(x)))
+
+
+def test_layers_in_a_plain_list() -> None:
+    """`explain` says that the loss depends on parameters that are in no module."""
+    model = ListOfLayers()
+    text = str(explain(lambda: model(batch()).square().mean(), model))
+    assert "the loss depends on 4 parameters that are in no model here" in text
+    whole = {"model": model, "others": torch.nn.ModuleList(model.others)}
+    assert "in no model here" not in str(explain(lambda: model(batch()).square().mean(), whole))
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer with a trained adapter, below a checkpoint whose input requires no gradient."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Linear(6, 6).requires_grad_(requires_grad=False)
+        self.adapter = torch.nn.Linear(6, 6, bias=False)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.frozen(x) + self.adapter(x), x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_an_adapter_below_a_checkpoint() -> None:
+    """`explain` names the cause: no input of the reentrant checkpoint requires a gradient."""
+    model = Adapted(reentrant=True)
+    row = explain(lambda: model(batch()).square().mean(), model)["adapter.weight"]
+    assert row.verdict == "detached_at"
+    assert "no input of the checkpoint requires a gradient" in row.note
+    rows = explain(lambda: model(batch().requires_grad_()).square().mean(), model)
+    assert rows["adapter.weight"].verdict == "ok"
+    model.reentrant = False
+    assert explain(lambda: model(batch()).square().mean(), model)["adapter.weight"].verdict == "ok"

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.inspection.explain.cuts import Cut, CutCollector, CutKind
-from torch_grad_exporter.inspection.explain.graph import GradientHooks, GradientState, Graph, Turn, operation
+from torch_grad_exporter.inspection.explain.graph import REENTRANT, GradientHooks, GradientState, Graph, Turn, operation
 from torch_grad_exporter.inspection.explain.places import Where
 from torch_grad_exporter.model.optimizers import has_copies, owned_by
 from torch_grad_exporter.torch_compat.compiler import runs_compiled
+
+# A reentrant checkpoint that is in no graph, and how to mend that.
+CHECKPOINT = "CheckpointFunction"
+WITHOUT_GRADIENTS = (
+    "no input of the checkpoint requires a gradient, so with use_reentrant=True nothing in it gets one: use_reentrant=False, "
+    "or requires_grad_() on an input (Transformers: model.enable_input_require_grads())"
+)
 
 # Operations whose derivative is zero, or is taken to be.
 ROUNDING = frozenset({"Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Heaviside", "Bernoulli", "Poisson", "Normal"})
@@ -136,7 +143,10 @@ class Judge:
             return Verdict.NOT_IN_GRAPH, None, "give the function that computes the loss, to see whether it was cut off"
         seen = [cut for cut in self.cuts.of(self.cuts.carried(self.gradients.roots)) if cut.lost & bit]
         if seen:
-            return _of_cuts(seen)
+            verdict, where, note = _of_cuts(seen)
+            if note.startswith(CHECKPOINT) and not any(node.name() == REENTRANT for node in self.graph.below(self.gradients.roots)):
+                return Verdict.DETACHED_AT, where, f"{CHECKPOINT}; {WITHOUT_GRADIENTS}"
+            return verdict, where, note
         escaped = next((cut for cut in self.cuts.of(self.cuts.escaped) if cut.lost & bit), None)
         if escaped is not None:
             note = f"{escaped.operation}: its value left PyTorch, so whether the loss depends on it cannot be seen"
@@ -154,6 +164,7 @@ class Judge:
         if roots and not any(root.requires_grad for root in roots):
             notes.append("the loss requires no gradient: backward() would raise")
         notes += self._first_bad()
+        notes += self._outside_of_models()
         everything = [named.parameter for named in self.parameters]
         known = {id(parameter) for parameter in everything}
         for optimizer in self.optimizers:
@@ -169,6 +180,15 @@ class Judge:
         if failures:
             notes.append(f"watching failed {len(failures)} times, first with {type(failures[0]).__name__}: {failures[0]}")
         return tuple(notes)
+
+    def _outside_of_models(self) -> list[str]:
+        """Return how many parameters the loss depends on that are in no model."""
+        leaves = (getattr(node, "variable", None) for node in self.graph.below(self.gradients.roots))
+        strangers = {id(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in self.graph.bits}
+        if not strangers:
+            return []
+        depends = f"the loss depends on {len(strangers)} parameters that are in no model here"
+        return [f"{depends}; layers in a plain list or dict belong to no module: use torch.nn.ModuleList or ModuleDict"]
 
     def _first_bad(self) -> list[str]:
         """Return where the backward first passed on a gradient that a parameter has in the end, and that is bad."""
