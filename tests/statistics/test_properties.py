@@ -115,12 +115,14 @@ def test_every_gradient_is_measured_as_it_is(drawn: list[Drawn], data: st.DataOb
         [given_gradient(torch.ones(40_000, dtype=torch.complex64).conj().imag)],
         # A sum that overflows must do so silently.
         [given_gradient(torch.full((200_000,), 1e308, dtype=torch.float64))],
+        # Complex numbers of two float64, beyond what float32 holds.
+        [given_gradient(torch.full((3,), 1.3e154 + 1.3e154j, dtype=torch.complex128))],
         # Squares that are subnormal numbers.
         [given_gradient(torch.full((3,), 1e-22)), given_gradient(torch.full((3,), 1e-158, dtype=torch.float64))],
         # Repeated entries add up before they are squared, and what is not stored takes part in the smallest element.
         [given_gradient(TWICE, torch.nn.Embedding(1, 1))],
     ],
-    ids=["one large", "negated", "overflow", "subnormal", "sparse"],
+    ids=["one large", "negated", "overflow", "complex", "subnormal", "sparse"],
 )
 def test_gradients_that_were_wrong_once(drawn: list[Drawn]) -> None:
     """The same holds for gradients that were measured wrongly once."""

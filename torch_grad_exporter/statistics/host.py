@@ -90,7 +90,7 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
         whole: Whether one array may have all that needs no copy, however large.
     """
     first, layout = batch.tensors[0], batch.layout
-    dtype = torch.float64 if wide or first.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if wide or first.dtype in (torch.float64, torch.complex128) else torch.float32
     parts: Iterable[FloatArray]
     if first.dtype is dtype and first.is_contiguous() and len(batch.tensors) == 1 and (layout is None or layout.dims == (0,)):
         # Almost all are like this. The general way below has the same result at twice the price.
