@@ -247,6 +247,14 @@ def test_an_empty_variable_is_not_set(name: str, text: str) -> None:
     assert value_of(resolve({}, {PREFIX + name.upper(): text}), name) == value_of(Settings(), name)
 
 
+def test_a_kubernetes_service_sets_no_port(caplog: pytest.LogCaptureFixture) -> None:
+    """The variable that Kubernetes sets for a Service of the exporter's name is ignored, with a warning; an argument counts."""
+    environment = {PREFIX + "PORT": "tcp://10.96.14.7:9100"}
+    assert resolve({}, environment).port == Settings().port
+    assert "Kubernetes" in caplog.text
+    assert resolve({"port": 7}, environment).port == 7
+
+
 def test_labels_of_metrics_are_reserved() -> None:
     """Label names that the metrics use cannot be given as labels, but for the facts of the info metrics."""
     used = {label for spec in CATALOGUE.values() if spec not in (TRAIN_INFO, PYTHON_INFO) for label in spec.labels}

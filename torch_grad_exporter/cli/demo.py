@@ -263,6 +263,7 @@ def run(values: argparse.Namespace) -> int:
     """Train, serve and sum up. Returns the exit code: 0, or 130 if Ctrl-C came before the last step."""
     chosen = options(values)
     torch.manual_seed(chosen.seed)
+    torch.set_num_threads(1)  # more would wait for each other on a busy machine, by spinning: seconds a step
     corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
     model = ByteTransformer(width=chosen.width, layers=chosen.layers, context=chosen.context).to(chosen.device)
     clipping: dict[str, Any] = {}

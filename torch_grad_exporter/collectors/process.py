@@ -18,19 +18,24 @@ from torch_grad_exporter.resources.children import ChildrenMemory, ChildrenReadi
 from torch_grad_exporter.resources.readings import ABSENT, Paced, attempt
 
 STANDARD = Section("Process")
-"""The metrics that `prometheus_client` collects itself, under the names that all Prometheus clients use."""
+"""The metrics that `prometheus_client` collects itself, under the names that all Prometheus clients use.
 
-PROCESS_VIRTUAL_MEMORY = STANDARD.gauge("process_virtual_memory_bytes", "Virtual memory of the process.", unit="bytes")
-PROCESS_RESIDENT_MEMORY = STANDARD.gauge("process_resident_memory_bytes", "Resident memory of the process.", unit="bytes")
-PROCESS_START_TIME = STANDARD.gauge("process_start_time_seconds", "Unix time at which the process started.", unit="seconds")
+Those of `process_*` have the help texts of the clients, too: node_exporter's textfile collector drops a metric with two texts.
+"""
+
+PROCESS_VIRTUAL_MEMORY = STANDARD.gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes")
+PROCESS_RESIDENT_MEMORY = STANDARD.gauge("process_resident_memory_bytes", "Resident memory size in bytes.", unit="bytes")
+PROCESS_START_TIME = STANDARD.gauge(
+    "process_start_time_seconds", "Start time of the process since unix epoch in seconds.", unit="seconds"
+)
 PROCESS_CPU_SECONDS = STANDARD.counter(
     "process_cpu_seconds_total",
-    "CPU time of the process, in user and kernel mode, without its children.",
+    "Total user and system CPU time spent in seconds.",
     unit="seconds",
     older=True,
 )
-PROCESS_OPEN_FDS = STANDARD.gauge("process_open_fds", "Open file descriptors of the process.")
-PROCESS_MAX_FDS = STANDARD.gauge("process_max_fds", "Most file descriptors that the process may open.")
+PROCESS_OPEN_FDS = STANDARD.gauge("process_open_fds", "Number of open file descriptors.")
+PROCESS_MAX_FDS = STANDARD.gauge("process_max_fds", "Maximum number of open file descriptors.")
 PYTHON_INFO = STANDARD.gauge(
     "python_info",
     "The Python interpreter as labels; the value is always 1.",

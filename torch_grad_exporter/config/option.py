@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import enum
+import logging
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 
 from torch_grad_exporter.config.settings import HELP, PREFIX, Arguments, Settings
 from torch_grad_exporter.config.values import checked, described, either, parsed
+from torch_grad_exporter.errors import say
+
+logger = logging.getLogger("torch_grad_exporter")
+
+# What Kubernetes puts into <SERVICE>_PORT of every container in the namespace of a Service.
+SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
 class Unset(enum.Enum):
@@ -124,6 +132,10 @@ def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> 
             chosen[option.name] = option.from_argument(given)
         elif text := environment.get(option.variable, "").strip():
             name = f"environment variable {option.variable}"
+            if SERVICE_LINK.fullmatch(text):
+                message = "%s=%r is ignored: Kubernetes sets it for a Service of this name; see enableServiceLinks"
+                say(logger, logging.WARNING, message, name, text)
+                continue
             chosen[option.name] = option.from_argument(option.from_text(text, name), name, text)
     return Settings(**chosen)
 

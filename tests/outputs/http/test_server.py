@@ -54,7 +54,7 @@ def test_metrics_are_served_as_text(server: MetricsServer) -> None:
 
 
 def test_paths_and_methods(server: MetricsServer, training: Training) -> None:
-    """Every path has its answer, HEAD is GET without the body, and any other method is a 405 without a scrape."""
+    """Every path has its answer, HEAD is GET without the body, OPTIONS names the methods, any other is a 405; none scrapes."""
     health = fetch(server, "/healthz")
     assert (health.status, health.headers["content-type"]) == (200, "application/json")
     assert json.loads(health.body) == {"state": "training", "step": 7}
@@ -64,7 +64,10 @@ def test_paths_and_methods(server: MetricsServer, training: Training) -> None:
         assert fetch(server, path).status == 404
     for method in ("POST", "get"):
         answer = fetch(server, method=method)
-        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
+        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD, OPTIONS")
+    for path in ("*", "/metrics"):  # as load balancers check a target's health
+        answer = fetch(server, path, "OPTIONS")
+        assert (answer.status, answer.headers["allow"]) == (200, "GET, HEAD, OPTIONS")
     assert training.scrapes == 0
     for path in ("/metrics", "/healthz", "/", "/nothing"):
         get, head = fetch(server, path), fetch(server, path, "HEAD")

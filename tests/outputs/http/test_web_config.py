@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import textwrap
@@ -117,6 +119,16 @@ def test_good_files_are_taken(directory: Path) -> None:
     """A good file is loaded."""
     for text in GOOD.values():
         load(directory, text)
+
+
+def test_a_key_where_memory_files_are_denied(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key in the configuration is loaded where a sandbox denies files in memory."""
+
+    def denied(_name: str) -> int:
+        raise PermissionError(errno.EPERM, "seccomp")
+
+    monkeypatch.setattr(os, "memfd_create", denied)
+    assert load(directory, GOOD["tls inline"]).current.tls is not None
 
 
 def test_bad_files_are_refused(directory: Path) -> None:

@@ -16,7 +16,7 @@ from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrap
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile, WebSettings
 from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
 
-METHODS = ("GET", "HEAD")
+ALLOWED = (("Allow", "GET, HEAD, OPTIONS"),)
 
 
 class Endpoints:
@@ -69,8 +69,10 @@ class Endpoints:
         try:
             if self._admission is not None and (refusal := await self._workers.run(self._admission.refusal, request)):
                 return refusal
-            if request.method not in METHODS:
-                return plain(HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(METHODS)),))
+            if request.method not in ("GET", "HEAD"):
+                # Some load balancers check the health of a target by OPTIONS.
+                status = HTTPStatus.OK if request.method == "OPTIONS" else HTTPStatus.METHOD_NOT_ALLOWED
+                return plain(status, headers=ALLOWED)
             if request.path == "/metrics":
                 return await self._metrics(request)
             return await self._workers.run(self._other, request)

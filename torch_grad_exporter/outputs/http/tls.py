@@ -85,16 +85,24 @@ class Pem:
         if self.path:
             yield self.path
             return
-        if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():  # a key goes to no disk
-            with os.fdopen(os.memfd_create("pem"), "w") as file:
+        if (memory := _memory_file()) is not None:  # a key goes to no disk
+            with os.fdopen(memory, "w") as file:
                 file.write(self.text)
                 file.flush()
-                yield f"/proc/self/fd/{file.fileno()}"
+                yield f"/proc/self/fd/{memory}"
             return
         with tempfile.TemporaryDirectory() as directory:  # readable by this user only, and removed at once
             path = Path(directory, "pem")
             path.write_text(self.text)
             yield str(path)
+
+
+def _memory_file() -> int | None:
+    """Return the descriptor of a file in memory, None where there is none, or a sandbox such as seccomp denies it."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
+        with contextlib.suppress(OSError):
+            return os.memfd_create("pem")
+    return None
 
 
 def load(section: TlsSection, directory: Path, files: WatchedFiles) -> Tls:
