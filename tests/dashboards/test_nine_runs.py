@@ -230,7 +230,7 @@ RESOURCES: dict[str, list[Shows]] = {
 }
 
 OF_RANKS: dict[str, list[Shows]] = {
-    "Ranks": [Shows(LIVE, 1, 4), Shows(LIVE, 1, 4), Shows(RANKED, 2, 4)],
+    "Ranks": [Shows(LIVE, 1, 4), Shows(LIVE, 1, 4)],
     "Steps between first and last rank": [Shows(LIVE, 0, 100)],
     "Slowest rank": [Shows(RANKED, 1.33, 3)],
     "Longest without activity": [Shows(LIVE, 0, 30)],
@@ -244,7 +244,7 @@ OF_RANKS: dict[str, list[Shows]] = {
     "Waiting for other ranks": [Shows(RANKED, 0, SLOW)],
     "Data and host time of a step": [Shows(EVERY, 0.01, SLOW)],
     "Steps behind": [Shows(EVERY, 0, 100)],
-    "Norm over all ranks": [NORM, NORM, Shows(RANKED, 1e-3, 1e3)],
+    "Norm over all ranks": [NORM, NORM],
     "Norms of sharded layers": [SOME_LAYERS],
     "Steps with NaN or Inf by rank": [Shows(frozenset({"nan"}), 1, 2 * NAN_STEPS)],
     "Loss by rank": [Shows(EVERY, 1e-4, 10)],

@@ -22,7 +22,7 @@ from torch_grad_exporter.rules import THRESHOLDS, Watch
 from torch_grad_exporter.rules.catalogue import promql_only
 
 MINUTE = 60
-STORIES = 40
+STORIES = 60
 """Histories of one seed."""
 
 BAND = 0.15
