@@ -95,7 +95,8 @@ def test_numbers(kind: type[Module], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [Through, Gan])
 def test_at_defaults(kind: type[Module]) -> None:
     """At the default options each value belongs to the step that it names."""
-    train = partial(trained, kind=kind, batches=60, max_epochs=8)
+    # On a busy machine samples are rare; of two models one is seen in half of the rounds.
+    train = partial(trained, kind=kind, batches=60, max_epochs=20 if kind is Gan else 8)
     assert len(compared(train, Way.DEFAULTS, between=20 if kind is Gan else 3).samples) > 2
 
 
