@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -174,3 +175,89 @@ def test_an_adapter_below_a_checkpoint() -> None:
     assert rows["adapter.weight"].verdict == "ok"
     model.reentrant = False
     assert explain(lambda: model(batch()).square().mean(), model)["adapter.weight"].verdict == "ok"
+
+
+class Bounded(torch.nn.Module):
+    """An embedding that writes its own weight in the forward, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(10, 4, max_norm=0.5)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x))
+
+
+def test_a_scaler_that_skips_first() -> None:
+    """Where a given scaler skips the first steps and the forward writes a weight, no step is invented."""
+    torch.manual_seed(0)
+    model = Bounded()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    with start_exporter(model, port=None, every=1, grad_scaler=scaler) as exporter:
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = model(torch.randint(0, 10, (8,))).square().mean() * (1e30 if step < 6 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 6
+        assert value(exporter, "torch_train_steps_total", optimizer="manual") is None
+        assert value(exporter, "torch_train_skipped_steps_total") == 6
+        assert value(exporter, "torch_grad_nonfinite_steps_total", outcome="stepped") == 0
+        assert exporter.problems() == []
+
+
+class Observed(torch.optim.SGD):
+    """An optimizer whose step lets another thread run a forward to its end."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+        self.model = model
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Run the forward of an actor in the middle of the step."""
+        actor = threading.Thread(target=torch.no_grad()(self.model), args=(batch(),))
+        actor.start()
+        actor.join()
+        return super().step(closure)
+
+
+def test_an_actor_within_a_step() -> None:
+    """A forward on another thread during a step changes neither the count of steps nor the norms."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = Observed(model)
+    with start_exporter(model, port=None, every=1) as exporter:
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            gradients = [parameter.grad.double() for parameter in model[0].parameters()]
+            optimizer.step()
+        assert value(exporter, "torch_train_steps_total", optimizer="Observed") == 30
+        assert value(exporter, "torch_train_skipped_steps_total") == 0
+        assert value(exporter, "torch_grad_captures_total", layer="0") == 30
+        assert value(exporter, "torch_grad_norm", layer="0") == pytest.approx(norm(gradients), rel=1e-5)
+
+
+def test_a_backward_for_the_inputs_in_every_second_step() -> None:
+    """Adversarial training in every second step: the backward that is thrown away is neither a skipped step nor in the sums."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = sgd(model)
+    squares = 0.0
+    with start_exporter(model, port=None, every=1) as exporter:
+        for step in range(40):
+            inputs = batch()
+            if step % 2:
+                inputs.requires_grad_()
+                model(inputs).square().mean().backward()
+                inputs = (inputs + 0.1 * inputs.grad.sign()).detach()
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            squares += norm(parameter.grad.double() for parameter in model[0].parameters()) ** 2
+            optimizer.step()
+        assert value(exporter, "torch_train_skipped_steps_total") == 0
+        assert value(exporter, "torch_grad_captures_total", layer="0") == 40
+        assert value(exporter, "torch_grad_norm_squared_accumulated_total", layer="0") == pytest.approx(squares, rel=1e-5)
