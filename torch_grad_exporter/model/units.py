@@ -56,9 +56,9 @@ class UnitLayout:
 
     def rows(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient as (units, elements of a unit); a view wherever the layout allows it."""
-        viewed = gradient.reshape(self.shape)
-        if self.dims != (0,):
-            viewed = viewed.movedim(self.dims, tuple(range(len(self.dims))))
+        if self.dims == (0,):
+            return gradient.reshape(self.shape[0], -1)
+        viewed = gradient.reshape(self.shape).movedim(self.dims, tuple(range(len(self.dims))))
         return viewed.reshape(self.count, -1)
 
 

@@ -67,8 +67,10 @@ class ClippedParameter:
         precision = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
         if self.units == 0:
             return tensor.new_zeros(0, dtype=precision or tensor.abs().dtype)
-        rows = tensor.reshape(1, -1) if self.layout is None else self.layout.rows(tensor)
-        norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=precision)
+        if self.layout is None:
+            whole: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=precision).reshape(1)
+            return whole
+        norms: torch.Tensor = torch.linalg.vector_norm(self.layout.rows(tensor), dim=1, dtype=precision)
         return norms
 
     def along_units(self, values: torch.Tensor) -> torch.Tensor:
