@@ -143,10 +143,10 @@ class Judge:
             return Verdict.NOT_IN_GRAPH, None, "give the function that computes the loss, to see whether it was cut off"
         seen = [cut for cut in self.cuts.of(self.cuts.carried(self.gradients.roots)) if cut.lost & bit]
         if seen:
-            verdict, where, note = _of_cuts(seen)
-            if note.startswith(CHECKPOINT) and not any(node.name() == REENTRANT for node in self.graph.below(self.gradients.roots)):
-                return Verdict.DETACHED_AT, where, f"{CHECKPOINT}; {WITHOUT_GRADIENTS}"
-            return verdict, where, note
+            in_graph = any(node.name() == REENTRANT for node in self.graph.below(self.gradients.roots))
+            if not in_graph and all(cut.operation == CHECKPOINT for cut in seen):
+                return Verdict.DETACHED_AT, seen[0].where, f"{CHECKPOINT}; {WITHOUT_GRADIENTS}"
+            return _of_cuts(seen)
         escaped = next((cut for cut in self.cuts.of(self.cuts.escaped) if cut.lost & bit), None)
         if escaped is not None:
             note = f"{escaped.operation}: its value left PyTorch, so whether the loss depends on it cannot be seen"
