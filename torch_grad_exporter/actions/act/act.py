@@ -174,7 +174,7 @@ class Act:
             self._runner.remove(slot)
 
     def close(self, *, hurried: bool = False) -> None:
-        """RunJudge the rules for the last time, and let actions end, for a limited time. Idempotent."""
+        """Judge the rules for the last time, and let actions end, for a limited time. Idempotent."""
         with self._lock:
             self._closed = True
         self._runner.close()
@@ -223,7 +223,7 @@ class Act:
             self.evaluate(last=True)
 
     def evaluate(self, *, last: bool = False) -> None:
-        """RunJudge once, and let happen what is due. `last`: the run is over, and only rules are judged."""
+        """Judge once, and let happen what is due. `last`: the run is over, and only rules are judged."""
         triggers = []
         for trigger in self._triggers:
             if trigger.off:
