@@ -98,7 +98,7 @@ class Exporter:
         for_: float = 0,
         cooldown: float = 600,
     ) -> Handle:
-        """Do something when a rule or a condition holds. See docs/act.md.
+        """Do something when a rule or a condition holds. See docs/actions.md.
 
         What conditions and actions raise later is logged once and counted.
 

@@ -147,7 +147,7 @@ def start_exporter(
             steps, which may overflow, have sizes too.
         clip: Clipping policy, applied before each optimizer's step, which changes the training
             (default: None). Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See
-            docs/acting.md.
+            docs/clipping.md.
         dry_run: Policies of which it is only shown what each would have done (default: none).
         alerts: Notifiers that report problems when they begin and end (default: none). Such as
             `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.

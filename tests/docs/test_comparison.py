@@ -16,7 +16,7 @@ from PIL import Image
 from tests.actions import references
 from tests.support.tools import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "acting.md"
+PAGE = REPOSITORY / "docs" / "clipping.md"
 PICTURE = REPOSITORY / "docs" / "clipping.png"
 SCRIPT = REPOSITORY / "scripts" / "compare_clipping.py"
 STEPS = 40

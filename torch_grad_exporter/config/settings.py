@@ -205,7 +205,7 @@ HELP = {
         "One that is not given is found at its first step; give it, so that the first steps, which may overflow, have sizes too.",
         "found"),
     "clip": Help("clipping policy, applied before each optimizer's step, which changes the training",
-        "Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See docs/acting.md."),
+        "Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See docs/clipping.md."),
     "dry_run": Help("policies of which it is only shown what each would have done", default="none"),
     "alerts": Help("notifiers that report problems when they begin and end",
         "Such as `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.", "none"),

@@ -1,4 +1,4 @@
-"""The examples of docs/act.md run and do what the page says."""
+"""The examples of docs/actions.md run and do what the page says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.tools import PATIENCE, REPOSITORY, eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.rules import Problem
 
-PAGE = REPOSITORY / "docs" / "act.md"
+PAGE = REPOSITORY / "docs" / "actions.md"
 TOTAL, AVAILABLE = "torch_host_memory_total_bytes", "torch_host_memory_available_bytes"
 CPU, NORM, LOSS, SAMPLE = "torch_host_cpu_ratio", "torch_grad_global_norm", "torch_train_loss", "torch_grad_sample_step"
 

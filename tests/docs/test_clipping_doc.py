@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_grad_exporter
-from tests.docs.test_act_doc import NORM, SAMPLE
+from tests.docs.test_actions_doc import NORM, SAMPLE
 from tests.docs.test_commands import blocks
 from tests.docs.test_site import slug
 from tests.support.acting import World
@@ -22,7 +22,7 @@ from tests.support.scrape import errors, values
 from tests.support.tools import PATIENCE, REPOSITORY, eventually
 from torch_grad_exporter import Exporter
 
-PAGE = REPOSITORY / "docs" / "acting.md"
+PAGE = REPOSITORY / "docs" / "clipping.md"
 EXAMPLES = blocks(PAGE, "python")
 CLIPS = [text for text in EXAMPLES if "clip=" in text or "Clipper(" in text]
 
@@ -87,7 +87,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_run() -> None:
     """Each example is run by a test below."""
-    assert {*EXAMPLES} == {*CLIPS} | {example(anchor) for anchor in (*OTHERS, "layers-that-learn-nothing")}  # see test_act_doc.py
+    assert {*EXAMPLES} == {*CLIPS} | {example(anchor) for anchor in (*OTHERS, "layers-that-learn-nothing")}  # see test_actions_doc.py
 
 
 # What clips
