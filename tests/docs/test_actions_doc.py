@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.actions.freeze.test_freeze import faint
-from tests.docs.test_commands import blocks
 from tests.support.acting import World
+from tests.support.pages import blocks
 from tests.support.tools import PATIENCE, REPOSITORY, eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.rules import Problem

@@ -14,10 +14,10 @@ import torch
 
 import torch_grad_exporter
 from tests.docs.test_actions_doc import NORM, SAMPLE
-from tests.docs.test_commands import blocks
 from tests.docs.test_site import slug
 from tests.support.acting import World
 from tests.support.notified import receiver
+from tests.support.pages import blocks
 from tests.support.scrape import errors, values
 from tests.support.tools import PATIENCE, REPOSITORY, eventually
 from torch_grad_exporter import Exporter
@@ -87,7 +87,9 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_run() -> None:
     """Each example is run by a test below."""
-    assert {*EXAMPLES} == {*CLIPS} | {example(anchor) for anchor in (*OTHERS, "layers-that-learn-nothing")}  # see test_actions_doc.py
+    assert {*EXAMPLES} == {*CLIPS} | {
+        example(anchor) for anchor in (*OTHERS, "layers-that-learn-nothing")
+    }
 
 
 # What clips

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from tests.support.pages import blocks
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.cli import main as cli
@@ -28,12 +29,6 @@ PAGES = [
         "docs/in-ci.md",
     )
 ]
-
-
-def blocks(page: Path, *languages: str) -> list[str]:
-    """Return the blocks of code of a page in these languages."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [text for language, text in found if language in languages]
 
 
 def lines(program: str) -> list[list[str]]:

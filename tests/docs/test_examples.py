@@ -14,16 +14,17 @@ import torch
 from torch.nn.functional import mse_loss
 
 import torch_grad_exporter
-from tests.docs.test_commands import blocks
 from tests.support.models import Perceptron, sgd
+from tests.support.pages import blocks
 from tests.support.scrape import Key, values
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.session import running_exporter
 
 DOCS = REPOSITORY / "docs"
-EXPLAIN, RECORD, LOSS = DOCS / "explain.md", DOCS / "record.md", DOCS / "loss-does-not-fall.md"
-HOOKS, ACTIVATIONS_PAGE, TIMES = DOCS / "hook-list.md", DOCS / "activations.md", DOCS / "where-time-goes.md"
+EXPLAIN, LOSS = DOCS / "explain.md", DOCS / "loss-does-not-fall.md"
+ACTIVATIONS_PAGE, TIMES = DOCS / "activations.md", DOCS / "where-time-goes.md"
+HOOKS = blocks(DOCS / "frameworks.md", "python", section="A loop of your own")
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +60,11 @@ def trained(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[Key, float]:
     return values(exporter)
 
 
-@pytest.mark.parametrize("page", [EXPLAIN, RECORD], ids=lambda page: page.name)
-def test_the_first_example_prints_its_output(page: Path) -> None:
-    """The first example prints what the page shows, with the lines of the program that it names."""
-    shown = blocks(page, "text")[0]
-    assert printed(blocks(page, "python")[0], {}).split("\n") == shown.split("\n")
+@pytest.mark.parametrize("number", [0, 1], ids=["explain", "record"])
+def test_an_example_prints_its_output(number: int) -> None:
+    """The examples print what the page shows, with the lines of the program that they name."""
+    shown = blocks(EXPLAIN, "text")[number]
+    assert printed(blocks(EXPLAIN, "python")[number], {}).split("\n") == shown.split("\n")
 
 
 @pytest.mark.slow
@@ -96,17 +97,17 @@ def test_the_example_of_layer_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_example_of_the_hook_list(capsys: pytest.CaptureFixture[str]) -> None:
-    """The example of docs/hook-list.md trains, prints and ends its exporter."""
+    """The example of "A loop of your own" trains, prints and ends its exporter."""
     model = torch.nn.Linear(3, 3)
     names: dict[str, object] = {"model": model, "loader": [torch.ones(2, 3)] * 3, "loss_function": mse_loss}
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-    exec(blocks(HOOKS, "python")[0], names)  # noqa: S102 - what a user copies
+    exec(HOOKS[0], names)  # noqa: S102 - what a user copies
     assert capsys.readouterr().out.count("loss ") == 6
     assert running_exporter(model) is None
 
 
 def test_an_exception_in_the_hook_list(tmp_path: Path) -> None:
-    """An exception in the second loop of docs/hook-list.md reaches the caller and fails the run."""
+    """An exception in the second loop of "A loop of your own" reaches the caller and fails the run."""
     model, exporters = torch.nn.Linear(3, 3), []
 
     def train(model: torch.nn.Module, loader: object, hooks: object) -> None:
@@ -114,7 +115,7 @@ def test_an_exception_in_the_hook_list(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        exec(blocks(HOOKS, "python")[1], {"model": model, "loader": [], "train": train})  # noqa: S102 - what a user copies
+        exec(HOOKS[1], {"model": model, "loader": [], "train": train})  # noqa: S102 - what a user copies
     (exporter,) = exporters
     assert exporter is not None
     exporter.save(tmp_path / "saved.json")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.docs.test_commands import blocks
 from tests.support.notified import notification, receiver
+from tests.support.pages import blocks
 from tests.support.tools import REPOSITORY, eventually
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.actions import Webhook

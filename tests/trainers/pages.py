@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_commands import blocks
+from tests.support.pages import blocks
 from tests.support.scrape import values
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import Exporter
 
 
-def run(page: str, number: int, **names: object) -> dict[str, Any]:
-    """Runs one of a page's blocks of Python."""
-    exec(blocks(REPOSITORY / "docs" / page, "python")[number], names)  # noqa: S102 - what a user copies
+def run(page: str, number: int, section: str = "", **names: object) -> dict[str, Any]:
+    """Run one of the blocks of Python of a page, or of a section of it."""
+    exec(blocks(REPOSITORY / "docs" / page, "python", section=section)[number], names)  # noqa: S102 - what a user copies
     return names
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
 
-from tests.docs.test_commands import blocks
+from tests.support.pages import blocks
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, value, values
 from tests.support.tools import REPOSITORY
@@ -266,10 +266,10 @@ def test_the_engines_monitor(log: bool | str, tmp_path: Path) -> None:
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of docs/deepspeed.md runs."""
+    """The example of DeepSpeed runs."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
     engine, names = engine_of(network(), 1), {"loss_function": mse_loss, "loader": [batch(number) for number in range(8)]}
-    exec(blocks(REPOSITORY / "docs" / "deepspeed.md", "python")[0], names | {"engine": engine})  # noqa: S102 - what a user copies
+    exec(blocks(REPOSITORY / "docs" / "frameworks.md", "python", section="DeepSpeed")[0], names | {"engine": engine})  # noqa: S102 - what a user copies
     assert engine.global_steps == 4
     assert running_exporter(engine) is None
 

@@ -1,4 +1,4 @@
-"""The examples of docs/loggers.md: what a logger is given is what the exporter shows, in a real TensorBoard file."""
+"""The examples of docs/frameworks.md: what a logger is given is what the exporter shows, in a real TensorBoard file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.docs.test_commands import blocks
+from tests.support.pages import blocks
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import start_exporter
 
-PAGE = REPOSITORY / "docs" / "loggers.md"
+EXAMPLES = blocks(REPOSITORY / "docs" / "frameworks.md", "python", section="Other loggers")
 
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "train_step": train_step,
             "batches": [(torch.randn(5, 3), torch.randn(5, 1)) for _ in range(6)],
         }  # fmt: skip
-        text = blocks(PAGE, "python")[0]
+        text = EXAMPLES[0]
         assert "step % 50" in text
         exec(text.replace("step % 50", "step % 2") + "\nwriter.close()\n", names)  # noqa: S102 - what a user copies
     events = EventAccumulator(str(tmp_path / "runs"))
@@ -65,7 +65,7 @@ def test_the_other_loggers_get_the_same() -> None:
     with start_exporter(model, port=None, every=1) as exporter:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        for text in blocks(PAGE, "python")[1:]:
+        for text in EXAMPLES[1:]:
             exec(text, {"wandb": Log(), "mlflow": Log(), "exporter": exporter, "step": 7})  # noqa: S102 - what a user copies
     assert len(given) == 2
     for values, step in given:

@@ -1,4 +1,4 @@
-"""The examples of docs/transformers.md, lightning.md and accelerate.md run as they stand, and show what the pages say."""
+"""The examples of docs/transformers.md, lightning.md and Accelerate run as they stand, and show what the pages say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.docs.test_commands import blocks
+from tests.support.pages import blocks
 from tests.support.tools import REPOSITORY
 from tests.trainers.pages import last_values, run, steps
 from tests.trainers.test_accelerate import BATCHES
@@ -63,11 +63,11 @@ def test_accelerate(number: int, ended: list[dict[Any, float]]) -> None:
     reset_accelerate()
     model = torch.nn.Linear(6, 6)
     names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": numbers(BATCHES)}
-    run("accelerate.md", number, **names, loss_function=mse_loss)
+    run("frameworks.md", number, "Accelerate", **names, loss_function=mse_loss)
     assert [steps(scrape) for scrape in ended] == [BATCHES]
 
 
-@pytest.mark.parametrize("page", ["transformers.md", "lightning.md", "accelerate.md"])
+@pytest.mark.parametrize("page", ["transformers.md", "lightning.md", "frameworks.md"])
 def test_names(page: str) -> None:
     """Each metric that a page names is one."""
     text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_commands import blocks
+from tests.support.pages import blocks
 from tests.support.tools import REPOSITORY
 from tests.trainers import test_ignite, test_mmengine
 from tests.trainers.pages import last_values, run, steps
@@ -25,7 +25,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, float]]:
 
 def test_mmengine_by_name(tmp_path: Path, ended: list[dict[Any, float]]) -> None:
     """The two lines of a configuration."""
-    found = run("mmengine.md", 0)
+    found = run("frameworks.md", 0, "MMEngine")
     hook = found["custom_hooks"][0] | {"port": None}
     test_mmengine.runner_of(test_mmengine.Net(), tmp_path, hook, cfg={"custom_imports": found["custom_imports"]}).train()
     assert [steps(scrape) for scrape in ended] == [16]
@@ -37,7 +37,7 @@ def test_mmengine_by_hand(tmp_path: Path, ended: list[dict[Any, float]]) -> None
         "train_dataloader": test_mmengine.loader(), "train_cfg": {"by_epoch": True, "max_epochs": 1}, "log_level": "ERROR",
         "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}}, "experiment_name": "by-hand",
     }  # fmt: skip
-    run("mmengine.md", 1, model=test_mmengine.Net(), work_dir=str(tmp_path), settings=settings)
+    run("frameworks.md", 1, "MMEngine", model=test_mmengine.Net(), work_dir=str(tmp_path), settings=settings)
     assert [steps(scrape) for scrape in ended] == [8]
 
 
@@ -45,13 +45,13 @@ def test_mmengine_by_hand(tmp_path: Path, ended: list[dict[Any, float]]) -> None
 def test_ignite_page(number: int, ended: list[dict[Any, float]]) -> None:
     """The line, and the monitor with a threshold."""
     model = test_ignite.network()
-    run("ignite.md", number, model=model, trainer=test_ignite.trainer_of(model), loader=test_ignite.batches())
+    run("frameworks.md", number, "Ignite", model=model, trainer=test_ignite.trainer_of(model), loader=test_ignite.batches())
     assert [steps(scrape) for scrape in ended] == [16]
     assert any(one[0] == "torch_alerts_active" for one in ended[0]) == (number == 1)
 
 
 def test_ray_page() -> None:
     """What it imports is there; tests/trainers/test_ray.py trains with the same calls."""
-    text = blocks(REPOSITORY / "docs" / "ray.md", "python")[0]
+    text = blocks(REPOSITORY / "docs" / "frameworks.md", "python", section="Ray Train")[0]
     ast.parse(text)
-    assert run("ray.md", 0)["start_exporter"] is for_ray.start_exporter
+    assert run("frameworks.md", 0, "Ray Train")["start_exporter"] is for_ray.start_exporter

@@ -1,6 +1,6 @@
 """The tracker for Accelerate: `Accelerator(log_with=GradExporterTracker())`.
 
-See docs/accelerate.md. The exporter follows models and optimizers by itself; the tracker reports the loss and the epoch that the
+See docs/frameworks.md. The exporter follows models and optimizers by itself; the tracker reports the loss and the epoch that the
 loop logs, and ends with `accelerator.end_training()`. Accelerate calls trackers on the main process only, whatever their
 `main_process_only` says; so on the other ranks this one begins with the first forward.
 """

@@ -1,6 +1,6 @@
 """Follows an engine of DeepSpeed that your own code has made; `engines.py` has what other integrations need, too.
 
-See docs/deepspeed.md. If one process trains in float32, without ZeRO or at its first stage, the parameters have the gradients that
+See docs/frameworks.md. If one process trains in float32, without ZeRO or at its first stage, the parameters have the gradients that
 they are trained with, and all is shown as in any loop. Else the engine averages them over ranks in tensors of its own, keeps them
 in parts, or scales them. Then layers are absent, and the global norm is the engine's own. No collective is called.
 """

@@ -1,6 +1,6 @@
 """Finds the engine of DeepSpeed that trains a model, and follows its steps.
 
-See docs/deepspeed.md. Trainers make engines themselves, as by `TrainingArguments(deepspeed=...)`; then what a parameter has as its
+See docs/frameworks.md. Trainers make engines themselves, as by `TrainingArguments(deepspeed=...)`; then what a parameter has as its
 gradient may not be what it is trained with. DeepSpeed itself is not imported here: if nothing else has, there is no engine.
 """
 

@@ -1,7 +1,7 @@
 """The handler for trainers of PyTorch-Ignite.
 
-See docs/ignite.md. The exporter follows the model and the optimizers by itself; the handler reports what only the trainer knows:
-when a run begins, ends and fails, its step after a checkpoint, the epoch, and the loss of each iteration.
+See docs/frameworks.md. The exporter follows the model and the optimizers by itself; the handler reports what only the trainer
+knows: when a run begins, ends and fails, its step after a checkpoint, the epoch, and the loss of each iteration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The hook for the `Runner` of MMEngine, and of what is built on it, such as MMDetection.
 
-See docs/mmengine.md. The exporter follows the model and the optimizers by itself; the hook reports what only the runner knows:
+See docs/frameworks.md. The exporter follows the model and the optimizers by itself; the hook reports what only the runner knows:
 when a training begins, evaluates and ends, its step after a checkpoint, the epoch, and the loss and size of each batch.
 """
 

@@ -1,7 +1,7 @@
 """Starts an exporter in a worker of Ray Train.
 
-See docs/ray.md. Ray's callbacks run on its controller, where nothing trains: call it in the training function, which each worker
-runs.
+See docs/frameworks.md. Ray's callbacks run on its controller, where nothing trains: call it in the training function, which each
+worker runs.
 """
 
 from __future__ import annotations
