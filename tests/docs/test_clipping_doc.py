@@ -87,9 +87,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_run() -> None:
     """Each example is run by a test below."""
-    assert {*EXAMPLES} == {*CLIPS} | {
-        example(anchor) for anchor in (*OTHERS, "layers-that-learn-nothing")
-    }
+    assert {*EXAMPLES} == {*CLIPS} | {example(anchor) for anchor in (*OTHERS, "layers-that-learn-nothing")}
 
 
 # What clips
