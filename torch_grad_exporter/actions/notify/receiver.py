@@ -17,7 +17,7 @@ from urllib3.util import Retry
 
 from torch_grad_exporter.actions.notify.notification import SendError
 from torch_grad_exporter.arguments import check_number
-from torch_grad_exporter.outputs.otlp.delivery import AGENT, mute, unheard
+from torch_grad_exporter.outputs.own_requests import AGENT, mute, unheard
 
 HIDDEN = "<hidden>"  # shown in place of an address
 

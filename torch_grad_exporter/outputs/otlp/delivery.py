@@ -10,21 +10,16 @@ import contextlib
 import logging
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
-from collections.abc import Iterator
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
 import requests
 from google.protobuf.message import DecodeError
-from opentelemetry.context import attach, create_key, detach, get_value, set_value
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
 from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings
-from torch_grad_exporter.version import __version__
-
-# The user agent of other requests than those of the exporters.
-AGENT = f"torch_grad_exporter/{__version__}"
+from torch_grad_exporter.outputs.own_requests import mute, unheard
 
 REJECTED = "points were rejected"
 
@@ -140,43 +135,3 @@ def _shown(said: str) -> str:
     """Return the text of an exporter in one line, without the user and the password of a URL, and without its query."""
     line = " ".join(re.sub(r"//[^/?#\s]*@", "//...@", said).split())
     return re.sub(r"\?[^\s'\")]*", "", line)[:NAMED]
-
-
-# Beside the user's own OpenTelemetry, and the user's log
-
-_SAID = create_key("torch_grad_exporter")
-
-
-class _Unheard(logging.Filter):
-    """Keeps what libraries log of our requests: a dead receiver would fill the log of the training, and show its keys."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        said = get_value(_SAID)
-        if not isinstance(said, list):
-            return True
-        if record.levelno >= logging.WARNING:
-            said.append(record.getMessage())
-        return False
-
-
-_FILTER = _Unheard()
-
-
-def mute(*libraries: str) -> None:
-    """Keep what libraries log of our requests out of the log, as far as they are imported."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.partition(".")[0] in libraries:
-            filters = logging.getLogger(name).filters
-            if _FILTER not in filters:
-                filters.insert(0, _FILTER)  # before one that drops repeated lines: a line of ours must not cost the user theirs
-
-
-@contextlib.contextmanager
-def unheard() -> Iterator[list[str]]:
-    """Keep this thread out of the user's log and traces meanwhile; yields the warnings of libraries."""
-    said: list[str] = []
-    token = attach(set_value("suppress_instrumentation", True, set_value(_SAID, said)))
-    try:
-        yield said
-    finally:
-        detach(token)
