@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import socket
 import subprocess
 import time
 import urllib.error
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import record
-from torch_grad_exporter.outputs.http.server import open_listener
 
 JOB = "training"
 PATIENCE = 600.0
@@ -156,7 +156,7 @@ def prometheus(folder: Path, discovery: str, interval: float, rules: Sequence[Pa
     configuration = folder / "prometheus.yml"
     text = CONFIGURATION.format(interval=round(1000 * interval), job=JOB, discovery=discovery, rules=", ".join(map(str, rules)))
     configuration.write_text(text, encoding="utf-8")
-    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     options = [f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'data'}", "--web.enable-admin-api"]
     command = [_program(), *options, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]

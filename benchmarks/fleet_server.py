@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from tornado.netutil import bind_sockets
+
 from benchmarks.fleet_job import PLACE, RUN, Recording
 from torch_grad_exporter.distributed.discovery import ScrapeTarget
-from torch_grad_exporter.outputs.http.server import open_listener
 from torch_grad_exporter.outputs.prometheus.text import Format
 
 RANKS_PER_HOST = 8
@@ -32,7 +33,7 @@ class Fleet:
 
     def __init__(self, first: Recording, others: Recording, ranks: int) -> None:
         self._first, self._others = _split(first), _split(others)
-        self._listeners = [open_listener("127.0.0.1", (0,)) for _ in range(ranks)]
+        self._listeners = [bind_sockets(0, "127.0.0.1")[0] for _ in range(ranks)]
         self._turns = [0] * ranks
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()

@@ -37,7 +37,6 @@ from tests.support.real_prometheus import Prometheus
 from tests.support.scrape import errors
 from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.outputs.http.server import open_listener
 
 pytestmark = pytest.mark.server
 
@@ -97,7 +96,7 @@ def watching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watching]:
 
 def free_port() -> int:
     """Return a port that was free a moment ago."""
-    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -57,6 +60,43 @@ def test_100_half_open_clients_delay_no_other(training: Training, site: Site, tl
         assert fetch(server).status == 200
         assert len(server_threads()) == threads <= 8
         assert not hangs_up(silent[-1])
+    assert training.errors == []
+
+
+CROWD = """
+import asyncio, resource, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048 if hard == resource.RLIM_INFINITY else min(2048, hard), hard))
+
+async def client():
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(sys.argv[1]))
+    writer.write(b"GET /metrics HTTP/1.1\\r\\nHost: t\\r\\n\\r\\n")
+    return (await reader.read())[9:12].decode()
+
+async def crowd():
+    answers = await asyncio.gather(*(client() for _ in range(1000)), return_exceptions=True)
+    print({str(answer) for answer in answers} - {"200", "503"}, len(answers))
+
+asyncio.run(crowd())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("descriptors", [1024, 8192])
+def test_each_of_1000_clients_gets_an_answer(training: Training, descriptors: int) -> None:
+    """All of 1,000 clients at once get the metrics or a 503, also where the process may have few descriptors."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < descriptors:
+        pytest.skip("the hard limit is lower")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, limits[1]))
+    try:
+        with serving(training, addr="") as server:
+            crowd = subprocess.run(
+                [sys.executable, "-c", CROWD, str(server.port)], capture_output=True, text=True, timeout=PATIENCE, check=False
+            )
+            assert (crowd.stdout, crowd.stderr) == ("set() 1000\n", "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert training.errors == []
 
 

@@ -7,6 +7,7 @@ import gc
 import gzip
 import json
 import logging
+import os
 import socket
 import threading
 import weakref
@@ -156,17 +157,57 @@ def test_a_taken_port_is_stepped_over(training: Training, caplog: pytest.LogCapt
     assert server_threads() == []
 
 
-@pytest.mark.parametrize("addr", ["", "localhost", "::"])
+def has_ipv6() -> bool:
+    """Return whether a socket can listen on the IPv6 loopback address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+ADDRESSES = {"": ["127.0.0.1", "::1"], "::": ["127.0.0.1", "::1"], "localhost": ["localhost"], "0.0.0.0": ["127.0.0.1"]}  # noqa: S104
+
+
+@pytest.mark.parametrize("addr", ADDRESSES)
 def test_addresses(training: Training, addr: str) -> None:
-    """All interfaces and a host name serve on IPv4, and `::` on both."""
-    hosts = {"localhost": ["localhost"], "::": ["::1", "127.0.0.1"]}.get(addr, ["127.0.0.1"])
-    if addr == "::":
-        try:
-            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-        except OSError:
-            pytest.skip("no IPv6 on this host")
+    """By default the one port serves on IPv4 and IPv6, and an address or a name where it says."""
+    if "::1" in ADDRESSES[addr] and not has_ipv6():
+        pytest.skip("no IPv6 on this host")
     with serving(training, addr=addr) as server:
-        assert [fetch(server, host=host).status for host in hosts] == [200] * len(hosts)
+        assert [fetch(server, host=host).status for host in ADDRESSES[addr]] == [200] * len(ADDRESSES[addr])
+        if "::1" not in ADDRESSES[addr]:
+            with pytest.raises(OSError, match=r"refused|assign"):
+                fetch(server, host="::1")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this host")
+def test_a_name_serves_on_all_its_addresses(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with an address of each family, as localhost often has, serves on both, with one port."""
+    known = socket.getaddrinfo
+
+    def resolve(host: str | None, *arguments: object, **options: object) -> object:
+        names = ("::1", "127.0.0.1") if host == "both.test" else (host,)
+        return [item for name in names for item in known(name, *arguments, **options)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with serving(training, addr="both.test") as server:
+        assert [fetch(server, host=host).status for host in ("127.0.0.1", "::1")] == [200, 200]
+
+
+@pytest.mark.parametrize("number", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+def test_a_host_without_ipv6_serves_on_ipv4(training: Training, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no socket of IPv6 can be made, or none has an address, the default address serves on IPv4."""
+    bind = socket.socket.bind
+
+    def refuse(sock: socket.socket, address: tuple[str, int]) -> None:
+        if sock.family == socket.AF_INET6:
+            raise OSError(number, os.strerror(number))
+        bind(sock, address)
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with serving(training, addr="") as server:
+        assert fetch(server, host="127.0.0.1").status == 200
 
 
 # The end

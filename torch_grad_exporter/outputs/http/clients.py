@@ -1,7 +1,8 @@
 """Clients: accepts connections, reads one request from each and sends its answer, all in the thread of the event loop.
 
-Tornado reads and writes. This adds limits: no more than `MAX_CLIENTS` at a time; the TLS of the web configuration at the moment of
+Tornado reads and writes. This adds limits: on the number of clients at a time; the TLS of the web configuration at the moment of
 the connection; a timeout for each phase: handshake and head of the request together, computing the answer, and reading it.
+Further clients wait in the backlog of the socket, and one that has had its time makes room for them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -29,19 +30,38 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
 from torch_grad_exporter.outputs.http.message import Request, plain
 
-MAX_CLIENTS = 128
+# At a time, at most; and the share of the descriptors that this process may have open, most of which are the training's.
+MAX_CLIENTS, SHARE = 1024, 8
+
 MAX_HEAD = 16_384
 ACCEPTED_AT_ONCE = 32
+
+# What a client has at least, from its connection on, before another one takes its place.
+LEAST_SECONDS = 1.0
+
+# Until the next look at the backlog when there is no place for another client.
+FULL_SECONDS = 0.02
 
 # After a failure to accept, such as without free file descriptors: the socket stays readable, and this must not spin.
 PAUSE_SECONDS = 0.5
 
 
+def max_clients() -> int:
+    """Return how many clients this process can have at a time."""
+    try:
+        import resource  # noqa: PLC0415 - Windows has none, and no such limit
+    except ImportError:
+        return MAX_CLIENTS
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CLIENTS if descriptors == resource.RLIM_INFINITY else max(1, min(MAX_CLIENTS, descriptors // SHARE))
+
+
 @dataclass(slots=True, eq=False)
 class Client:
-    """A connection. `answering`: its request is complete. `overdue`: closes it if it does not read its answer."""
+    """A connection since `at`. `answering`: its request is complete. `overdue`: closes it if it does not read its answer."""
 
     sock: socket.socket
+    at: float
     stream: IOStream | None = None
     answering: bool = False
     overdue: asyncio.TimerHandle | None = None
@@ -59,7 +79,7 @@ class Clients(HTTPServerConnectionDelegate):
     """All connections of a server. All methods but `abandon` are for the thread of the loop.
 
     Args:
-        listener: A listening socket, which belongs to this from now on.
+        listeners: Listening sockets, which belong to this from now on.
         loop: The event loop that runs in the thread.
         endpoints: Answer requests, and know the web configuration for the next client.
         errors: Counts failures of our own under `request`.
@@ -68,30 +88,38 @@ class Clients(HTTPServerConnectionDelegate):
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         loop: asyncio.AbstractEventLoop,
         endpoints: Endpoints,
         errors: ErrorLog,
         timeout: float,
     ) -> None:
-        self._listener, self._loop, self._endpoints = listener, loop, endpoints
+        self._listeners, self._loop, self._endpoints = listeners, loop, endpoints
         self._errors, self._timeout = errors, timeout
         self._parameters = HTTP1ConnectionParameters(
             no_keep_alive=True, max_header_size=MAX_HEAD, header_timeout=timeout, body_timeout=timeout
         )
+        self._most = max_clients()
         self._clients: dict[Client, None] = {}  # a set in the order of arrival
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
         self._gone = asyncio.Event()
 
     def watch(self) -> None:
         """Accept connections from now on."""
-        if self._listener.fileno() != -1:
-            self._loop.add_reader(self._listener, self._accept)
+        for listener in self._listeners:
+            if listener.fileno() != -1:
+                self._loop.add_reader(listener, self._accept, listener)
+
+    def _pause(self, seconds: float) -> None:
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+        self._loop.call_later(seconds, self.watch)
 
     async def end(self, grace: float) -> None:
         """Free the port and return when the answers in progress are out, at most after `grace` seconds."""
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
         for client in [client for client in self._clients if not client.answering]:
             self._drop(client)
         until = self._loop.time() + grace
@@ -104,26 +132,29 @@ class Clients(HTTPServerConnectionDelegate):
 
     def abandon(self) -> None:
         """Close every socket of this process, and no more: in a forked child the loop's entries are the parent's. Idempotent."""
-        self._listener.close()
-        for client in list(self._clients):
-            client.sock.close()
+        for sock in (*self._listeners, *(client.sock for client in list(self._clients))):
+            sock.close()
 
     # Connections
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
+            # Those that are being answered are the last to go.
+            leaving = None if len(self._clients) < self._most else min(self._clients, key=lambda client: client.answering)
+            if leaving is not None and self._loop.time() < leaving.at + LEAST_SECONDS:
+                self._pause(FULL_SECONDS)
+                return
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
                 self._errors.count("request", error)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(PAUSE_SECONDS, self.watch)
+                self._pause(PAUSE_SECONDS)
                 return
-            while len(self._clients) >= MAX_CLIENTS:
-                self._drop(min(self._clients, key=lambda client: client.answering))
-            client = Client(sock)
+            if leaving is not None:
+                self._drop(leaving)
+            client = Client(sock, self._loop.time())
             self._clients[client] = None
             self._begin(self._welcome(client))
 

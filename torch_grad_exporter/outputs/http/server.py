@@ -38,7 +38,8 @@ LOGGERS = ("asyncio", "tornado.general", "tornado.application")
 
 MAX_CANDIDATES = 64
 MAX_PORT = 65535
-BACKLOG = 128
+# Connections that the kernel holds for us: many wait there for a moment, and one that does not fit is tried again after a second.
+BACKLOG = 1024
 
 _log = logging.getLogger("torch_grad_exporter")
 
@@ -50,7 +51,7 @@ class MetricsServer:
         content: What is shown.
         renderer: Makes text of the metrics.
         errors: Counts failures under `request` and `web_config`.
-        addr: See `open_listener`.
+        addr: See `open_listeners`.
         ports: Tried in order.
         timeout: Seconds that a client has for sending its request, again for waiting, which then ends with a 503, and again for
             reading the answer.
@@ -75,10 +76,10 @@ class MetricsServer:
         web_config: WebConfigFile | None = None,
     ) -> None:
         self._errors, self._closed = errors, False
-        listener = open_listener(addr, ports)
-        self.port: int = listener.getsockname()[1]
+        listeners = open_listeners(addr, ports)
+        self.port: int = listeners[0].getsockname()[1]
         self.scheme = "https" if web_config is not None and web_config.current.tls is not None else "http"
-        self.open_to_all = (web_config is None or not web_config.authenticates) and not _is_loopback(listener)
+        self.open_to_all = (web_config is None or not web_config.authenticates) and not all(map(_is_loopback, listeners))
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_exception_handler(self._loop_failed)
@@ -86,7 +87,7 @@ class MetricsServer:
         self._tornado = AsyncIOLoop(asyncio_loop=self._loop, make_current=False)
         self._workers = Workers(WORKERS)
         endpoints = Endpoints(content, renderer, errors, self._workers, web_config=web_config, clock=clock)
-        self._clients = Clients(listener, self._loop, endpoints, errors, timeout)
+        self._clients = Clients(listeners, self._loop, endpoints, errors, timeout)
         self._thread = BackgroundThread("http-loop", self._run)
         try:
             self._thread.start()
@@ -172,7 +173,9 @@ def _unlogged() -> Iterator[None]:
             logger.removeFilter(passes)
 
 
-# The listening socket
+# The listening sockets
+
+TAKEN = frozenset({errno.EADDRINUSE, errno.EACCES})
 
 
 def candidate_ports(port: int, local_rank: int, local_world_size: int) -> tuple[int, ...]:
@@ -183,34 +186,58 @@ def candidate_ports(port: int, local_rank: int, local_world_size: int) -> tuple[
     return tuple(range(first, min(first + MAX_CANDIDATES * local_world_size, MAX_PORT + 1), local_world_size))
 
 
-def open_listener(addr: str, ports: Iterable[int]) -> socket.socket:
-    """Return a non-blocking socket that listens on the first free port; a warning is logged if that is not the first.
+def open_listeners(addr: str, ports: Iterable[int]) -> list[socket.socket]:
+    """Return non-blocking sockets that listen on the first free port; a warning is logged if that is not the first.
 
-    `addr`: "" and "0.0.0.0" for all IPv4 interfaces, "::" for all of IPv6 and IPv4, else one address or
-    host name. Raises OSError if no port is free, and at once for an address that this host does not have.
+    `addr`: "" and "::" for all interfaces, "0.0.0.0" for those of IPv4, else one address, or a host name with all of its addresses.
+    Raises OSError if no port is free, and at once for an address that this host does not have.
     """
     tried: list[int] = []
     for port in ports:
         try:
-            listener = _listen(addr, port)
+            listeners = _listen(addr, port)
         except OSError as exc:
-            if exc.errno not in {errno.EADDRINUSE, errno.EACCES}:
+            if exc.errno not in TAKEN:
                 raise
             tried.append(port)
             continue
-        listener.setblocking(False)
         if tried:
             message = "port %d is taken, metrics are served on port %d instead"
-            say(_log, logging.WARNING, message, tried[0], listener.getsockname()[1])
-        return listener
+            say(_log, logging.WARNING, message, tried[0], listeners[0].getsockname()[1])
+        return listeners
     raise OSError(errno.EADDRINUSE, f"no free port at address {addr!r}, tried {tried}")
 
 
-def _listen(addr: str, port: int) -> socket.socket:
-    host = addr or "0.0.0.0"  # noqa: S104 - documented default
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    dual_stack = addr == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
+def _listen(addr: str, port: int) -> list[socket.socket]:
+    if addr in ("", "::"):
+        try:
+            # One socket for both families: of two, the second may find its port taken.
+            return [_listener(socket.AF_INET6, ("::", port), dualstack_ipv6=True)]
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in TAKEN:
+                raise
+            addr = "0.0.0.0"  # noqa: S104 - this host has no IPv6
+    known = dict.fromkeys(socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+    listeners: list[socket.socket] = []
+    with contextlib.ExitStack() as opened:
+        for family, _, _, _, (host, _, *scope) in known:
+            same = listeners[0].getsockname()[1] if listeners else port
+            try:
+                listeners.append(opened.enter_context(_listener(family, (host, same, *scope))))
+            except OSError as error:
+                # Of several addresses this host may not have each: localhost may be ::1 also without IPv6.
+                if error.errno in TAKEN or len(known) == 1:
+                    raise
+        if not listeners:
+            raise OSError(errno.EADDRNOTAVAIL, f"this host has none of the addresses of {addr!r}")
+        opened.pop_all()
+    return listeners
+
+
+def _listener(family: int, address: tuple[Any, ...], *, dualstack_ipv6: bool = False) -> socket.socket:
+    listener = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dualstack_ipv6)
+    listener.setblocking(False)
+    return listener
 
 
 def _is_loopback(listener: socket.socket) -> bool:
