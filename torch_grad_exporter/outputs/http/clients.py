@@ -37,9 +37,9 @@ MAX_HEAD = 16_384
 ACCEPTED_AT_ONCE = 32
 
 # What a client has at least, from its connection on, before another one takes its place.
-LEAST_SECONDS = 1.0
+LEAST_SECONDS = 0.4
 
-# Until the next look at the backlog when there is no place for another client.
+# Until the next look at the backlog when all places are taken.
 FULL_SECONDS = 0.02
 
 # After a failure to accept, such as without free file descriptors: the socket stays readable, and this must not spin.
