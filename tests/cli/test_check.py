@@ -102,6 +102,25 @@ def test_step_on_a_nan_is_critical(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (code, 'torch_grad_norm{layer="first"} is nan' in out) == (1, True), out
 
 
+def test_last_line_says_that_the_loss_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a training that reports no loss the verdict says so, and how to report it; of one that does it says nothing."""
+    for reported in (False, True):
+        model = Perceptron()
+        optimizer = sgd(model)
+        with start_exporter(model, None, every=1, collectors=OFF) as exporter:
+            for _ in range(12):
+                loss = model(batch()).square().mean()
+                loss.backward()
+                exporter.observe(loss=loss if reported else None)
+                optimizer.step()
+                optimizer.zero_grad()
+        exporter.save(tmp_path / "run.json")
+        code, out = checked(capsys, tmp_path / "run.json")
+        last = out.splitlines()[-1]
+        assert (code, last.startswith("HEALTHY: ")) == (0, True), out
+        assert last.endswith("; the loss was not judged: the training has to call exporter.observe(loss=loss)") != reported
+
+
 # Where nothing can be said
 
 
@@ -145,6 +164,7 @@ def test_named_rules_must_be_judged(runs: Path, capsys: pytest.CaptureFixture[st
     code, out = checked(capsys, healthy, "--fail-on", "critical,LayerDead")
     assert code == 1
     assert "FAILED LayerDead: asked for by name, and could not be judged: takes" in " ".join(out.split())
+    assert checked(capsys, healthy)[1].endswith(" were not judged\n")
     without = json.loads(_text(healthy))
     for view in ("whole", "recent"):
         without["run"][view]["loss"] = [None] * len(without["run"][view]["loss"])

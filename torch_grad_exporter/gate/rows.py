@@ -31,11 +31,15 @@ class VerdictRow:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The verdict on a run. `about`: which run, in a sentence. `unusable`: why nothing can be said of it, else None."""
+    """The verdict on a run. `about`: which run, in a sentence. `unusable`: why nothing can be said of it, else None.
+
+    `remark`: what the verdict does not cover and how to cover it, else empty.
+    """
 
     about: str
     rows: tuple[VerdictRow, ...]
     unusable: str | None = None
+    remark: str = ""
 
     @property
     def healthy(self) -> bool:

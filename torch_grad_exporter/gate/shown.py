@@ -79,9 +79,9 @@ def _sum(verdict: RunVerdict) -> str:
     if verdict.unusable is not None:
         return f"UNUSABLE: {one_line(verdict.unusable)}"
     failed, judged = len(verdict.of(Result.FAILED)), len(verdict.rows) - len(verdict.of(Result.NOT_JUDGED))
-    if failed:
-        return f"NOT HEALTHY: {failed} of {judged} failed, {len(verdict.rows) - judged} were not judged"
-    return f"HEALTHY: {judged} of {judged} hold, {len(verdict.rows) - judged} were not judged"
+    begin = f"NOT HEALTHY: {failed} of {judged} failed" if failed else f"HEALTHY: {judged} of {judged} hold"
+    remark = f"; {verdict.remark}" if verdict.remark else ""
+    return f"{begin}, {len(verdict.rows) - judged} were not judged{remark}"
 
 
 def _case(row: VerdictRow) -> Element:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from torch_grad_exporter.collectors.training import TRAIN_LOSS
 from torch_grad_exporter.gate.baseline import compared
 from torch_grad_exporter.gate.rows import GateError, Result, RunVerdict, VerdictRow
 from torch_grad_exporter.gate.terms import Terms, check_names
@@ -53,9 +54,11 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
         rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
     rows = [_wanted(row, {*terms.fail_on, *terms.tolerances}) for row in rows]
     nothing = all(row.result is Result.NOT_JUDGED for row in rows)
+    has_loss = all(rule.there for rule in judged.rules if TRAIN_LOSS.name in rule.needs)
     return RunVerdict(
-        about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None
-    )
+        about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None,
+        "" if has_loss else "the loss was not judged: the training has to call exporter.observe(loss=loss)",
+    )  # fmt: skip
 
 
 def _wanted(row: VerdictRow, names: Collection[str]) -> VerdictRow:
