@@ -1,8 +1,22 @@
-"""Checks of numbers that users give. An error names the argument, its value and the fix."""
+"""Checks of what users give, and the parts of their errors, which name the argument, its value and the fix."""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
+
+
+def near(name: str, names: Iterable[str], *, prefix: str = "") -> str:
+    """Return what a wrong name may have meant, as the end of a sentence. `prefix`: in what all are alike."""
+    matches = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in names])
+    return f"; did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""
+
+
+def shown(value: object) -> str:
+    """Return a wrong argument as an error shows it: of one that is as long as a model its class."""
+    text = repr(value)
+    return text if isinstance(value, str) or (len(text) <= 200 and "\n" not in text) else type(value).__name__
 
 
 def check_number(

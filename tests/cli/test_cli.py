@@ -45,7 +45,9 @@ WRONG = [
     ("demo --inject nan@3:9", "only stall takes a length"),
     ("demo --inject stall@3:nan", "a stall's length is a number of seconds"),
     ("demo --steps 4 --inject nan@5", "argument --inject: nan@5 is never reached with --steps 4"),
-    ("demo --color red", "unrecognized arguments: --color red"),
+    ("demo --color red", "unrecognized arguments: --color red\n"),
+    ("demo --evry=1", "unrecognized arguments: --evry=1; did you mean --every?"),
+    ("check run.json --basline other.json", "did you mean --baseline?"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,7 +26,9 @@ FOREIGN = torch.optim.Adam(OTHER.parameters())
 # The model, and what its error says.
 WRONG_MODELS: list[tuple[object, type[Exception], str]] = [
     (None, TypeError, "model=NoneType.*torch.nn.Module"),
-    (nn.Linear, TypeError, "model=type.*torch.nn.Module"),
+    (nn.Linear, TypeError, r"model=class Linear.*torch.nn.Module.*call the class: Linear\("),
+    (OPTIMIZER, TypeError, "model=SGD.*torch.nn.Module.*pass the model whose parameters it has"),
+    (9100, TypeError, "model=int.*torch.nn.Module.*the model comes first"),
     ([MODEL], TypeError, "model=list.*mapping"),
     ({}, ValueError, "model={}.*at least one"),
     ({"a": 3}, TypeError, r"model\['a'\]=int.*torch.nn.Module"),
@@ -50,6 +53,7 @@ WRONG_FOR_THE_MODEL: list[tuple[Mapping[str, object], type[Exception], str]] = [
     ({"grad_scaler": 3}, TypeError, "grad_scaler=int.*GradScaler"),
     ({"registry": "default"}, TypeError, "registry='default'.*CollectorRegistry"),
     ({"colour": "red"}, TypeError, "colour"),
+    ({"evry": 3}, TypeError, "^evry=: .*did you mean every"),
 ]
 
 
@@ -145,6 +149,30 @@ def test_arguments_that_do_not_fit_the_model(arguments: Mapping[str, object], ki
     """Patterns without a layer, foreign optimizers and wrong helpers raise and say what to pass."""
     with pytest.raises(kind, match=message):
         start_exporter(MODEL, 0, **arguments)  # type: ignore[arg-type]
+
+
+def test_errors_do_not_print_a_model() -> None:
+    """A model in the place of another argument raises with its class, not with its layers."""
+    large = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)])
+    names = set(inspect.signature(start_exporter).parameters) - {"model", "alerts"}
+    for name in names:
+        with pytest.raises(TypeError, match=f"^{name}=.*Sequential.*expected") as caught:
+            start_exporter(MODEL, **{"port": None, name: large})  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 250
+    for arguments in ((9100, large), (large, OPTIMIZER), ([large], 9100), ({"a": [large]},)):
+        with pytest.raises(TypeError, match="expected") as caught:
+            start_exporter(*arguments)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 250
+
+
+def test_misspelt_variables_are_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A variable that is nearly one of the exporter's is named with that one; those that Kubernetes sets are not."""
+    for name in ("EVRY", "OVERHEAD", "WEBHOOK_URL", "SERVICE_PORT", "SERVICE_HOST", "PORT_9100_TCP", "PORT_9100_TCP_PROTO"):
+        monkeypatch.setenv(PREFIX + name, "1")
+    start_exporter(MODEL, None).close()
+    lines = sorted(record.getMessage().partition("variable ")[2] for record in caplog.records)
+    meant = {"EVRY": "EVERY", "OVERHEAD": "OVERHEAD_BUDGET"}
+    assert lines == [f"{PREFIX}{name} is unknown and ignored; did you mean {PREFIX}{meant[name]}?" for name in meant]
 
 
 def test_a_registry_that_has_these_metrics_already() -> None:

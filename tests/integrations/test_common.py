@@ -34,7 +34,7 @@ def test_versions_of_a_framework(installed: Path) -> None:
     package(installed, "framework_d", "__version__ = '2.1.4'")
     with pytest.raises(ImportError, match=r"needs framework_d 2.2 or newer, and 2.1.4 is installed; run: pip install --upgrade"):
         require("framework_d", "2.2", extra="d")
-    missing = r"needs framework_b.inner 2.2 or newer \(or framework_c\), which is not installed; run: pip install 'torch-grad-"
+    missing = r"needs framework_b.inner 2.2 or newer \(or framework_c\), which is not installed; run: pip install 'framework_b"
     with pytest.raises(ModuleNotFoundError, match=missing):
         require("framework_b.inner", "2.2", extra="b", instead="framework_c")
 
@@ -44,7 +44,7 @@ def test_integrations_without_their_framework(monkeypatch: pytest.MonkeyPatch) -
     for module in ("lightning", "lightning.pytorch", "pytorch_lightning", "transformers", "accelerate"):
         monkeypatch.setitem(sys.modules, module, None)
     for name in ("lightning", "transformers", "accelerate"):
-        with pytest.raises(ModuleNotFoundError, match=rf"pip install 'torch-grad-exporter\[{name}\]'"):
+        with pytest.raises(ModuleNotFoundError, match=rf"pip install '{name}>=\d"):
             importlib.import_module(f"torch_grad_exporter.integrations.{name}")
 
 

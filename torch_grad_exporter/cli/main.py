@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import assets, check, demo, plot, run
 from torch_grad_exporter.version import __version__
 
@@ -45,4 +46,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "run", help="run a training script with an exporter that watches what it trains; the script needs no change"
     )
     check.add_to(commands)
-    return parser.parse_args(arguments)
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        chosen = commands.choices[values.command]
+        meant = near(unknown[0].partition("=")[0], chosen._option_string_actions, prefix="--")
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    return values

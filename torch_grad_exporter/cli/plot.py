@@ -70,7 +70,7 @@ def _draw(saved: Saved, values: argparse.Namespace) -> None:
     try:
         from torch_grad_exporter.cli import picture  # noqa: PLC0415 - matplotlib is optional
     except ImportError:
-        raise PlotError("a PNG needs matplotlib; pip install 'torch-grad-exporter[plot]', or write a .html") from None
+        raise PlotError("a PNG needs matplotlib; pip install matplotlib, or write a .html") from None
     _check_moments(saved, values.moments)
     picture.draw(saved, values.quantity, "recent" if values.recent else "whole", values.out, values.moments)
 

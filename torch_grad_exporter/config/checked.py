@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.actions.clip.policy import ClipOptions, OnFailure, policy_name
-from torch_grad_exporter.config.option import resolve, source
+from torch_grad_exporter.config.option import check_names, misspelt, resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity, process_group
 from torch_grad_exporter.distributed.store import JobStore, run_name
@@ -80,6 +80,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
         ValueError: An argument or a variable is wrong; the message names it, the value and the fix.
         ImportError: An option needs a package that is not installed.
     """
+    check_names(given)
     settings, arguments = resolve(given, environment), Arguments.checked(given)
     push = push_settings.resolve(
         arguments.otlp_endpoint,
@@ -90,6 +91,8 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     )
     place = identity(environment, process_group())
     rank = place.rank if settings.rank is None else settings.rank
+    for sentence in misspelt(environment) if rank == 0 else ():
+        say(logger, logging.WARNING, sentence)
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
     _check_ownership(index, arguments.optimizers)
     clip, modules = _clip(settings, arguments, index), _modules(models, settings, given)

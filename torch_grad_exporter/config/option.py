@@ -6,9 +6,10 @@ import enum
 import logging
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 
+from torch_grad_exporter.arguments import near, shown
 from torch_grad_exporter.config.settings import HELP, PREFIX, Arguments, Settings
 from torch_grad_exporter.config.values import checked, described, either, parsed
 from torch_grad_exporter.errors import say
@@ -85,7 +86,7 @@ class Option:
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             fix = str(error) or f"expected {described(self.type).expected}"
-            raise kind(f"{name or self.name}={text or given!r}: {fix}") from None
+            raise kind(f"{name or self.name}={repr(text) if text else shown(given)}: {fix}") from None
 
     def from_text(self, text: str, name: str) -> object:
         """Return the argument that a text stands for.
@@ -138,6 +139,27 @@ def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> 
                 continue
             chosen[option.name] = option.from_argument(option.from_text(text, name), name, text)
     return Settings(**chosen)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `TypeError` if one of the names is not a keyword of `start_exporter`, with the nearest one."""
+    known = [option.name for option in (*options_of(Settings), *options_of(Arguments))]
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{name}=: there is no such option{near(name, known)}")
+
+
+# Variables of the exporter that are not options; notifiers read them.
+OTHER_VARIABLES = (f"{PREFIX}WEBHOOK_URL", f"{PREFIX}ALERTMANAGER_URL")
+
+
+def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each variable that is nearly one of the exporter's."""
+    known = [*(option.variable for option in options_of(Settings)), *OTHER_VARIABLES]
+    for name in environment.keys() - known:
+        # Kubernetes sets further ones for a Service of this name, such as SERVICE_PORT, which are not near.
+        if name.startswith(PREFIX) and (meant := near(name, known, prefix=PREFIX)):
+            yield f"environment variable {name} is unknown and ignored{meant}"
 
 
 def source(arguments: Mapping[str, object], name: str) -> str:

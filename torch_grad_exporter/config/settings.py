@@ -17,6 +17,7 @@ from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.actions.clip.policy import OnFailure, Policy, checked_policies, checked_policy
 from torch_grad_exporter.actions.notify import notifiers
+from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.capture.loss_scale import Scaler
 from torch_grad_exporter.capture.schedule import LONGEST
 from torch_grad_exporter.collectors import REGISTRY
@@ -115,9 +116,9 @@ class Arguments:
         if scaler is not None and not has_scale(scaler):
             raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
         if registry is not None and not hasattr(registry, "register"):
-            raise TypeError(f"registry={registry!r}: expected a prometheus_client.CollectorRegistry")
+            raise TypeError(f"registry={shown(registry)}: expected a prometheus_client.CollectorRegistry")
         if provider is not None and not isinstance(provider, MeterProvider):
-            raise TypeError(f"meter_provider={provider!r}: expected an opentelemetry.metrics.MeterProvider")
+            raise TypeError(f"meter_provider={shown(provider)}: expected an opentelemetry.metrics.MeterProvider")
         return cls(
             **{name: given.get(name) for name in ("otlp_endpoint", "otlp_protocol", "otlp_headers", "otlp_interval")},
             optimizers=model_given.optimizers(given.get("optimizers"), otherwise=otherwise),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torch_grad_exporter.arguments import near
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.gate.rows import GateError, Result, VerdictRow
 from torch_grad_exporter.metrics.families import REMOVED, Kind
@@ -97,7 +97,8 @@ class Limit:
         option, catalogue = f"--{self.kind} {self.text}", REGISTRY.catalogue
         spec = catalogue.get(self.metric)
         if spec is None and self.metric not in metrics:
-            raise GateError(f"{option}: unknown metric {self.metric}{_near(self.metric, {*catalogue, *metrics})}")
+            meant = near(self.metric, {*catalogue, *metrics}) or "; docs/metrics.md lists them"
+            raise GateError(f"{option}: unknown metric {self.metric}{meant}")
         if spec is not None and spec.kind is Kind.HISTOGRAM:
             raise GateError(f"{option}: {self.metric} is a histogram, which has no single value")
         course = (*OF_THE_RUN, *OF_LAYERS)
@@ -138,11 +139,6 @@ def _labels(text: str, wrong: str) -> Iterator[tuple[str, re.Pattern[str]]]:
         except re.error as error:
             raise GateError(f"{wrong}; {value!r} is not a regular expression: {error}") from None
         at = match.end() + 1
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), 3, 0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else "; docs/metrics.md lists them"
 
 
 def _peak(values: Iterable[np.ndarray], nonfinite: Iterable[np.ndarray]) -> float:

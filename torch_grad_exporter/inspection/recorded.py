@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import itertools
 import operator
 import threading
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from torch_grad_exporter.arguments import near
 
 # Items of the inputs or outputs of a call that are visited, at most.
 VISITED = 4096
@@ -92,8 +93,7 @@ class Calls(Mapping[str, Sequence[Call]]):
 
     def __getitem__(self, name: str) -> Sequence[Call]:
         if name not in self._calls:
-            close = difflib.get_close_matches(name, self._calls, 3)
-            raise KeyError(f"{name!r} is not recorded" + (f"; there is {', '.join(map(repr, close))}" if close else ""))
+            raise KeyError(f"{name!r} is not recorded{near(name, self._calls)}")
         return self._calls[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -8,8 +8,6 @@ from types import ModuleType
 
 import torch
 
-PACKAGE = "torch-grad-exporter"
-
 
 class TrainingInterrupted(Exception):  # noqa: N818 - shown as what has ended a run; it names no error
     """A training ended without its last event: it raised, and the framework has no event that says what."""
@@ -36,33 +34,35 @@ class RoundLosses:
         return torch.stack(losses).mean()
 
 
-def require(module: str, at_least: str, *, extra: str, instead: str = "") -> ModuleType:
+def require(module: str, at_least: str, *, extra: str, instead: str = "", package: str = "") -> ModuleType:
     """Return a package's module, such as `transformers`, in this version or a newer one.
 
     Args:
         module: The module to import.
         at_least: The oldest version.
-        extra: The extra of this package that installs it.
+        extra: The integration that needs it.
         instead: Another package that would do as well, for the message.
+        package: What installs it, by default the name of the module.
 
     Raises:
         ModuleNotFoundError: It is not installed; the message says what to run.
         ImportError: It is older; the message says what to run.
     """
     needs = f"torch_grad_exporter.integrations.{extra} needs {module} {at_least} or newer"
+    wanted = f"'{package or module}>={at_least}'"
     try:
-        package = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # it is installed, and lacks something itself
         other = f" (or {instead})" if instead else ""
-        message = f"{needs}{other}, which is not installed; run: pip install '{PACKAGE}[{extra}]'"
+        message = f"{needs}{other}, which is not installed; run: pip install {wanted}"
         raise ModuleNotFoundError(message, name=error.name) from None
-    version = str(getattr(package, "__version__", ""))
+    version = str(getattr(imported, "__version__", ""))
     if _numbers(version) and _numbers(version) < _numbers(at_least):
-        message = f"{needs}, and {version} is installed; run: pip install --upgrade '{PACKAGE}[{extra}]'"
+        message = f"{needs}, and {version} is installed; run: pip install --upgrade {wanted}"
         raise ImportError(message, name=module)
-    return package
+    return imported
 
 
 def _numbers(version: str) -> tuple[int, ...]:

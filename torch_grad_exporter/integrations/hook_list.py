@@ -13,11 +13,11 @@ The points and the priorities are those of MMEngine. Only `GradExporterHook` kno
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch_grad_exporter import Exporter
+from torch_grad_exporter.arguments import near
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.integrations.common import TrainingInterrupted
 from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
@@ -140,9 +140,8 @@ def _priority(priority: str | int) -> int:
 def _known(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the name. Raises `ValueError` if it is not known."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"there is no {kind} {name!r}; {hint}")
+        meant = near(name, known) or f"; there are {', '.join(known)}"
+        raise ValueError(f"there is no {kind} {name!r}{meant}")
     return name
 
 

@@ -13,7 +13,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.common import RoundLosses, TrainingInterrupted, require
 from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 
-require("ignite", "0.5", extra="ignite")
+require("ignite", "0.5", extra="ignite", package="pytorch-ignite")
 
 from ignite.engine import Engine, Events  # noqa: E402 - require() has raised if it is missing
 

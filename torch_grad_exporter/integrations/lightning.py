@@ -30,7 +30,7 @@ def _class_of_callbacks() -> type:
             require("lightning", OLDEST, extra="lightning", instead="pytorch_lightning")
             used = used or ["lightning.pytorch"]
         except ModuleNotFoundError:
-            require("pytorch_lightning", OLDEST, extra="lightning", instead="lightning")
+            require("pytorch_lightning", OLDEST, extra="lightning", instead="lightning", package="lightning")
             used = ["pytorch_lightning"]
     if "pytorch_lightning" in used:
         require("pytorch_lightning", OLDEST, extra="lightning", instead="lightning")

@@ -14,7 +14,7 @@ from torch_grad_exporter.config.option import UNSET, Unset
 from torch_grad_exporter.integrations.common import require
 from torch_grad_exporter.integrations.session import Models
 
-require("ray", "2.10", extra="ray")
+require("ray", "2.10", extra="ray", package="ray[train]")
 
 import ray.train  # noqa: E402 - require() has raised if it is missing
 

@@ -176,11 +176,11 @@ def test_a_missing_package_for_grpc_is_named(
         return None if name == missing else real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(ImportError, match=r"otlp_protocol='grpc'.*pip install 'torch-grad-exporter\[grpc\]'"):
+    with pytest.raises(ImportError, match=r"otlp_protocol='grpc'.*pip install opentelemetry-exporter-otlp-proto-grpc"):
         resolve("http://h:4317", "grpc", environment={})
     assert resolve(environment={**WHERE, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}) is None
     (warning,) = warnings(lines)
-    assert "pip install 'torch-grad-exporter[grpc]'" in warning
+    assert "pip install opentelemetry-exporter-otlp-proto-grpc" in warning
 
 
 # Through the front door

@@ -6,12 +6,12 @@ gradients since then; of other metrics it holds one value per evaluation.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.windows import ConditionError, SeriesWindow, WindowSize
+from torch_grad_exporter.arguments import near
 from torch_grad_exporter.collectors.clipping import CLIPPING
 from torch_grad_exporter.collectors.gradients import GRAD_SAMPLE_STEP, GRADIENTS
 from torch_grad_exporter.collectors.weights import WEIGHTS
@@ -155,12 +155,6 @@ class Measurements:
         more = [f"{name}={labels[name]}" for name in sorted(labels)] + ([] if size is None else [str(size)])
         self.read[f"{what}({', '.join((metric, *more))})"] = value
         return value
-
-
-def near(name: str, names: Iterable[str]) -> str:
-    """Return what a wrong name may have meant, as the end of a sentence."""
-    matches = difflib.get_close_matches(name, list(names), n=3)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def _contains(values: Sequence[float | None], value: float) -> bool:

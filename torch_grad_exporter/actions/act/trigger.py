@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.actions.act.measurements import Measurements, near
+from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.users_code import contained
-from torch_grad_exporter.arguments import check_number
+from torch_grad_exporter.arguments import check_number, near, shown
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values
 from torch_grad_exporter.rules.catalogue import promql_only
@@ -152,7 +152,7 @@ def cause_and_action(what: object, action: object, timing: Timing) -> tuple[Rule
     if isinstance(action, type) and issubclass(action, StepAction):
         raise TypeError(f"action={action.__name__}: expected an action, not its class; write {action.__name__}(...)")
     if not isinstance(action, StepAction) and not callable(action):
-        raise TypeError(f"action={action!r}: expected a callable that takes an Event, or a built-in action such as Stop()")
+        raise TypeError(f"action={shown(action)}: expected a callable that takes an Event, or a built-in action such as Stop()")
     _check_function("action", action)
     return rule, condition, action
 
@@ -171,7 +171,7 @@ def _cause(what: object) -> tuple[Rule | None, Condition | None]:
     if isinstance(what, StepAction):
         raise TypeError(f"what={what!r}: an action is not a cause of another one")
     if not callable(what):
-        raise TypeError(f"what={what!r}: expected the name of a rule, or a callable that takes the measurements")
+        raise TypeError(f"what={shown(what)}: expected the name of a rule, or a callable that takes the measurements")
     _check_function("what", what)
     return None, what
 

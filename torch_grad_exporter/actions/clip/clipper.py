@@ -45,8 +45,8 @@ class Clipper:
         foreach: bool | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        checked_policy(policy, "Clipper(policy={!r})")
-        checked_policies(dry_run, "Clipper(dry_run={!r})")
+        checked_policy(policy, "Clipper(policy={})")
+        checked_policies(dry_run, "Clipper(dry_run={})")
         if foreach is not None and not isinstance(foreach, bool):
             raise ValueError(f"Clipper(foreach={foreach!r}): expected True, False or None")
         if isinstance(optimizers, torch.optim.Optimizer):

@@ -14,6 +14,8 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from torch_grad_exporter.arguments import shown
+
 Scope = Literal["model", "layer", "unit"]
 """What is measured and clipped as one: all gradients, those of a layer, or those of an output unit of a layer."""
 
@@ -195,17 +197,17 @@ def policy_name(policy: object) -> str:
     return f"{type(policy).__name__}({', '.join(parts)})"[:100]
 
 
-def checked_policy(given: object, argument: str = "clip={!r}") -> Policy:
+def checked_policy(given: object, argument: str = "clip={}") -> Policy:
     """Return a policy. Raises `TypeError` for anything else; `argument`: how the error shows it."""
     if not isinstance(given, Policy):
-        raise TypeError(f"{argument.format(given)}: expected a policy, such as MaxNorm(1.0)")
+        raise TypeError(f"{argument.format(shown(given))}: expected a policy, such as MaxNorm(1.0)")
     return given
 
 
-def checked_policies(given: object, argument: str = "dry_run={!r}") -> tuple[Policy, ...]:
+def checked_policies(given: object, argument: str = "dry_run={}") -> tuple[Policy, ...]:
     """Return policies that are only tried; None stands for none. Raises `TypeError` for anything else."""
     if given is None:
         return ()
     if not isinstance(given, list | tuple):
-        raise TypeError(f"{argument.format(given)}: expected a list of policies, such as [ZClip()]")
-    return tuple(checked_policy(policy, argument.format([policy])) for policy in given)
+        raise TypeError(f"{argument.format(shown(given))}: expected a list of policies, such as [ZClip()]")
+    return tuple(checked_policy(policy, argument.replace("{}", "[{}]")) for policy in given)

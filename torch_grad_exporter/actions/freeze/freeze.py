@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_grad_exporter.actions.act.measurements import Measurements, near
+from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
-from torch_grad_exporter.arguments import check_number, check_whole
+from torch_grad_exporter.arguments import check_number, check_whole, near
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.rules import Rule
 

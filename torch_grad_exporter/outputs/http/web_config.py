@@ -176,8 +176,8 @@ class WebConfigFile:
 
             from torch_grad_exporter.outputs.http import web_yaml  # noqa: PLC0415 - needs PyYAML, which is optional
         except ImportError as error:
-            fix = "install it with pip install 'torch-grad-exporter[web]'"
-            raise ValueError(f"{self.path}: a web configuration needs the package {error.name}; {fix}") from None
+            needs = "a web configuration needs PyYAML, msgspec and bcrypt"
+            raise ValueError(f"{self.path}: {needs}, and {error.name} is missing; pip install pyyaml msgspec bcrypt") from None
         # If this fails, the files of before stay watched, and with them those that the new state names.
         self._files = self._files.next()
         settings = web_yaml.parse(self.path, self._files)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.metrics.families import Kind
 
@@ -27,6 +28,8 @@ logger = logging.getLogger("torch_grad_exporter")
 
 # Where a receiver takes metrics over HTTP, below its endpoint.
 PATH = "/v1/metrics"
+
+GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 
 # Seconds between two exports, and for one request with all its retries, as in OpenTelemetry's SDKs.
 INTERVAL, TIMEOUT = 60.0, 10.0
@@ -159,10 +162,10 @@ def _enabled(variables: _Variables, *, argument: bool) -> bool:
 
 def _protocol(name: str, value: object) -> Protocol:
     if value not in [protocol.value for protocol in Protocol]:
-        raise (ValueError if isinstance(value, str) else TypeError)(f"{name}={value!r}: expected 'http/protobuf' or 'grpc'")
+        raise (ValueError if isinstance(value, str) else TypeError)(f"{name}={shown(value)}: expected 'http/protobuf' or 'grpc'")
     packages = ("grpc", "opentelemetry.exporter.otlp.proto.grpc")
     if value == Protocol.GRPC.value and not all(map(_installed, packages)):
-        raise ImportError(f"{name}={value!r}: OTLP over gRPC needs the extra 'grpc'; pip install 'torch-grad-exporter[grpc]'")
+        raise ImportError(f"{name}={value!r}: over gRPC it needs a package; pip install {GRPC_PACKAGE}")
     return Protocol(value)
 
 
@@ -176,9 +179,9 @@ def _installed(package: str) -> bool:
 def _endpoint(name: str, value: object, protocol: Protocol) -> str:
     if isinstance(value, str) and _is_endpoint(value, protocol):
         return value
-    shown = repr(without_password(value)) if isinstance(value, str) else without_password(repr(value))
+    text = repr(without_password(value)) if isinstance(value, str) else without_password(shown(value))
     expected = "expected a URL such as 'http://localhost:4318', or over gRPC also 'host:port'; there a password belongs in a header"
-    raise (ValueError if isinstance(value, str) else TypeError)(f"{name}={shown}: {expected}")
+    raise (ValueError if isinstance(value, str) else TypeError)(f"{name}={text}: {expected}")
 
 
 def _is_endpoint(text: str, protocol: Protocol) -> bool:
@@ -218,7 +221,7 @@ def _headers(headers: object) -> dict[str, str]:
 def _interval(interval: object) -> float:
     expected = "expected a number of seconds from 0.1 to 86400"
     if isinstance(interval, bool) or not isinstance(interval, int | float):
-        raise TypeError(f"otlp_interval={interval!r}: {expected}")
+        raise TypeError(f"otlp_interval={shown(interval)}: {expected}")
     if not 0.1 <= interval <= 86400:
         raise ValueError(f"otlp_interval={interval!r}: {expected}")
     return float(interval)
