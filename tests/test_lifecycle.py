@@ -273,6 +273,47 @@ def test_a_taken_port(caplog: pytest.LogCaptureFixture) -> None:
             assert str(port) in caplog.text
 
 
+ANNOUNCED = """
+import logging, os, sys, torch
+from torch_grad_exporter import start_exporter
+exec(sys.argv[1])
+with start_exporter(torch.nn.Linear(1, 1), 0) as exporter:
+    print(exporter.page_url, exporter.url, exporter.port, repr(exporter).endswith(f" {exporter.page_url}>"))
+    port = exporter.port
+start_exporter(torch.nn.Linear(1, 1), port).close()
+"""
+
+LOGGER = 'logging.getLogger("torch_grad_exporter")'
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("setup", "served", "noted"),
+    [
+        ("", "", ""),
+        ("logging.basicConfig()", "INFO:torch_grad_exporter:", "WARNING:torch_grad_exporter:"),
+        (f"{LOGGER}.setLevel(logging.WARNING)", None, ""),
+        (f"{LOGGER}.setLevel(logging.ERROR)", None, None),
+        ("logging.getLogger().setLevel(logging.ERROR)", None, None),
+        ("logging.disable()", None, None),
+        (f"{LOGGER}.addHandler(logging.NullHandler())", None, None),
+        ("os.environ.update(RANK='1', LOCAL_RANK='1', WORLD_SIZE='2', TORCH_GRAD_EXPORTER_RUN='two')", None, None),
+    ],
+    ids=["plain", "basicConfig", "WARNING", "ERROR", "root", "disabled", "handler", "rank 1"],
+)
+def test_the_address_is_the_first_line(starter: Starter, setup: str, served: str | None, noted: str | None) -> None:
+    """The page is named once, before the note on who reads it, as the program's logging asks; further ranks are silent."""
+    program = starter.start(ANNOUNCED, setup)
+    assert program.wait() == 0, program.err.read_text()
+    page, url, port, in_repr = program.out.read_text().split()
+    assert (page, url, in_repr) == (f"http://localhost:{port}/", f"http://localhost:{port}/metrics", "True")
+    lines = program.err.read_text().splitlines()
+    expected = [] if served is None else [f"{served}torch_grad_exporter: serving {page} (metrics at /metrics)"]
+    assert lines[: len(expected)] == expected
+    notes = [] if noted is None else [f"{noted}torch_grad_exporter: metrics on port {port} are readable by every host that can"]
+    assert [line[: len(notes[0])] for line in lines[len(expected) :]] == notes
+
+
 OPEN = """
 import logging, os, torch
 from torch_grad_exporter import start_exporter

@@ -171,6 +171,26 @@ def say(log: logging.Logger, level: int, message: str, *arguments: object, error
             raise
 
 
+def show(log: logging.Logger, message: str, *arguments: object) -> None:
+    """Log a line at `INFO` that a program which has not set a level shows as well, on standard error if it has no handler.
+
+    As Werkzeug does for the address of a server. A level on `log`, or one above `WARNING` on the root, decides as usual.
+    """
+    if log.level != logging.NOTSET or log.getEffectiveLevel() > logging.WARNING:
+        say(log, logging.INFO, message, *arguments)
+        return
+    handler = None if log.hasHandlers() else logging.StreamHandler()
+    if handler is not None:
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        say(log, logging.INFO, message, *arguments)
+    finally:
+        log.setLevel(logging.NOTSET)
+        if handler is not None:
+            log.removeHandler(handler)
+
+
 def raised_by_handler(error: BaseException) -> bool:
     """Return whether a signal's handler raised this, wherever the main thread was: a DataLoader's does when a worker has died."""
     if threading.current_thread() is not threading.main_thread():

@@ -79,10 +79,16 @@ class Exporter:
         return None if outputs is None or self._ending.closed else outputs.port
 
     @property
+    def page_url(self) -> str | None:
+        """The address of the live page as seen from this host, None if nothing is served."""
+        outputs = self._stages.outputs
+        return None if outputs is None or self._ending.closed else outputs.page_url
+
+    @property
     def url(self) -> str | None:
         """The address of the metrics as seen from this host, None if nothing is served."""
-        outputs = self._stages.outputs
-        return None if outputs is None or self._ending.closed else outputs.url
+        page = self.page_url
+        return None if page is None else f"{page}metrics"
 
     @property
     def should_stop(self) -> bool:
@@ -362,6 +368,16 @@ class Exporter:
 
     # For integrations, and for a new exporter that takes this one's place.
 
+    def announce(self) -> None:
+        """Log where the live page is, and who can read it; see `show`. An integration may say it in a line of its own."""
+        if self._stages.outputs is not None:
+            self._stages.outputs.announce()
+
+    def warn_of_open_port(self) -> None:
+        """Log once in a process that every host can read the metrics, if so."""
+        if self._stages.outputs is not None:
+            self._stages.outputs.warn_of_open_port()
+
     def on_foreign_optimizer(self, callback: Callable[[torch.optim.Optimizer], object]) -> None:
         """Call `callback` in steps of optimizers that own nothing of the models.
 
@@ -431,7 +447,7 @@ class Exporter:
         self.end(error)
 
     def __repr__(self) -> str:
-        where = "closed" if self._ending.closed else self.url or "not serving"
+        where = "closed" if self._ending.closed else self.page_url or "not serving"
         return f"<Exporter run={self.run!r} rank={self.rank} {where}>"
 
     # As an attribute of a model: copies of the model have the same exporter, which does not watch

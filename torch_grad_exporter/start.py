@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import prometheus_client
 import torch
@@ -14,8 +15,8 @@ from opentelemetry.metrics import MeterProvider
 from torch_grad_exporter.actions import Notifier
 from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.capture.loss_scale import Scaler
-from torch_grad_exporter.config.checked import check
-from torch_grad_exporter.config.option import UNSET, Unset
+from torch_grad_exporter.config.checked import Checked, check
+from torch_grad_exporter.config.option import UNSET, Unset, check_names
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.exporter import Exporter, open_exporters
 from torch_grad_exporter.model import given
@@ -24,7 +25,22 @@ logger = logging.getLogger("torch_grad_exporter")
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
+
+def _suggesting(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Name the nearest keyword where one is misspelt, as Python itself does from 3.13 on."""
+
+    @functools.wraps(function)
+    def suggesting(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
+        check_names(options.keys() - {"model"})
+        return function(*arguments, **options)
+
+    return suggesting
+
+
+@_suggesting
 def start_exporter(
     model: Models,
     port: int | Unset | None = UNSET,
@@ -66,7 +82,7 @@ def start_exporter(
     registry: prometheus_client.CollectorRegistry | None = None,
     meter_provider: MeterProvider | None = None,
 ) -> Exporter:
-    """Watch the training of `model` and serve its metrics at `http://<host>:<port>/metrics`.
+    """Watch the training of `model`; serve a live page at `http://<host>:<port>/` and its metrics at `/metrics`.
 
     An option whose default is `UNSET` can also be given as an environment variable,
     `TORCH_GRAD_EXPORTER_PORT` for `port` and so on; an argument wins. See docs/options.md.
@@ -178,6 +194,13 @@ def start_exporter(
         grad_scaler=grad_scaler, clip=clip, dry_run=dry_run, alerts=alerts, registry=registry,
         meter_provider=meter_provider,
     )  # fmt: skip
+    exporter = start(models, checked)
+    exporter.announce()
+    return exporter
+
+
+def start(models: Mapping[str, torch.nn.Module], checked: Checked) -> Exporter:
+    """Start an exporter in the place of those that give way to it, and leave it to the caller to say where it serves."""
     left: list[Callable[[Exporter], object]] = []
     for other in open_exporters():
         if other.gives_way is not None:

@@ -50,6 +50,7 @@ def test_start_exporter_arguments_are_options() -> None:
 WRONG = [
     (["--lr", "3", "train.py"], "unknown option --lr; options of the script stand behind it"),
     (["--clip=1", "train.py"], "unknown option --clip"),
+    (["--evry", "5", "train.py"], "unknown option --evry; did you mean --every?"),
     (["--port", "1"], "name the script to run"),
     (["-m"], "name the module"),
     (["--port"], "argument --port: expected a value"),
@@ -248,7 +249,9 @@ def test_script_keeps_its_own_exporter(starter: Starter, tmp_path: Path, at: int
     ran = starter.start_file(SCRIPTS / "watched.py", str(at), port, run=options, variables=variables)
     assert ran.wait() == 0, ran.err.read_text()
     assert ran.out.read_text() == "True\n"
-    assert "the script starts an exporter of its own" in said(ran.err.read_text())[-1]
+    lines = said(ran.err.read_text())
+    assert any(line.startswith("the script starts an exporter of its own") for line in lines)
+    assert f"serving http://127.0.0.1:{port}/ (metrics at /metrics)" in lines
     rounds = json.loads((tmp_path / "record").read_text())
     *_, last = [json.loads(line) for line in (tmp_path / "values").read_text().splitlines()]
     assert last["torch_grad_norm/weight"] == pytest.approx(rounds[-1]["weight"], rel=1e-5)

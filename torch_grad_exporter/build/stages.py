@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from torch_grad_exporter.build.scraping import build_scrape
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.config.checked import Checked
-from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
@@ -26,8 +25,6 @@ from torch_grad_exporter.outputs.outputs import OutputOptions, Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.torch_compat import lost
 from torch_grad_exporter.version import __version__
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # Every boundary at which a failure of ours can be counted, but for the collectors.
 SOURCES = (
@@ -100,15 +97,13 @@ class Stages:
         self.models = WatchedModels(models.values(), gone=self._release_parameters)
         self.at_end(self.models.close)
         self.at_end(functools.partial(self._store.close, STORE_SECONDS))
-        url = self._start_outputs(checked)
+        self._start_outputs(checked)
         self._start_background()
         self._start_capture(models, checked)
         lost.tell()
-        if url is not None:
-            say(logger, logging.INFO, "serving metrics at %s", url)
 
-    def _start_outputs(self, checked: Checked) -> str | None:
-        """Start what shows the metrics; return the address at which they are served."""
+    def _start_outputs(self, checked: Checked) -> None:
+        """Start what shows the metrics."""
         settings, errors, ending, scrape = checked.settings, self.errors, self._ending, self.scrape
         if (registry := checked.arguments.registry) is not None:
             registered = RegistryCollector(
@@ -141,7 +136,6 @@ class Stages:
             page=self.view.page,
         )
         self.at_end(lambda: outputs.close(failed=ending.error is not None, hurried=ending.hurried))
-        return outputs.url
 
     def _start_background(self) -> None:
         """Start the threads of actions, of the history and of the worker."""

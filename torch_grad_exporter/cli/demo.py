@@ -37,6 +37,7 @@ from torch_grad_exporter.actions import (
 )
 from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.cli.arguments import number, option_help, whole
+from torch_grad_exporter.cli.assets import JOB
 from torch_grad_exporter.cli.faults import KINDS, Injection, Trouble
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
@@ -278,7 +279,7 @@ def run(values: argparse.Namespace) -> int:
     log, handler = logging.getLogger("torch_grad_exporter"), logging.StreamHandler(sys.stdout)
     interrupted = False
     with exporter:
-        print(_introduction(model, corpus, chosen, exporter.url), flush=True)
+        print(_introduction(model, corpus, chosen, exporter.page_url), flush=True)
         if chosen.act:
             answer_faults(exporter)
         log.addHandler(handler)  # shows faults and actions
@@ -309,7 +310,7 @@ def _introduction(model: nn.Module, corpus: Tensor, options: DemoOptions, url: s
     if url is None:
         return f"{size}; {end}. No port could be opened, so nothing is served."
     scheme, _, address = url.partition("://")
-    target = address.removesuffix("/metrics")
+    target = address.removesuffix("/")
     secured = ", scheme: https" if scheme == "https" else ""
     more = (
         "\n    # and tls_config and basic_auth, as your web configuration asks for them"
@@ -318,11 +319,10 @@ def _introduction(model: nn.Module, corpus: Tensor, options: DemoOptions, url: s
     )
     return f"""{size}; {end}.
 
-Open     {url}
-or have it scraped, in prometheus.yml:
+Open {url} in a browser, or have {url}metrics scraped, in prometheus.yml:
 
 scrape_configs:
-  - {{job_name: torch, honor_labels: true, scrape_interval: 5s{secured}, static_configs: [{{targets: ["{target}"]}}]}}{more}
+  - {{job_name: {JOB}, honor_labels: true, scrape_interval: 5s{secured}, static_configs: [{{targets: ["{target}"]}}]}}{more}
 """
 
 

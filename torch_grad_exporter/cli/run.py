@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import script
 from torch_grad_exporter.cli.arguments import option_help
 from torch_grad_exporter.config.option import from_command_line, options_of, resolve
@@ -181,7 +182,8 @@ def _option(argument: str, rest: list[str], parser: argparse.ArgumentParser) -> 
     """Return an option as `--name=value`. Its value may be the next argument, which is then taken."""
     name, equals, value = argument.partition("=")
     if name not in (*_NAMES, "--save"):
-        parser.error(f"unknown option {name}; options of the script stand behind it: {PROGRAM} train.py {argument}")
+        meant = near(name, (*_NAMES, "--save"), prefix="--")
+        parser.error(f"unknown option {name}{meant}; options of the script stand behind it: {PROGRAM} train.py {argument}")
     if name in _NAMES and _NAMES[name].is_switch:
         value = value if equals else "on"
     elif not equals:

@@ -206,7 +206,9 @@ class Attachment:
         return True
 
     def _attach(self, models: dict[str, torch.nn.Module], optimizers: str) -> None:
-        from torch_grad_exporter.start import start_exporter  # noqa: PLC0415 - a program that never trains does not pay for it
+        # A program that never trains does not pay for these.
+        from torch_grad_exporter.config.checked import check  # noqa: PLC0415
+        from torch_grad_exporter.start import start  # noqa: PLC0415
 
         self.disarm()
         before, self._watched = self.exporter, [weakref.ref(model) for model in models.values()]
@@ -215,7 +217,7 @@ class Attachment:
             options |= {"run": before.run} | ({"port": before.port} if before.port else {})
             self._owner.replaced(before)
             self.exporter = None
-        exporter = start_exporter(models[""] if [*models] == [""] else models, **options)
+        exporter = start(models, check(models, os.environ, **options))
         exporter.guarded(self._follow_engines, exporter, models)
         exporter.gives_way = self._give_way
         exporter.on_foreign_optimizer(self._foreign_optimizer)
@@ -223,8 +225,9 @@ class Attachment:
         self._owner.attached(exporter)
         shown = ", ".join(f"{name} ({type(model).__name__})" if name else type(model).__name__ for name, model in models.items())
         late = "" if before is None else "from now on "
-        where = f"; metrics at {exporter.url}" if exporter.url else ""
+        where = f"; serving {exporter.page_url} (metrics at /metrics)" if exporter.page_url else ""
         self._owner.say(logging.INFO, "%swatching %s, trained by %s%s", late, shown, optimizers, where)
+        exporter.warn_of_open_port()
 
     def _follow_engines(self, exporter: Exporter, models: Mapping[str, torch.nn.Module]) -> None:
         """Follow DeepSpeed's engine if it trains what is watched."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.errors import ErrorLog, Guard, say
+from torch_grad_exporter.errors import ErrorLog, Guard, say, show
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.http.message import Request, Response
@@ -28,6 +28,12 @@ logger = logging.getLogger("torch_grad_exporter")
 
 # How long the end of a program waits for what is under way, at most, in addition to `linger`.
 CLOSE_SECONDS = 1.4
+
+ADDRESS = "serving %s (metrics at /metrics)"
+OPEN = "metrics on port %d are readable by every host that can reach it; restrict with addr='127.0.0.1'%s"
+
+# What this process has logged: addresses, and `OPEN`.
+_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +105,6 @@ class Outputs:
         if options.port is not None:
             self._server = self._serve(options.port, web_config)
         if self._server is not None:
-            if self._server.open_to_all and rank.identity.local_rank == 0:
-                _warn_of_open_port(self._server.port, options.web_config_file)
             self._errors.boundary("discovery", limit=None)(self._announcement.start, self._server.port, self._server.scheme)
 
     def _rendered(self) -> bytes:
@@ -141,11 +145,30 @@ class Outputs:
         return None if self._server is None else self._server.port
 
     @property
-    def url(self) -> str | None:
-        """The address of the metrics as seen from this host, None if nothing is served."""
+    def page_url(self) -> str | None:
+        """The address of the live page as seen from this host, None if nothing is served."""
         addr = self._options.addr
         host = "localhost" if addr in ("", "0.0.0.0", "::") else f"[{addr}]" if ":" in addr else addr  # noqa: S104
-        return None if self._server is None else f"{self._server.scheme}://{host}:{self._server.port}/metrics"
+        return None if self._server is None else f"{self._server.scheme}://{host}:{self._server.port}/"
+
+    def announce(self) -> None:
+        """Log where the live page is: the first rank each address once, so that it is seen by default."""
+        if (url := self.page_url) is not None:
+            if self._rank.number == 0 and url not in _said:
+                _said.add(url)
+                show(logger, ADDRESS, url)
+            else:
+                say(logger, logging.INFO, ADDRESS, url)
+            self.warn_of_open_port()
+
+    def warn_of_open_port(self) -> None:
+        """Log once in a process that every host can read the metrics, if so: a notebook starts the exporter again and again."""
+        server = self._server
+        if server is not None and server.open_to_all and self._rank.identity.local_rank == 0 and OPEN not in _said:
+            _said.add(OPEN)
+            file = self._options.web_config_file
+            protected = f", since {file} requires no authentication" if file else " or web_config_file="
+            say(logger, logging.WARNING, OPEN, server.port, protected)
 
     def close(self, *, failed: bool, hurried: bool) -> None:
         """Publish the end of the run: write the text file, push, linger, remove this rank's entries, and free the port.
@@ -178,16 +201,3 @@ class Outputs:
         self._announcement.after_fork_in_child()
         if self._server is not None:
             self._server.after_fork_in_child()
-
-
-_warned = False
-
-
-def _warn_of_open_port(port: int, web_config_file: str) -> None:
-    """Warn once in a process: a notebook starts the exporter again and again."""
-    global _warned  # noqa: PLW0603 - the process has one log
-    if not _warned:
-        _warned = True
-        file = f", since {web_config_file} requires no authentication" if web_config_file else " or web_config_file="
-        message = "metrics on port %d are readable by every host that can reach it; restrict with addr='127.0.0.1'%s"
-        say(logger, logging.WARNING, message, port, file)
