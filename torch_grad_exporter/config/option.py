@@ -146,7 +146,7 @@ def check_names(names: Iterable[str]) -> None:
     known = [option.name for option in (*options_of(Settings), *options_of(Arguments))]
     for name in names:
         if name not in known:
-            raise TypeError(f"{name}=: there is no such option{near(name, known)}")
+            raise TypeError(f"{name}=: unknown option{near(name, known)}")
 
 
 # Variables of the exporter that are not options; notifiers read them.
