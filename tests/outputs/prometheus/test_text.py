@@ -147,7 +147,7 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
 def test_the_format_follows_the_accept_header() -> None:
-    """Quality decides, then the more exact name, then the order; text where nothing fits."""
+    """OpenMetrics for who names our version of it and does not prefer text, else text; gzip for who accepts it."""
     for accept, form in (
         ("", Format.TEXT),
         (BROWSER, Format.TEXT),

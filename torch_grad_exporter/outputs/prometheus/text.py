@@ -11,7 +11,6 @@ import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -134,48 +133,31 @@ def _numbers(values: FloatArray) -> list[str]:
 # Which format a client asks for
 
 
-class _Offer(NamedTuple):
-    value: str
-    parameters: dict[str, str]
-    quality: float
-
-
 def negotiate(accept_header: str) -> Format:
-    """Return the format that the client prefers, by quality, then by how exactly it is named, then by order.
+    """Return OpenMetrics if the client names this version of it and does not prefer text, else the older text format.
 
-    It is the older text format where nothing else is requested, or nothing that we have: an answer that the client may understand
-    is better than a 406.
+    That is also the answer where nothing is requested that we have: the client may understand it, unlike a 406.
     """
-    offers = list(_offers(accept_header))
-    best, best_rank = Format.TEXT, (0.0, 0, 0)
-    for form in Format:
-        matches = [(_exactness(form, offer), -index, offer.quality) for index, offer in enumerate(offers)]
-        exactness, order, quality = max(matches, default=(-1, 0, 0.0))
-        rank = (quality, exactness, order)
-        if exactness >= 0 and quality > 0 and rank > best_rank:
-            best, best_rank = form, rank
-    return best
+    openmetrics = text = 0.0
+    for media_type, parameters, quality in _members(accept_header):
+        if media_type == "application/openmetrics-text" and parameters.get("version", "1.0.0") == "1.0.0":
+            openmetrics = max(openmetrics, quality)
+        elif media_type in ("text/plain", "text/*"):
+            text = max(text, quality)
+    return Format.OPENMETRICS if openmetrics > 0 and openmetrics >= text else Format.TEXT
 
 
 def accepts_gzip(accept_encoding_header: str) -> bool:
     """Return whether the client accepts gzip: named, or by `*`, and not at quality 0."""
-    qualities = {offer.value: offer.quality for offer in _offers(accept_encoding_header)}
+    qualities = {coding: quality for coding, _, quality in _members(accept_encoding_header)}
     return qualities.get("gzip", qualities.get("*", 0.0)) > 0
 
 
-def _offers(header: str) -> Iterator[_Offer]:
-    """Yield the members of a comma-separated header, without those whose quality is not a number from 0 to 1."""
+def _members(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield value, parameters and quality of each member, without those whose quality is not a number from 0 to 1."""
     for member in header.lower().split(","):
         value, *rest = (part.strip() for part in member.split(";"))
         parameters = {name.strip(): text.strip().strip('"') for name, _, text in (part.partition("=") for part in rest)}
         quality = parameters.pop("q", "1")
         if value and _QUALITY.fullmatch(quality):
-            yield _Offer(value, parameters, float(quality))
-
-
-def _exactness(form: Format, offer: _Offer) -> int:
-    """Return 2 if the offer names the format, 1 for its main type, 0 for anything, -1 for another format."""
-    media_type, version, *_ = (part.strip() for part in form.value.split(";"))
-    if offer.value == media_type:
-        return 2 if offer.parameters.get("version") in {None, version.removeprefix("version=")} else -1
-    return {f"{media_type.split('/')[0]}/*": 1, "*/*": 0}.get(offer.value, -1)
+            yield value, parameters, float(quality)
