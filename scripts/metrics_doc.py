@@ -14,7 +14,7 @@ TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 HEAD = """# Metrics
 
-`make golden` writes this page from what the files in `torch_grad_exporter/collectors/` declare. Edit those, not this page.
+<!-- `make golden` writes this page from what the files in `torch_grad_exporter/collectors/` declare. Edit those. -->
 
 Every series also carries `run`, `rank` and the labels that the user added. A metric without a value has no series: no made-up
 zero stands for "unknown". Counters start at 0 as soon as their labels are known. *Sampled* steps are those whose gradients the

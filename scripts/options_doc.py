@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 PAGE = """# Options
 
-`make golden` writes this page from `torch_grad_exporter/config/`. Edit the declarations, not this page.
+<!-- `make golden` writes this page from `torch_grad_exporter/config/`. Edit the declarations. -->
 
 Every option is a keyword of `start_exporter`. An argument wins over the environment variable, and the variable over the default.
 An empty variable counts as not set. A wrong value raises `TypeError` or `ValueError` before the exporter registers anything; the
@@ -55,7 +55,7 @@ def meaning(option: Option) -> str:
 
 def annotation(option: Option) -> str:
     """Return the type of an argument, as the signature of `start_exporter` has it."""
-    return str(inspect.signature(start_exporter).parameters[option.name].annotation).replace(" | Unset", "").replace("'", '"')
+    return str(inspect.signature(start_exporter).parameters[option.name].annotation).replace("'", '"')
 
 
 def cell(text: str) -> str:

@@ -16,7 +16,7 @@ from torch_grad_exporter.actions import Notifier
 from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.capture.loss_scale import Scaler
 from torch_grad_exporter.config.checked import Checked, check
-from torch_grad_exporter.config.option import UNSET, Unset, check_names
+from torch_grad_exporter.config.option import UNSET, Unset, check_names, with_shown_defaults
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.exporter import Exporter, open_exporters
 from torch_grad_exporter.model import given
@@ -40,6 +40,7 @@ def _suggesting(function: Callable[_Parameters, _Result]) -> Callable[_Parameter
     return suggesting
 
 
+@with_shown_defaults
 @_suggesting
 def start_exporter(
     model: Models,
@@ -84,8 +85,8 @@ def start_exporter(
 ) -> Exporter:
     """Watch the training of `model`; serve a live page at `http://<host>:<port>/` and its metrics at `/metrics`.
 
-    An option whose default is `UNSET` can also be given as an environment variable,
-    `TORCH_GRAD_EXPORTER_PORT` for `port` and so on; an argument wins. See docs/options.md.
+    Options up to `on_failure` can also be given as environment variables, such as
+    `TORCH_GRAD_EXPORTER_PORT` for `port`; an argument wins. See docs/options.md.
 
     Starting again on a model replaces the exporter that was there. Errors name the argument, its
     value and the fix, and are raised before anything is registered; later, nothing is ever raised

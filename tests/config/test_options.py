@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pathlib
+import pydoc
 import re
 import runpy
 import typing
@@ -15,7 +16,7 @@ import torch
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Alertmanager, Webhook
 from torch_grad_exporter.cli import main as cli
-from torch_grad_exporter.config.option import UNSET, options_of
+from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import PREFIX, Arguments, Settings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -24,10 +25,11 @@ DOC = runpy.run_path(str(ROOT / "scripts" / "options_doc.py"))
 
 
 def test_the_signature_has_the_declared_options() -> None:
-    """`start_exporter` takes the declared options in their order, UNSET where the exporter has a variable, else None."""
+    """`start_exporter` shows the declared options in their order, with the default of each that the exporter has a variable for."""
     _, *parameters = inspect.signature(start_exporter).parameters.values()
-    expected = [(option.name, UNSET if option.variable.startswith(PREFIX) else None) for option in OPTIONS]
-    assert [(parameter.name, parameter.default) for parameter in parameters] == expected
+    expected = [(option.name, option.shown if option.variable.startswith(PREFIX) else "None") for option in OPTIONS]
+    assert [(parameter.name, repr(parameter.default)) for parameter in parameters] == expected
+    assert "UNSET" not in pydoc.render_doc(start_exporter).upper()
     assert {one.kind for one in parameters[1:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 

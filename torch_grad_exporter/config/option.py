@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import logging
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 
 from torch_grad_exporter.arguments import near, shown
@@ -30,6 +31,8 @@ class Unset(enum.Enum):
 
 
 UNSET = Unset.UNSET
+
+F = typing.TypeVar("F", bound=Callable[..., object])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,28 @@ def options_of(declared: type[Settings | Arguments]) -> tuple[Option, ...]:
         shown = row.default or _shown(default)
         options.append(Option(field.name, hints[field.name], default, row.help, row.more, shown, variable))
     return tuple(options)
+
+
+class _ShownDefault(str):
+    """A default in a signature, as a reader sees it."""
+
+    __slots__ = ()
+
+    __repr__ = str.__str__
+
+
+def with_shown_defaults(function: F) -> F:
+    """Let `help()` show the defaults that hold in place of `UNSET`."""
+    shown = {option.name: option.shown for option in options_of(Settings)}
+    signature = inspect.signature(function)
+    parameters = [
+        parameter.replace(annotation=parameter.annotation.replace(" | Unset", ""), default=_ShownDefault(shown[name]))
+        if parameter.default is UNSET
+        else parameter
+        for name, parameter in signature.parameters.items()
+    ]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
 
 
 def _shown(default: object) -> str:

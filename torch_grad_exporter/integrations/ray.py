@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter import start_exporter as start
-from torch_grad_exporter.config.option import UNSET, Unset
+from torch_grad_exporter.config.option import UNSET, Unset, with_shown_defaults
 from torch_grad_exporter.integrations.common import require
 from torch_grad_exporter.integrations.session import Models
 
@@ -19,6 +19,7 @@ require("ray", "2.10", extra="ray", package="ray[train]")
 import ray.train  # noqa: E402 - require() has raised if it is missing
 
 
+@with_shown_defaults
 def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: Any) -> Exporter:
     """Start an exporter in the training function of Ray Train, one in each worker; see `torch_grad_exporter.start_exporter`.
 
