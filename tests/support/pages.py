@@ -49,7 +49,7 @@ def text_of(page: str, section: str = "") -> str:
 
 def blocks(page: Path, *languages: str, section: str = "") -> list[str]:
     """Return the blocks of code in these languages, of a page or of one of its sections of the second level."""
-    text = text_of(str(page), section)
+    text = text_of(str(page), section)  # DOCS / page is page where that is absolute
     return [code for language, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if language in languages]
 
 
