@@ -44,10 +44,11 @@ def sent(number: int, name: str, tmp_path: Path) -> tuple[bytes, str]:
 def test_the_first_example_notifies(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN loss is in the log and at both receivers of the first example."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with receiver() as there:
-        exporter = example(0, url=there.url, model=model)["exporter"]
+        names = example(0, url=there.url)
+        exporter, model = names["exporter"], names["model"]
+        assert isinstance(model, torch.nn.Linear)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         assert isinstance(exporter, Exporter)
         with exporter:
             for _ in range(3):

@@ -59,13 +59,14 @@ def cells(page: str, section: str = "") -> list[Cell]:
     return [Cell(cell["code"], cell["printed"] or "", cell["reason"] or "") for cell in found]
 
 
-def run_page(page: str, section: str = "", *, folder: Path) -> None:
+def run_page(page: str, section: str = "", *, folder: Path, before: str = "") -> None:
     """Run the examples of a page one after the other in a process that knows nothing else, and compare what they print."""
-    program = [cell for cell in cells(page, section) if not cell.reason]
-    there = {"TORCH_GRAD_EXPORTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    program = [Cell(before, "", ""), *(cell for cell in cells(page, section) if not cell.reason)]
+    path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", "")))
+    there = {"TORCH_GRAD_EXPORTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps([cell.code for cell in program]), cwd=folder, env={**os.environ, **there},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     printed = [json.loads(line) for line in done.stdout.splitlines()]
