@@ -59,7 +59,6 @@ def test_marked_examples_are_few() -> None:
         "needs a server of MLflow": 1,
         "needs Ray's workers": 1,
         "needs an engine of DeepSpeed's launcher": 1,  # tests/trainers/test_deepspeed.py runs it
-        "needs the training of the reader": 1,
     }
 
 
