@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from torch_grad_exporter.arguments import shown
+from torch_grad_exporter.arguments import check_number, shown
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.metrics.families import Kind
 
@@ -93,7 +93,10 @@ def resolve(
     chosen = None if protocol is None else _protocol("otlp_protocol", protocol)
     given = None if endpoint is None else _endpoint("otlp_endpoint", endpoint, chosen or Protocol.HTTP)
     checked = None if headers is None else _headers(headers)
-    seconds = None if interval is None else _interval(interval)
+    seconds = None
+    if interval is not None:
+        what = "a number of seconds"
+        seconds = check_number(f"otlp_interval={shown(interval)}", interval, least=0.1, most=86400.0, what=what, example=60)
     variables = _Variables(environment)
     if not _enabled(variables, argument=given is not None):
         return None
@@ -216,12 +219,3 @@ def _headers(headers: object) -> dict[str, str]:
         if not valid:  # the message does not show the value, which may be a password
             raise ValueError(f"otlp_headers: {name!r} cannot be sent; {expected}")
     return {name.lower(): value for name, value in headers.items()}
-
-
-def _interval(interval: object) -> float:
-    expected = "expected a number of seconds from 0.1 to 86400"
-    if isinstance(interval, bool) or not isinstance(interval, int | float):
-        raise TypeError(f"otlp_interval={shown(interval)}: {expected}")
-    if not 0.1 <= interval <= 86400:
-        raise ValueError(f"otlp_interval={interval!r}: {expected}")
-    return float(interval)
