@@ -28,6 +28,7 @@ from torch_grad_exporter.outputs.otlp.delivery import Delivery
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
+from torch_grad_exporter.outputs.otlp.unsent import RequestSize, Unsent
 
 POINTS = (1_000, 10_000, 50_000)
 SERIES_PER_POINT = 1.92
@@ -96,7 +97,11 @@ def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[re
         compressed = Delivery(PushSettings(endpoint=endpoint), 30.0)
 
     def make() -> list[Portion]:
-        return list(made.portions(families, export_times))
+        unsent = Unsent(families, made, export_times, RequestSize())
+        portions = []
+        while unsent:
+            portions.append(unsent.take())
+        return portions
 
     def export(way: Delivery) -> None:
         for portion in make():

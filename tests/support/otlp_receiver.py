@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import itertools
+import math
 import select
 import socket
 import ssl
@@ -189,10 +190,15 @@ def expected(families: Iterable[Family], constant: Mapping[str, str]) -> dict[Ke
 
 
 class HttpReceiver(Receiver):
-    """Takes `POST /v1/metrics`. `tls`: for a server that has it; `port`: 0 for a free one."""
+    """Takes `POST /v1/metrics`. `tls`: for a server that has it; `port`: 0 for a free one.
 
-    def __init__(self, *, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+    `most`: bytes of a body, as proxies have; `refused`: how many were larger.
+    """
+
+    def __init__(self, *, port: int = 0, tls: ssl.SSLContext | None = None, most: float = math.inf) -> None:
         super().__init__()
+        self._most = most
+        self.refused = 0
         self._server = _Server(("127.0.0.1", port), type("Handler", (_Handler,), {"receiver": self}), tls)
         self.port = self._server.server_port
         self.endpoint = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
@@ -203,6 +209,9 @@ class HttpReceiver(Receiver):
         if (path, headers.get("content-type")) != ("/v1/metrics", TYPE):
             self.violations.append(f"{path} {headers.get('content-type')}")
             return Answer(404)
+        if len(body) > self._most:
+            self.refused += 1
+            return Answer(413)
         try:
             request = ExportMetricsServiceRequest.FromString(DECODERS[headers.get("content-encoding", "")](body))
         except (KeyError, OSError, zlib.error, DecodeError) as error:

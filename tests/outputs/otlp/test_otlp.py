@@ -81,10 +81,9 @@ def test_times_say_since_when_a_number_counts() -> None:
     before = time.time_ns()
     values = np.array([4.0])
     families = [Family(spec, values, rows("a")) for spec in (NORM, STEPS, BYTES)]
-    (cumulative,), (again,) = sent(families, families)
-    (_,), (difference,) = sent(families, families, **{PREFERENCE.removeprefix("OTEL_"): "delta"})
+    exports = [*sent(families, families), sent(families, families, **{PREFERENCE.removeprefix("OTEL_"): "delta"})[1]]
     first, second, delta = (
-        {metric.name: points(metric)[0] for metric in receivers.metrics(request)} for request in (cumulative, again, difference)
+        {metric.name: points(metric)[0] for request in requests for metric in receivers.metrics(request)} for requests in exports
     )
     assert first["norm"].start_time_unix_nano == first["sent_bytes_total"].start_time_unix_nano == 0
     assert before <= first["steps_total"].start_time_unix_nano < first["steps_total"].time_unix_nano

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
+from http import HTTPStatus
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch_grad_exporter.outputs.own_requests import mute, unheard
 
 REJECTED = "points were rejected"
 
+# What helps against a limit of a proxy, such as nginx with its 1 MB.
+SMALLER = "set OTEL_EXPORTER_OTLP_COMPRESSION=gzip, or raise the limit of the receiver and of the proxies before it"
+
 # Headers that every request has.
 OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-encoding", "content-type", "user-agent"})
 
@@ -35,6 +39,10 @@ _logger = logging.getLogger("opentelemetry.torch_grad_exporter")
 
 class DeliveryError(Exception):
     """A request that has not arrived, as far as is known."""
+
+
+class TooLargeError(DeliveryError):
+    """A request that was refused because of its size."""
 
 
 class RejectedError(Exception):
@@ -56,14 +64,15 @@ class Delivery:
     """
 
     def __init__(self, settings: PushSettings, seconds: float) -> None:
-        make = _over_http if settings.protocol is Protocol.HTTP else _over_grpc
+        seconds = min(seconds, settings.timeout)
+        self._session = session = _Session(settings) if settings.protocol is Protocol.HTTP else None
         with unheard() as said:
-            self._exporter = make(settings, min(seconds, settings.timeout))
+            self._exporter = _over_grpc(settings, seconds) if session is None else _over_http(settings, seconds, session)
         # It quotes a header that it cannot read, which may be a password.
         self.warnings = [_shown("a header of the environment cannot be read" if "eader" in text else text) for text in said]
 
     def send(self, data: MetricsData) -> None:
-        """Return when a request has arrived. Raises `DeliveryError` or `RejectedError`."""
+        """Return when a request has arrived. Raises `DeliveryError`, `TooLargeError` or `RejectedError`."""
         result = MetricExportResult.FAILURE
         with unheard() as said:
             try:
@@ -72,6 +81,8 @@ class Delivery:
                 said.append(f"{type(error).__name__}: {error}")
         text = _shown("; ".join(dict.fromkeys(said)) or "the export failed")
         if result is not MetricExportResult.SUCCESS:
+            if self._session is not None and self._session.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+                raise TooLargeError(f"{text}; {SMALLER}")
             raise DeliveryError(text)
         if said and REJECTED in said[-1]:
             raise RejectedError(text)
@@ -82,11 +93,11 @@ class Delivery:
             self._exporter.shutdown()
 
 
-def _over_http(settings: PushSettings, seconds: float) -> MetricExporter:
+def _over_http(settings: PushSettings, seconds: float, session: _Session) -> MetricExporter:
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - slow to import
 
     mute("opentelemetry", "urllib3")
-    return OTLPMetricExporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=_Session(settings))
+    return OTLPMetricExporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=session)
 
 
 def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
@@ -98,10 +109,11 @@ def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
 
 
 class _Session(requests.Session):
-    """Guards which headers and passwords are sent to a receiver, and looks at each answer."""
+    """Guards which headers and passwords are sent to a receiver, and looks at each answer. `status`: of the last, 0 for none."""
 
     def __init__(self, settings: PushSettings) -> None:
         super().__init__()
+        self.status = 0
         self._sent = None if settings.headers is None else OWN_HEADERS.union(settings.headers)
         user = requests.utils.get_auth_from_url(settings.endpoint)
         self.auth = user if any(user) else None  # else a password from `~/.netrc` would replace it
@@ -117,7 +129,9 @@ class _Session(requests.Session):
             options["auth"] = lambda request: request
         if isinstance(self.verify, str):  # else `REQUESTS_CA_BUNDLE` would win
             options["verify"] = self.verify
+        self.status = 0
         response = super().request(*arguments, **options | {"allow_redirects": False})
+        self.status = response.status_code
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if 300 <= response.status_code < 400:
             raise requests.RequestException(f"redirected with status {response.status_code}, which is not followed")

@@ -1,11 +1,11 @@
-"""Families as OpenTelemetry's metrics, in portions that its exporters encode in a few milliseconds each.
+"""Families as OpenTelemetry's metrics.
 
 Metrics have their full Prometheus names, so that no receiver has anything to add to them, and the same buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,14 +30,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, Kind, LabelRows, by_spec
+from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, Kind, LabelRows
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 
 # The name of the instrumentation scope.
 SCOPE = "torch_grad_exporter"
-
-# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB.
-POINTS = 2_000
 
 # Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours become one.
 WIDTH = 160
@@ -104,31 +101,12 @@ class Points:
         self._scope = InstrumentationScope(SCOPE, version)
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
-    def portions(self, families: Iterable[Family], times: ExportTimes) -> Iterator[Portion]:
-        """Return everything in portions of at most `POINTS` points, none if there is no point."""
-        metrics: list[Metric] = []
-        rows: list[tuple[Family, slice]] = []
-        room = POINTS
-        for family in (family for group in by_spec(families).values() for family in group):
-            first, count = 0, len(family.row_numbers)
-            while first < count:
-                piece = slice(first, min(count, first + room))
-                metric = self._guarded(family, piece, times)
-                if metric is None:
-                    break
-                metrics.append(metric)
-                rows.append((family, piece))
-                room -= piece.stop - first
-                first = piece.stop
-                if room == 0:
-                    yield self._portion(metrics, rows)
-                    metrics, rows, room = [], [], POINTS
-        if metrics:
-            yield self._portion(metrics, rows)
-
-    def _portion(self, metrics: Sequence[Metric], rows: Iterable[tuple[Family, slice]]) -> Portion:
-        scope = ScopeMetrics(self._scope, metrics, "")
-        return Portion(MetricsData([ResourceMetrics(self._resource, [scope], "")]), tuple(rows))
+    def portion(self, rows: Iterable[tuple[Family, slice]], times: ExportTimes) -> Portion:
+        """Return a request with these rows, without metrics that cannot be encoded."""
+        encoded = [(self._guarded(family, piece, times), (family, piece)) for family, piece in rows]
+        scope = ScopeMetrics(self._scope, [metric for metric, _ in encoded if metric is not None], "")
+        sent = tuple(row for metric, row in encoded if metric is not None)
+        return Portion(MetricsData([ResourceMetrics(self._resource, [scope], "")]), sent)
 
     def _guarded(self, family: Family, piece: slice, times: ExportTimes) -> Metric | None:
         def left_out(error: Exception) -> None:

@@ -8,13 +8,12 @@ next one has the differences that have not arrived. The end of the run has an ex
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
@@ -23,11 +22,11 @@ from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
-from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
+from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError, TooLargeError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
+from torch_grad_exporter.outputs.otlp.unsent import POINTS, RequestSize, Unsent
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -85,6 +84,7 @@ class Push:
             delta=settings.delta,
             on_error=on_error,
         )
+        self._size = RequestSize()
         self._began = self._at = time.time_ns()
         self._deltas = Deltas(settings.delta, began=self._began)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)
@@ -130,8 +130,8 @@ class Push:
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
         way = self._delivery = self._delivery or Delivery(self._settings, self._settings.timeout)
-        transfer = _Transfer(self._thread)
-        thread = BackgroundThread("export", functools.partial(transfer.run, way, list(self._portions(self._values()))))
+        transfer = _Transfer(self._thread, self._unsent(), self._size)
+        thread = BackgroundThread("export", functools.partial(transfer.run, way))
         thread.start()
         limit = 2 * self._settings.timeout + 1
         while thread.running and not self._thread.stopping and time.monotonic() < transfer.began_at + limit:
@@ -149,37 +149,32 @@ class Push:
         self._judge(outcomes, late)
 
     def _export_last(self) -> None:
-        """Export the end of the run: first the metrics of the whole process, with its state, and then those by layer.
+        """Export the end of the run.
 
         Each request has a connection of its own and the remaining time: the earlier connection may be in use, or in a pause between
         two tries.
         """
-        transfer, late = _Transfer(self._thread), None
+        transfer, late = _Transfer(self._thread, self._unsent(), self._size), None
         with ExitStack() as ways:
             if self._delivery is not None:
                 ways.callback(self._delivery.close)
-            families = self._values()
-            parts = [[family for family in families if ("layer" in family.spec.labels) is by_layer] for by_layer in (False, True)]
             give_up_at = time.monotonic() + LAST_SECONDS
-            for portion in itertools.chain.from_iterable(map(self._portions, parts)):
+            while transfer.unsent:
                 left = give_up_at - time.monotonic()
                 if left < LAST_REQUEST_SECONDS:
                     late = TimeoutError("there was no time left for all of the last export")
                     break
                 way = Delivery(self._settings, left)
                 ways.callback(way.close)
-                if not transfer.sent(way, portion):
+                if not transfer.sent(way):
                     break
             self._judge(transfer.outcomes, late)
 
-    def _values(self) -> list[Family]:
+    def _unsent(self) -> Unsent:
         """Return all present metrics. If the clock is set back, their time is that of the export before."""
         self._at = max(time.time_ns(), self._at)
-        return self._deltas.of(self._scrape(), at=self._at)
-
-    def _portions(self, families: list[Family]) -> Iterator[Portion]:
-        """Return the metrics that `_values` returned last as requests."""
-        return self._points.portions(families, ExportTimes(self._began, self._deltas, self._at))
+        families = self._deltas.of(self._scrape(), at=self._at)
+        return Unsent(families, self._points, ExportTimes(self._began, self._deltas, self._at), self._size)
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Note the outcome of an export until now. Later requests of a thread that is left behind are not noted."""
@@ -195,27 +190,35 @@ Outcome = tuple[Portion, Exception | None]
 
 
 class _Transfer:
-    """Portions on their way, one after the other, until `stopped`. `loop`: ends with the run.
+    """An export on its way, one request after the other, until `stopped`. `loop`: ends with the run.
 
-    `began_at`: the monotonic time at which the present one was sent.
+    `began_at`: the monotonic time at which the present request was sent.
     """
 
-    def __init__(self, loop: BackgroundLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: BackgroundLoop, unsent: Unsent, size: RequestSize) -> None:
+        self.unsent = unsent
+        self._loop, self._size = loop, size
         self.outcomes: list[Outcome] = []
         self.stopped = False
         self.began_at = time.monotonic()
 
-    def run(self, way: Delivery, portions: list[Portion]) -> None:
-        """Send portions, up to one that fails, or until the run is over: the last export has what is left."""
-        for portion in portions:
-            if self._loop.stopping or self.stopped or not self.sent(way, portion):
+    def run(self, way: Delivery) -> None:
+        """Send requests, up to one that fails, or until the run is over: the last export has what is left."""
+        while self.unsent and not (self._loop.stopping or self.stopped):
+            if not self.sent(way):
                 break
 
-    def sent(self, way: Delivery, portion: Portion) -> bool:
-        """Send a portion. False where the next one would fail as well."""
+    def sent(self, way: Delivery) -> bool:
+        """Send a request. False where the next one would fail as well."""
+        portion = self.unsent.take()
         self.began_at = time.monotonic()
         failure = caught(way.send, portion.data)
+        if isinstance(failure, TooLargeError):
+            if self._size.points == POINTS:
+                say(logger, logging.WARNING, "otlp: requests are too large, smaller ones follow: %s", failure)
+            if self._size.halve():
+                self.unsent.put_back(portion)
+                return True
         self.outcomes.append((portion, failure))
         return _arrived(failure)
 
