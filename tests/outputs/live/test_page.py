@@ -237,6 +237,11 @@ def test_the_banner_agrees_with_metrics(settled: Run, window: Visit) -> None:
     after, step = run.total("torch_grad_global_norm_after_clip"), run.total("torch_grad_sample_step")
     assert page.get_by_test_id("global-norm-note").inner_text() == f"{after:#.3g} after clipping · step\u00a0{step:g}"
     soon(page, lambda: charts_are_as_answered(page, run))
+    # A NaN whose step was skipped is no problem, so its tile has no colour either.
+    expect(page.get_by_test_id("problem-list")).to_have_text("Nothing is wrong by the thresholds of the alert rules.")
+    assert page.locator(".tile:not([data-level=''])").count() == 0
+    explained = {page.locator(f"#tile-{name} dt").get_attribute("title") for name in ("nonfinite", "spikes", "interval")}
+    assert len(explained - {None}) == 3
 
     assert "script-src 'self';" in page.request.get(run.page).headers["content-security-policy"]
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))")
@@ -253,6 +258,26 @@ def charts_are_as_answered(page: Page, run: Run) -> bool:
     drawn = page.evaluate("Object.values(TorchGrad.app.charts).map((chart) => chart.uplot.data)")
     right: bool = drawn[:2] == [[known["steps"], *logs], [known["steps"], known["loss"]]]
     return right and known["loss"][-1:] == pytest.approx(run.losses[-1:], rel=1e-5)
+
+
+def test_norms_of_different_steps_name_them(open_page: Callable[..., Visit]) -> None:
+    """Norms before and after clipping of different steps have each its own; a missing loss says how to give it."""
+    run = Run(Perceptron(), every=3)
+    norms: list[float] = []
+    with run.exporter:
+        for _ in range(9):
+            run.optimizer.zero_grad()
+            run.model(torch.randn(8, run.inputs)).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+            run.exporter.observe(grad_norm=norm)
+            run.optimizer.step()
+            norms.append(float(norm))
+        sampled = run.total("torch_grad_sample_step")
+        assert eventually(lambda: run.columns()[-1:] == [sampled] and run.total("torch_grad_global_norm") == norms[-1])
+        page = open_page(run.page).page
+        expected = f"before {norms[-1]:#.3g} (step 9)after clipping 1.00e-3 (step {sampled:g})"
+        soon(page, lambda: (page.locator("#chart-norm .legend").text_content() or "").strip() == expected)
+        assert page.get_by_test_id("loss-note").inner_text() == "exporter.observe(loss=…)"
 
 
 def test_a_layer(settled: Run, window: Visit) -> None:

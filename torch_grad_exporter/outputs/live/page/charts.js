@@ -16,7 +16,9 @@
     },
   };
 
-  function bad(value) { return value !== null && value !== undefined && !Number.isFinite(value); }
+  function known(value) { return value !== null && value !== undefined; }
+
+  function bad(value) { return known(value) && !Number.isFinite(value); }
 
   // The place in an ascending list that is nearest to x.
   function nearest(list, x) {
@@ -131,9 +133,9 @@
       this.raw = lists;
       this.flags = flags.map((marks, s) => marks.map((mark, k) => mark || bad(lists[s][k])));
       this.lists = lists.map((list) => list.map((value) => this._y(value)));
-      const known = lists.some((list) => list.some((value) => value !== null && value !== undefined));
-      this.nothing.hidden = known;
-      this.plot.classList.toggle("empty", !known);
+      const any = lists.some((list) => list.some(known));
+      this.nothing.hidden = any;
+      this.plot.classList.toggle("empty", !any);
       this.uplot.setData([xs, ...this.lists]);
       this._show(cursor.x);
     }
@@ -221,7 +223,7 @@
     // The last place up to k at which there is a value.
     _last(s, k) {
       let at = k;
-      while (at > 0 && (this.raw[s][at] === null || this.raw[s][at] === undefined)) at -= 1;
+      while (at > 0 && !known(this.raw[s][at])) at -= 1;
       return at;
     }
 
@@ -235,7 +237,12 @@
     _show(x) {
       if (!this.xs || !this.xs.length) return;
       const k = x === null ? this.xs.length - 1 : nearest(this.xs, x);
-      this.values.forEach((value, s) => { value.textContent = this._said(s, k); });
+      // Values of different steps are no pair: each then has its own.
+      const places = this.raw.map((list, s) => this._last(s, k));
+      const apart = new Set(places).size > 1;
+      this.values.forEach((value, s) => {
+        value.textContent = this._said(s, k) + (apart && known(this.raw[s][places[s]]) ? ` (${xText(this.axis, this.xs[places[s]])})` : "");
+      });
       this.also.textContent = this.flags.some((marks, s) => marks[k] && !bad(this.raw[s][k])) ? "also not finite" : "";
       page.dom.text(this.acted, page.marks.at(this.uplot, this.axis, x));
       const texts = this.spec.series.map((one, s) => `${one.label} ${this._said(s, this.xs.length - 1)}`);

@@ -6,8 +6,6 @@
   const { element, icon, link, byId, text } = page.dom;
   const SHOWN = 6;
   const FULL = 0.9;
-  // Of the budget, as in the alert ExporterOverBudget: what adapts to it is now above, now below.
-  const OVER = 1.2;
 
   const STATES = {
     initialising: ["Initialising", "hourglass"], training: ["Training", "play"], evaluating: ["Evaluating", "gauge"],
@@ -23,12 +21,6 @@
   function age(status) {
     const last = get(status, "last_step");
     return last === null ? null : Math.max(0, get(status, "now") - last);
-  }
-
-  // A run that works and has not stepped for long: 10 of its own steps, and half a minute at least.
-  function late(status) {
-    const rate = get(status, "steps_per_second");
-    return status.state === "training" && age(status) > Math.max(30, rate ? 10 / rate : 30);
   }
 
   // `frozen`: the server does not answer any more, so that "ago" would be wrong.
@@ -62,6 +54,12 @@
     return join(`${numbers.number(after, 3)} after clipping`, known(get(status, "last_sample_step"), (v) => `step\u00a0${numbers.count(v)}`));
   }
 
+  function lossNote(status) {
+    const spikes = get(status, "loss_spikes");
+    if (spikes) return numbers.counted(spikes, "spike");
+    return get(status, "loss") === null && get(status, "step") ? "exporter.observe(loss=…)" : "";
+  }
+
   // Steps are what counts; elements without one are gradients of no optimizer.
   function spoiled(value, status) {
     return value ? numbers.counted(value, get(status, "nonfinite_steps") ? "step" : "element") : numbers.count(value);
@@ -72,26 +70,33 @@
     return join(steps && elements ? numbers.counted(elements, "element") : "", skipped ? `${numbers.counted(skipped, "step")} skipped` : "");
   }
 
-  function passes(value, bound, level) { return value > bound ? level : ""; }
-
   function join(...texts) { return texts.filter(Boolean).join(" · "); }
 
   function known(value, said) { return value === null ? "" : said(value); }
 
-  // Each: id, label, raw value, text, what is written below it, level ("" or "warning", "critical"), share of a bar.
+  // The worst first: a tile has a colour only for a problem that is listed below it.
+  function level(tile, status) {
+    const problem = (status.problems || []).find(({ alert, severity }) => (tile.of || []).includes(alert) && SEVERITIES[severity]);
+    return problem ? problem.severity : "";
+  }
+
+  // Each: id, label, raw value, text, what is written below it, the alerts that are `of` it, what it is `about`, share of a bar.
   const TILES = [
     { id: "step", label: "Step", raw: (s) => get(s, "step"), format: numbers.count, note: (s) => known(get(s, "epoch"), (v) => `epoch ${numbers.number(v, 4, true)}`) },
     { id: "steps-per-second", label: "Steps/s", raw: (s) => get(s, "steps_per_second"), format: (v) => numbers.number(v, 3), note: (s) => known(get(s, "steps_per_second"), (v) => (v > 0 ? `${numbers.duration(1 / v)} a step` : "")) },
-    { id: "loss", label: "Loss", raw: (s) => get(s, "loss"), format: (v) => numbers.number(v, 4), note: (s) => known(get(s, "loss_spikes") || null, (v) => numbers.counted(v, "spike")), level: (s) => (bad(get(s, "loss")) ? "critical" : "") },
+    { id: "loss", label: "Loss", raw: (s) => get(s, "loss"), format: (v) => numbers.number(v, 4), note: lossNote, of: ["TrainingNonFiniteLoss", "LossSpike"] },
     { id: "learning-rate", label: "Learning rate", raw: (s) => get(s, "learning_rate"), format: (v) => numbers.number(v, 3, true) },
     { id: "tokens-per-second", label: "Tokens/s", raw: (s) => get(s, "tokens_per_second"), format: numbers.compact, note: (s) => known(get(s, "samples_per_second"), (v) => `${numbers.compact(v)} samples/s`) },
-    { id: "last-step", label: "Last step", raw: age, format: ago, note: agoNote, level: (s) => (late(s) ? "warning" : "") },
-    { id: "global-norm", label: "Gradient norm", raw: normBefore, format: (v) => numbers.number(v, 3), note: normAfter, level: (s) => (bad(get(s, "global_norm")) ? "critical" : "") },
-    { id: "nonfinite", label: "Non-finite", raw: (s) => get(s, "nonfinite_steps") || get(s, "nonfinite_elements"), format: spoiled, note: spoiledNote, level: (s) => passes(get(s, "nonfinite_steps") || get(s, "nonfinite_elements"), 0, "critical") },
-    { id: "spikes", label: "Spikes", raw: (s) => get(s, "spikes"), format: numbers.count, note: () => "of the norm", level: (s) => passes(get(s, "spikes"), 0, "warning") },
-    { id: "dead-layers", label: "Dead layers", raw: (s) => get(s, "dead_layers"), format: numbers.count, note: (s) => known(get(s, "layers"), (v) => `of ${numbers.count(v)}`), level: (s) => passes(get(s, "dead_layers"), 0, "warning") },
-    { id: "overhead", label: "Overhead", raw: (s) => get(s, "overhead_ratio"), format: numbers.percent, note: (s) => known(get(s, "overhead_budget_ratio"), (v) => `of ${numbers.percent(v)} budget`), level: (s) => passes(get(s, "overhead_ratio"), OVER * get(s, "overhead_budget_ratio") || Infinity, "warning"), bar: (s) => get(s, "overhead_ratio") / get(s, "overhead_budget_ratio") },
-    { id: "interval", label: "Sampling", raw: (s) => get(s, "sampling_interval_steps"), format: (v) => (v === null ? numbers.ABSENT : v === 1 ? "each step" : `1 in ${numbers.count(v)}`), note: (s) => known(get(s, "last_sample_step"), (v) => `last at ${numbers.count(v)}`) },
+    { id: "last-step", label: "Last step", raw: age, format: ago, note: agoNote, of: ["TrainingStalled", "TrainingNeverStarted"] },
+    { id: "global-norm", label: "Gradient norm", raw: normBefore, format: (v) => numbers.number(v, 3), note: normAfter, of: ["TrainingNonFiniteGradients"] },
+    { id: "nonfinite", label: "Non-finite", raw: (s) => get(s, "nonfinite_steps") || get(s, "nonfinite_elements"), format: spoiled, note: spoiledNote, of: ["TrainingNonFiniteGradients"],
+      about: "Steps whose gradients had a NaN or Inf, since the start. One is skipped if the optimizer does not step, as after an overflow with a gradient scaler." },
+    { id: "spikes", label: "Spikes", raw: (s) => get(s, "spikes"), format: numbers.count, note: () => "of the norm", of: ["GradientExploding"],
+      about: "Samples whose gradient norm was far above those shortly before, since the start." },
+    { id: "dead-layers", label: "Dead layers", raw: (s) => get(s, "dead_layers"), format: numbers.count, note: (s) => known(get(s, "layers"), (v) => `of ${numbers.count(v)}`), of: ["LayerDead"] },
+    { id: "overhead", label: "Overhead", raw: (s) => get(s, "overhead_ratio"), format: numbers.percent, note: (s) => known(get(s, "overhead_budget_ratio"), (v) => `of ${numbers.percent(v)} budget`), bar: (s) => get(s, "overhead_ratio") / get(s, "overhead_budget_ratio") },
+    { id: "interval", label: "Sampling", raw: (s) => get(s, "sampling_interval_steps"), format: (v) => (v === null ? numbers.ABSENT : v === 1 ? "each step" : `1 in ${numbers.count(v)}`), note: (s) => known(get(s, "last_sample_step"), (v) => `last at ${numbers.count(v)}`),
+      about: "In how many steps gradients are measured. By default as often as the overhead budget allows." },
   ];
 
   class Overview {
@@ -106,7 +111,7 @@
       const mark = element("span", { class: "mark" });
       const value = element("dd", { class: "value", "data-testid": tile.id }, numbers.ABSENT);
       const note = element("dd", { class: "note", "data-testid": `${tile.id}-note` });
-      const box = element("div", { class: "tile", id: `tile-${tile.id}` }, element("dt", {}, tile.label, mark), value, note);
+      const box = element("div", { class: "tile", id: `tile-${tile.id}` }, element("dt", { title: tile.about }, tile.label, mark), value, note);
       const bar = tile.bar && element("span", { class: "fill" });
       if (bar) box.append(element("dd", { class: "bar", "aria-hidden": "true" }, bar));
       byId("tiles").append(box);
@@ -130,10 +135,10 @@
       text(value, tile.format(raw, status));
       value.dataset.value = raw === null ? "" : String(raw);
       text(note, tile.note ? tile.note(status) : "");
-      const level = (tile.level && tile.level(status)) || "";
-      if (box.dataset.level !== level) {
-        box.dataset.level = level;
-        mark.replaceChildren(...(level ? [icon(SEVERITIES[level][1]), element("span", { class: "unseen" }, SEVERITIES[level][0])] : []));
+      const found = level(tile, status);
+      if (box.dataset.level !== found) {
+        box.dataset.level = found;
+        mark.replaceChildren(...(found ? [icon(SEVERITIES[found][1]), element("span", { class: "unseen" }, SEVERITIES[found][0])] : []));
       }
       if (bar) bar.style.width = `${Math.min(100, Math.max(0, tile.bar(status) * 100 || 0))}%`;
     }
