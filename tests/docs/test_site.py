@@ -125,7 +125,7 @@ def served(folder: Path) -> Iterator[str]:
 @pytest.mark.full
 @pytest.mark.server
 def test_the_site_is_whole_and_self_contained(tmp_path: Path) -> None:
-    """The site builds without a warning, all its links resolve, and a browser asks no other server."""
+    """The site builds without a warning, all its links resolve, a browser asks no other server, and names stay whole."""
     build(tmp_path)
     pages = {page.relative_to(tmp_path).as_posix(): parsed(page) for page in tmp_path.rglob("*.html") if page.name != "404.html"}
     assert len(pages) == len(PAGES)
@@ -142,5 +142,9 @@ def test_the_site_is_whole_and_self_contained(tmp_path: Path) -> None:
     with served(tmp_path) as url, chromium() as browser, visit(browser) as seen:
         for name in ("index.html", "runbook.html", "api.html"):
             seen.page.goto(f"{url}/{name}", wait_until="networkidle")
+        seen.page.set_viewport_size({"width": 390, "height": 844})
+        seen.page.goto(f"{url}/metrics.html", wait_until="networkidle")
+        names = seen.page.locator("td:first-child code")
+        assert set(names.evaluate_all("all => all.map(name => name.getClientRects().length)")) == {1}  # whole, in one line
         assert seen.origins() == {url}
         assert seen.complaints == []
