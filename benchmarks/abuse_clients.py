@@ -77,7 +77,7 @@ def exchange(port: int, sent: bytes, manner: Manner = Manner.READS, *, window: i
         if manner is Manner.RESETS_REQUEST:
             sock.send(sent[: len(sent) // 2])
             return None
-        with contextlib.suppress(BrokenPipeError):  # it has been refused before its end: there is an answer to be read
+        with contextlib.suppress(ConnectionError):  # it has been refused before its end: there is an answer to be read
             sock.sendall(sent)
         if manner is Manner.RESETS_AT_ONCE:
             return None
@@ -87,7 +87,14 @@ def exchange(port: int, sent: bytes, manner: Manner = Manner.READS, *, window: i
         if manner is Manner.RESETS_ANSWER:
             sock.recv(20)
             return None
-        return b"".join(iter(lambda: sock.recv(65536), b""))
+        answer = b""
+        try:
+            while data := sock.recv(65536):
+                answer += data
+        except ConnectionError:  # the server had not read all that was sent behind the request; the answer must be whole
+            if not answer:
+                raise
+        return answer
 
 
 def complaint(sent: bytes, answer: bytes) -> str | None:

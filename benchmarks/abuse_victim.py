@@ -216,6 +216,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("torch_grad_exporter").setLevel(logging.WARNING)  # without the line that says where it serves
     Training(chosen.layers, chosen.label, chosen.pace).run()
 
 
