@@ -68,7 +68,7 @@ def start_exporter(
     labels: Mapping[str, str] | Unset = UNSET,
     sd_dir: str | os.PathLike[str] | Unset = UNSET,
     advertise: str | Unset = UNSET,
-    linger: float | Unset = UNSET,
+    linger: Literal["auto"] | float | Unset = UNSET,
     textfile_dir: str | os.PathLike[str] | Unset = UNSET,
     on_failure: Literal["continue", "raise"] | Unset = UNSET,
     otlp_endpoint: str | None = None,
@@ -143,7 +143,9 @@ def start_exporter(
             long as it runs (default: none).
         advertise: Host name or address under which Prometheus reaches this host, if it is not the
             one that the exporter finds (default: found).
-        linger: Seconds that the end waits, at most, for one more scrape (default: 0).
+        linger: Seconds that the end waits, at most, for one more scrape (default: "auto"). "auto":
+            for each Prometheus that has scraped at least twice, until its next scrape; at most
+            twice the time between its scrapes, and 60 seconds. Ctrl-C ends the wait.
         textfile_dir: Directory of node_exporter's textfile collector, for the last values (default:
             none).
         on_failure: What becomes of a step whose gradients `clip` cannot clip (default: "continue").

@@ -55,7 +55,7 @@ def test_help_says_what_is_declared(capsys: pytest.CaptureFixture[str], command:
 def test_the_shown_defaults_are_the_real_ones() -> None:
     """The default of a number that the docs show is that number, or begins with it."""
     numbers = {one.name: one for one in options_of(Settings) if isinstance(one.default, int | float) and one.default is not False}
-    assert set(numbers) == {"port", "overhead_budget", "max_layers", "dead_window", "linger"}
+    assert set(numbers) == {"port", "overhead_budget", "max_layers", "dead_window"}
     assert all(re.match(rf"{one.default:g}\b", one.shown) for one in numbers.values())
     assert {one.shown for one in OPTIONS if one.default is False} == {"off"}
 

@@ -63,7 +63,7 @@ RIGHT: list[tuple[str, object, object]] = [
     *[("on_failure", value, OnFailure(value.lower())) for value in ("continue", "RAISE")],
     *[(name, value, str(value)) for name in ("sd_dir", "textfile_dir") for value in ("/run/sd", pathlib.Path("sd"))],
     *[("advertise", value, value) for value in ("node-7.cluster", "10.0.0.7", "2001:db8::7", "[fe80::1%eth0]")],
-    *[("linger", value, value) for value in (0, 0.5, 3600)],
+    *[("linger", value, value) for value in (0, 0.5, 3600, "auto")],
     ("labels", {"team": 'a "b"', "_x9": ""}, {"team": 'a "b"', "_x9": ""}),
 ]
 
@@ -108,8 +108,8 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir")],
     *[("advertise", value, TypeError) for value in (None, 7)],
     *[("advertise", value, ValueError) for value in ("", "host:http", "10.0.0.7:9100", "a b", "http://host", "x" * 254)],
-    *[("linger", value, TypeError) for value in (None, "5", True)],
-    *[("linger", value, ValueError) for value in (-1, 3601, math.nan, math.inf)],
+    *[("linger", value, TypeError) for value in (None, True)],
+    *[("linger", value, ValueError) for value in ("5", -1, 3601, math.nan, math.inf)],
     *[("labels", value, TypeError) for value in (None, "team=a", [("team", "a")], {"team": 3}, {3: "team"})],
     *[("labels", {name: "x"}, ValueError) for name in ("", "1a", "a-b", "größe", "__name__", "run", "rank", "layer", "le", "job")],
 ]
@@ -163,7 +163,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("sd_dir", "sd", "sd"),
     ("textfile_dir", "prom", "prom"),
     ("advertise", "10.1.2.3", "10.1.2.3"),
-    ("linger", "2.5", 2.5),
+    *[("linger", text, value) for text, value in (("2.5", 2.5), ("Auto", "auto"))],
     ("rank", "3", 3),
     ("labels", "team=vision, cost = 7 , x=a=b", {"team": "vision", "cost": "7", "x": "a=b"}),
 ]
@@ -194,7 +194,7 @@ def test_the_defaults_are_those_documented() -> None:
         "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
-        "advertise": "", "linger": 0.0, "textfile_dir": "", "on_failure": OnFailure.CONTINUE,
+        "advertise": "", "linger": "auto", "textfile_dir": "", "on_failure": OnFailure.CONTINUE,
     }  # fmt: skip
 
 

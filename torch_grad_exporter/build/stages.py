@@ -104,7 +104,7 @@ class Stages:
 
     def _start_outputs(self, checked: Checked) -> None:
         """Start what shows the metrics."""
-        settings, errors, ending, scrape = checked.settings, self.errors, self._ending, self.scrape
+        settings, errors, scrape = checked.settings, self.errors, self.scrape
         if (registry := checked.arguments.registry) is not None:
             registered = RegistryCollector(
                 scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs,
@@ -135,7 +135,11 @@ class Stages:
             push=checked.push,
             page=self.view.page,
         )
-        self.at_end(lambda: outputs.close(failed=ending.error is not None, hurried=ending.hurried))
+        self.at_end(functools.partial(self._close_outputs, outputs, automatic=settings.linger == "auto"))
+
+    def _close_outputs(self, outputs: Outputs, *, automatic: bool) -> None:
+        ending = self._ending
+        outputs.close(failed=ending.error is not None, hurried=ending.hurried or (automatic and ending.by_signal))
 
     def _start_background(self) -> None:
         """Start the threads of actions, of the history and of the worker."""

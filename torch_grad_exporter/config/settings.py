@@ -69,7 +69,7 @@ class Settings:
     labels: Annotated[Mapping[str, str], values.labels] = field(default_factory=dict)
     sd_dir: FilePath = NO_PATH
     advertise: Annotated[str, values.host] = ""
-    linger: Annotated[float, Range(0, 3600)] = 0.0
+    linger: Annotated[float, Range(0, 3600)] | Literal["auto"] = "auto"
     textfile_dir: FilePath = NO_PATH
     on_failure: OnFailure = OnFailure.CONTINUE
 
@@ -188,7 +188,9 @@ HELP = {
     "advertise": Help(
         "host name or address under which Prometheus reaches this host, if it is not the one that the exporter finds",
         default="found"),
-    "linger": Help("seconds that the end waits, at most, for one more scrape", default="0"),
+    "linger": Help("seconds that the end waits, at most, for one more scrape",
+        '"auto": for each Prometheus that has scraped at least twice, until its next scrape; at most twice the time between its '
+        "scrapes, and 60 seconds. Ctrl-C ends the wait.", '"auto"'),
     "textfile_dir": Help("directory of node_exporter's textfile collector, for the last values", default="none"),
     "on_failure": Help("what becomes of a step whose gradients `clip` cannot clip",
         'With "continue" it is taken without clipping, which is counted, and after ten in a row nothing is clipped any more; '

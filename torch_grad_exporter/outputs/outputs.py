@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog, Guard, say, show
@@ -20,6 +22,7 @@ from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 from torch_grad_exporter.outputs.prometheus.textfile import LastValues, text_file
+from torch_grad_exporter.outputs.scrapers import Scrapers
 
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.otlp.push import Push
@@ -44,7 +47,7 @@ class OutputOptions:
     addr: str = ""
     textfile_dir: str = ""
     web_config_file: str = ""
-    linger: float = 0.0
+    linger: float | Literal["auto"] = "auto"
 
 
 class Outputs:
@@ -60,6 +63,9 @@ class Outputs:
         web_config: TLS, users and the rest of the server.
         push: What to push and where, None for nothing.
         page: Returns the live page, and the answers that it asks for.
+
+    Attributes:
+        was_read: Whether anybody has read metrics or the page.
     """
 
     def __init__(
@@ -80,13 +86,14 @@ class Outputs:
         self._options = options
         self._errors = errors
         self._renderer = Renderer(rank.labels)
-        self._over = False
-        self._seen_over = threading.Event()
+        self.ended = self.was_read = False
+        self._saw_end = threading.Event()
+        self._scrapers = Scrapers()
         self._announcement = announcement
         self._last_values: LastValues | None = None
         self._push: Push | None = None
         self._server: MetricsServer | None = None
-        self.health, self.targets, self.page = health, announcement.body, page
+        self.health, self.targets, self._page = health, announcement.body, page
         try:
             self._start(web_config, push)
         except BaseException:  # such as Ctrl-C while the name service is asked
@@ -133,11 +140,21 @@ class Outputs:
 
     def scrape(self) -> list[Family]:
         """See `Content`: a scrape of the server."""
-        over = self._over  # before the values are taken
-        families = self._scrape()
-        if over:
-            self._seen_over.set()
-        return families
+        return self._scrape()
+
+    def scraped(self, by: str, *, saw_end: bool) -> None:
+        """See `Content`: who gets a scrape."""
+        self.was_read = True
+        if by:
+            self._scrapers.note(by, saw_end=saw_end)
+        if saw_end:
+            self._saw_end.set()
+
+    def page(self, request: Request) -> Response | None:
+        """See `Content`: the live page, and the answers that it asks for."""
+        answer = self._page(request)
+        self.was_read |= answer is not None
+        return answer
 
     @property
     def port(self) -> int | None:
@@ -176,13 +193,14 @@ class Outputs:
         The entries of a run that has `failed` stay, like those of one that was killed: then `up` is 0. A `hurried` end, which a
         user or a launcher waits for, does not linger. Idempotent.
         """
-        self._over = True
+        self.ended = True
         if self._last_values is not None:
             self._last_values.end()
         if self._push is not None:
             self._push.end()
-        if self._server is not None and self._options.linger > 0 and not hurried:
-            self._seen_over.wait(self._options.linger)  # until one scrape has seen the end
+        if self._server is not None and not hurried:
+            with contextlib.suppress(KeyboardInterrupt):  # which is meant for the waiting
+                self._linger()
         deadline = time.monotonic() + CLOSE_SECONDS
         guard = self._errors.boundary("close", limit=None)
 
@@ -193,6 +211,17 @@ class Outputs:
         for output in (self._last_values, self._push, self._server):
             if output is not None:
                 guard(output.close, left())
+
+    def _linger(self) -> None:
+        """Wait for scrapes that show the end."""
+        if self._options.linger != "auto":
+            self._saw_end.wait(self._options.linger)
+        elif (seconds := self._scrapers.seconds_to_wait()) > 0:
+            # Visible by default, else the program seems to hang.
+            level = logging.WARNING if self._rank.identity.local_rank == 0 else logging.INFO
+            message = "the run has ended; waiting up to %d s for a scrape that shows it (Ctrl-C ends the wait, linger=0 avoids it)"
+            say(logger, level, message, math.ceil(seconds))
+            self._scrapers.wait()
 
     def after_fork_in_child(self) -> None:
         """Let go of everything: it is the parent's."""

@@ -42,6 +42,8 @@ class Training:
     rows: LabelRows = ROWS
     failure: BaseException | None = None
     scrapes: int = 0
+    ended: bool = False
+    scraped_by: list[tuple[str, bool]] = field(default_factory=list)
     takes: float = 0.0
     now: float = 0.0
     errors: list[tuple[str, BaseException]] = field(default_factory=list)
@@ -62,6 +64,9 @@ class Training:
         if self.failure is not None:
             raise self.failure
         yield Family(NORM, np.full(len(self.rows), float(self.scrapes)), self.rows)
+
+    def scraped(self, by: str, *, saw_end: bool) -> None:
+        self.scraped_by.append((by, saw_end))
 
     def health(self) -> Mapping[str, object]:
         return {"state": "training", "step": 7}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch_grad_exporter.outputs.http.message import Content, Request, Response,
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape, Workers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile, WebSettings
 from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
+from torch_grad_exporter.outputs.scrapers import is_scraper
 
 ALLOWED = (("Allow", "GET, HEAD, OPTIONS"),)
 
@@ -59,13 +61,13 @@ class Endpoints:
         """Return the answer to a request that came over this connection."""
         settings = WebSettings() if self._config is None else self._config.current
         if settings.tls is None or settings.tls.admits(sock):
-            response = await self._guarded(request)
+            response = await self._guarded(request, sock)
         else:
             response = plain(HTTPStatus.FORBIDDEN, "no name in the client's certificate is allowed here")
         THREAD_TIME.note()
         return replace(response, headers=(*response.headers, *settings.headers))
 
-    async def _guarded(self, request: Request) -> Response:
+    async def _guarded(self, request: Request, sock: socket.socket) -> Response:
         try:
             if self._admission is not None and (refusal := await self._workers.run(self._admission.refusal, request)):
                 return refusal
@@ -74,7 +76,7 @@ class Endpoints:
                 status = HTTPStatus.OK if request.method == "OPTIONS" else HTTPStatus.METHOD_NOT_ALLOWED
                 return plain(status, headers=ALLOWED)
             if request.path == "/metrics":
-                return await self._metrics(request)
+                return await self._metrics(request, sock)
             return await self._workers.run(self._other, request)
         except ScrapeBusyError:
             return plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running")
@@ -82,12 +84,15 @@ class Endpoints:
             self._errors.count("request", error)
             return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
 
-    async def _metrics(self, request: Request) -> Response:
+    async def _metrics(self, request: Request, sock: socket.socket) -> Response:
         form = negotiate(request.headers.get("accept", ""))
         compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
         body = await self._shared.body(form, compressed=compressed)
+        with contextlib.suppress(OSError):  # the client has gone
+            peer = str(sock.getpeername()[0])
+            self._content.scraped(peer if is_scraper(request.headers) else "", saw_end=body.saw_end)
         encoding = (("Content-Encoding", "gzip"),) if compressed else ()
-        return Response(HTTPStatus.OK, form.value, body, (("Vary", "Accept, Accept-Encoding"), *encoding))
+        return Response(HTTPStatus.OK, form.value, body.content, (("Vary", "Accept, Accept-Encoding"), *encoding))
 
     def _other(self, request: Request) -> Response:
         if request.path == "/healthz":

@@ -51,7 +51,16 @@ def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ..
 
 
 class Content(Protocol):
-    """Everything that a server shows. Its methods are called in the server's worker threads, and may take long."""
+    """Everything that a server shows. Its methods but `scraped` are called in the server's worker threads, and may take long.
+
+    Attributes:
+        ended: Whether a scrape that begins now shows the end of the run.
+    """
+
+    ended: bool
+
+    def scraped(self, by: str, *, saw_end: bool) -> None:
+        """Note who is about to get a scrape: a scraper's address, empty for anybody else. In the thread of the loop."""
 
     def scrape(self) -> Iterable[Family]:
         """Return the metrics. Called by one thread at a time, and at most once a second."""

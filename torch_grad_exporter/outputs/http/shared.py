@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
@@ -76,6 +76,18 @@ class Workers:
             del job, future, function, arguments  # a thread that waits keeps nothing alive
 
 
+class Body(NamedTuple):
+    """A body of `/metrics`, and whether it shows the end of the run."""
+
+    content: bytes
+    saw_end: bool
+
+
+class _Taken(NamedTuple):
+    families: list[Family]
+    saw_end: bool
+
+
 class ScrapeBusyError(Exception):
     """Raised where too many clients wait for a scrape already."""
 
@@ -100,42 +112,47 @@ class SharedScrape:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._content, self._renderer, self._workers, self._clock = content, renderer, workers, clock
-        self._running: asyncio.Task[list[Family]] | None = None
+        self._running: asyncio.Task[_Taken] | None = None
         self._bodies: dict[tuple[Format, bool], asyncio.Task[bytes]] = {}
         self._finished = 0.0
         self._waiting = 0
 
-    async def body(self, form: Format, *, compressed: bool) -> bytes:
+    async def body(self, form: Format, *, compressed: bool) -> Body:
         """Return the body in this format. Raises what the scrape has raised, or `ScrapeBusyError` where too many wait."""
         if self._waiting >= MAX_WAITING:
             raise ScrapeBusyError
         if self._running is None or (self._running.done() and not self._is_young(self._running)):
             self._running, self._bodies = asyncio.create_task(self._take()), {}
+        scrape = self._running
         self._waiting += 1
         try:
             # A client that is given up must not end what others wait for.
-            return await asyncio.shield(self._made(self._running, form, compressed=compressed))
+            content = await asyncio.shield(self._made(scrape, form, compressed=compressed))
+            return Body(content, scrape.result().saw_end)
         finally:
             self._waiting -= 1
 
-    def _is_young(self, scrape: asyncio.Task[list[Family]]) -> bool:
-        failed = scrape.cancelled() or scrape.exception() is not None
-        return not failed and self._clock() - self._finished < MAX_AGE
+    def _is_young(self, scrape: asyncio.Task[_Taken]) -> bool:
+        if scrape.cancelled() or scrape.exception() is not None:
+            return False
+        # At the end of the run nobody is to get what was scraped before it.
+        return scrape.result().saw_end == self._content.ended and self._clock() - self._finished < MAX_AGE
 
-    async def _take(self) -> list[Family]:
+    async def _take(self) -> _Taken:
+        ended = self._content.ended  # before the values are taken
         families = await self._workers.run(lambda: list(self._content.scrape()))
         self._finished = self._clock()
-        return families
+        return _Taken(families, ended)
 
-    def _made(self, scrape: asyncio.Task[list[Family]], form: Format, *, compressed: bool) -> asyncio.Task[bytes]:
+    def _made(self, scrape: asyncio.Task[_Taken], form: Format, *, compressed: bool) -> asyncio.Task[bytes]:
         key = form, compressed
         if key not in self._bodies:
             made = self._compressed(self._made(scrape, form, compressed=False)) if compressed else self._rendered(scrape, form)
             self._bodies[key] = asyncio.create_task(made)
         return self._bodies[key]
 
-    async def _rendered(self, scrape: asyncio.Task[list[Family]], form: Format) -> bytes:
-        return await self._workers.run(self._renderer.render, await scrape, form)
+    async def _rendered(self, scrape: asyncio.Task[_Taken], form: Format) -> bytes:
+        return await self._workers.run(self._renderer.render, (await scrape).families, form)
 
     async def _compressed(self, text: asyncio.Task[bytes]) -> bytes:
         return await self._workers.run(lambda body: gzip.compress(body, compresslevel=1, mtime=0), await text)
