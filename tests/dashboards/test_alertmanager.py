@@ -35,7 +35,7 @@ def with_examples() -> str:
 def test_amtool_accepts_the_configuration() -> None:
     """The amtool check passes and sees each route, receiver and template."""
     said = amtool("check-config", SHIPPED)
-    for found in ("11 inhibit rules", "3 receivers", "1 templates"):
+    for found in ("12 inhibit rules", "3 receivers", "1 templates"):
         assert f" - {found}\n" in said
 
 
@@ -243,6 +243,21 @@ def test_critical_silences_warning_of_its_name(served: Served) -> None:
     assert eventually(lambda: len(told(receiver, "w1", "w2")) >= len(expected))
     flushed(running, receiver, "w3")
     assert told(receiver, "w1", "w2") == expected
+
+
+@pytest.mark.server
+def test_a_possible_end_silences_no_page(served: Served) -> None:
+    """TargetDown as a warning, of ranks that may just have ended, inhibits warnings that follow from it and nothing critical."""
+    running, receiver = served
+    running.post(
+        alert("TrainingTargetDown", "warning", "f1"),
+        alert("TrainingStalled", "critical", "f1"),
+        alert("TrainingRankMissing", "warning", "f1", rank="0"),
+    )
+    expected = [("pager", "TrainingStalled", "f1"), ("team", "TrainingTargetDown", "f1")]
+    assert eventually(lambda: len(told(receiver, "f1")) >= len(expected))
+    flushed(running, receiver, "f2")
+    assert told(receiver, "f1") == expected
 
 
 @pytest.mark.server

@@ -250,6 +250,11 @@ def test_pods_are_scraped_as_the_rules_need_it(written: Path) -> None:
             assert endpoint["relabelings"] == [
                 {"sourceLabels": ["__meta_kubernetes_namespace", label], "separator": "/", "targetLabel": "run"},
                 {"targetLabel": "job", "replacement": assets.JOB},
+                {
+                    "sourceLabels": ["__meta_kubernetes_pod_container_port_name"],
+                    "regex": r"metrics-(\d+)",
+                    "targetLabel": "local_rank",
+                },
             ]
             # The same name on the series, whose own one the labels of the target do not replace.
             assert endpoint["metricRelabelings"] == [{"sourceLabels": ["namespace", "run"], "separator": "/", "targetLabel": "run"}]

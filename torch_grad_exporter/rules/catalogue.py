@@ -103,11 +103,15 @@ def _group(name: str, judged: tuple[Rule, ...]) -> RuleGroup:
 
 
 def _rule(entry: Mapping[str, Any]) -> Rule:
-    texts = {key: _one_line(text) for key, text in entry.items() if key != "expr"}
-    durations = texts.get("for", ""), texts.get("keep_firing_for", "")
-    alert = Alert(texts["severity"], entry["expr"], *durations, texts["summary"], texts["description"])
-    why, note = texts.get("why", ""), texts.get("note", "")
-    return Rule(name=texts["name"], alerts=(alert,), first_steps=texts["first_steps"], why=why, note=note)
+    why, note, steps = (_one_line(entry.get(key, "")) for key in ("why", "note", "first_steps"))
+    alerts = tuple(map(_alert, entry.get("alerts", [entry])))
+    return Rule(name=entry["name"], alerts=alerts, first_steps=steps, why=why, note=note)
+
+
+def _alert(entry: Mapping[str, Any]) -> Alert:
+    """Return one severity of a rule, which is all of an entry that has one only."""
+    durations = entry.get("for", ""), entry.get("keep_firing_for", "")
+    return Alert(entry["severity"], entry["expr"], *durations, _one_line(entry["summary"]), _one_line(entry["description"]))
 
 
 def _one_line(text: str) -> str:
