@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import signal
 import socket
 import sys
 import threading
@@ -175,6 +178,63 @@ def test_a_hanging_file_system_delays_no_end(tmp_path: Path, monkeypatch: pytest
         assert not closing.is_alive()
     finally:
         over.set()
+
+
+class Interrupting(logging.Handler):
+    """Sends Ctrl-C to the main thread when a line is logged, as a user does who reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line."""
+        self.lines.append(record.getMessage())
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+
+
+def scrape_like_prometheus(exporter: Exporter, times: int = 2, pause: float = 2.0) -> None:
+    """Scrape as Prometheus does, this many seconds apart."""
+    for number in range(times):
+        time.sleep(pause * bool(number))
+        request = urllib.request.Request(exporter.url or "", headers={"X-Prometheus-Scrape-Timeout-Seconds": "1"})
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            answer.read()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_wait_and_nothing_else() -> None:
+    """An end that a scraper is to see says so in one line; Ctrl-C then ends the wait, and is raised nowhere."""
+    log, handler = logging.getLogger("torch_grad_exporter"), Interrupting()
+    with started() as exporter:
+        scrape_like_prometheus(exporter)
+        log.addHandler(handler)
+    log.removeHandler(handler)
+    (line,) = handler.lines
+    assert re.search(r"waiting up to \d s .*Ctrl-C", line)
+
+
+@pytest.mark.parametrize("scrapes", [0, 1])
+def test_an_end_that_nobody_awaits_does_not_wait(scrapes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """After one scrape or none, or after many by people, the end waits for nothing."""
+    with started() as exporter:
+        for _ in range(3):
+            get(exporter, "/metrics")
+        scrape_like_prometheus(exporter, scrapes)
+    assert "waiting" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_signal_handler_ends_a_run_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where a signal's handler exits, little time may be left, so that the end waits for no scrape."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit), started() as exporter:  # noqa: PT012 - what is in it is the run
+            scrape_like_prometheus(exporter)
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "waiting" not in caplog.text
 
 
 def test_failed_ranks_and_ctrl_c_do_not_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
