@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import re
 import sys
@@ -25,12 +26,15 @@ from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.inspection.watch import check
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.metrics.families import Family, flat
-from torch_grad_exporter.rules import Problem
+from torch_grad_exporter.outputs.live.encoding import Json
+from torch_grad_exporter.rules import Problem, Wrong
 from torch_grad_exporter.torch_compat.compiler import is_tracing
+
+logger = logging.getLogger("torch_grad_exporter")
 
 _Arguments = TypeVarTuple("_Arguments")
 _Batch = TypeVar("_Batch")
@@ -57,6 +61,7 @@ class Exporter:
         self.rank = checked.rank
         self.gives_way: Callable[[Exporter], object] | None = None
         self._adopted: list[Removable] = []
+        self._saved = False
         self._ending = Ending(checked.identity.world_size)
         with contextlib.ExitStack() as failed:
             failed.callback(checked.store.close, STORE_SECONDS)
@@ -364,7 +369,7 @@ class Exporter:
         not raised.
         """
         guard = Guard(functools.partial(self._stages.errors.tell, "history"))
-        guard(lambda: self._stages.view.save(os.fspath(path)))
+        self._saved = guard(lambda: self._stages.view.save(os.fspath(path)))
 
     # For integrations, and for a new exporter that takes this one's place.
 
@@ -392,6 +397,11 @@ class Exporter:
         """
         return self._guards["integration"](action, *arguments)
 
+    def conclusion(self) -> tuple[Json, list[Wrong]] | None:
+        """Return the status that the live page shows, and everything that was wrong; None if that failed."""
+        live = self._stages.view.live
+        return self._guards["request"].result(lambda: (live.status(fresh=True), live.wrong))
+
     def watches(self, models: Iterable[torch.nn.Module]) -> bool:
         """Return whether this exporter watches one of the models."""
         return self._stages.models.any_of(models)
@@ -417,6 +427,11 @@ class Exporter:
             self._stages.close()
         finally:
             _open.pop(self, None)
+        outputs, expected = self._stages.outputs, self._saved or self._ending.hurried
+        # Whoever started it for a script says more.
+        if outputs is not None and outputs.is_unread and not expected and self.gives_way is None:
+            message = "nothing has read the metrics of this run; exporter.save(path) keeps its history, linger=600 its page"
+            say(logger, logging.INFO, message)
 
     def end(self, error: BaseException | None) -> None:
         """Close at the end of the training.

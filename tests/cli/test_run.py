@@ -154,11 +154,31 @@ def test_script_ends_as_without_the_exporter(starter: Starter, tmp_path: Path, n
     ran = starter.start_file(script, "a", "-b", run=[*QUIET, "--save", str(saved)])
     assert ran.wait() == status, ran.err.read_text()
     assert ran.out.read_text() == plain.out.read_text()
+    assert re.fullmatch(rf"{state}.* after [34] steps: 4 samples, .*; saved to {saved}", said(ran.err.read_text())[-1])
     mine = [line for line in ran.err.read_text().splitlines() if not line.startswith("torch_grad_exporter: ")]
     # The starter of plain programs is in their tracebacks, which the interpreter's own frames are not.
     theirs = [line for line in plain.err.read_text().splitlines() if '"<string>"' not in line]
     assert mine == theirs
     assert f'"{state}"' in saved.read_text()
+
+
+@pytest.mark.process
+def test_run_ends_with_a_summary(starter: Starter, tmp_path: Path) -> None:
+    """The last line says what became of the run and how to keep it, once, whatever the script's own log shows."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import logging\nlogging.basicConfig(level=0)\n"
+        + LOOP.replace("HERE", "optimizer.param_groups[0]['lr'] = math.nan").replace("import sys", "import math, sys")
+    )
+    ran = starter.start_file(script, run=["--port", "0", "--addr", "127.0.0.1", "--every", "1"])
+    assert ran.wait() == 0, ran.err.read_text()
+    *_, line = ran.err.read_text().splitlines()
+    assert line.startswith(
+        "torch_grad_exporter: finished after 6 steps: 6 samples, last gradient norm nan, NaN or Inf in 1 step, "
+    )
+    assert "problems: TrainingNonFiniteGradients; " in line
+    assert ran.err.read_text().count("--save") == 1
+    assert "nothing has read" not in ran.err.read_text()
 
 
 def output(*command: str | Path, **variables: str) -> tuple[int, str, str]:

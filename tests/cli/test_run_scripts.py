@@ -81,7 +81,7 @@ def test_scripts_run_unchanged_with_right_numbers(plain: dict[str, str], starter
     assert run.wait() == 0, run.err.read_text()
     assert run.out.read_text() == plain[name]
     said = [line for line in run.err.read_text().splitlines() if line.startswith("torch_grad_exporter: ")]
-    assert said[-1].partition("watching ")[2] == expected.line.partition("watching ")[2], run.err.read_text()
+    assert said[-2].partition("watching ")[2] == expected.line.partition("watching ")[2], run.err.read_text()
     rounds = json.loads((tmp_path / "record").read_text())[expected.unseen :]
     exporters = [json.loads(line) for line in (tmp_path / "values").read_text().splitlines()]
     assert len(exporters) == expected.exporters

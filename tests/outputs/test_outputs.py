@@ -224,6 +224,20 @@ def test_an_end_that_nobody_awaits_does_not_wait(scrapes: int, caplog: pytest.Lo
     assert "waiting" not in caplog.text
 
 
+@pytest.mark.parametrize(("read", "saved"), [("", False), ("/metrics", False), ("/", False), ("", True)])
+def test_a_run_that_nobody_saw_says_how_to_keep_it(
+    read: str, saved: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end says how to keep a run, in one line, unless its metrics or its page were read or its history is saved."""
+    caplog.set_level(logging.INFO, "torch_grad_exporter")
+    with started() as exporter:
+        if read:
+            get(exporter, read)
+        if saved:
+            exporter.save(tmp_path / "run.json")
+    assert caplog.text.count("exporter.save(path) keeps") == (not read and not saved)
+
+
 @pytest.mark.slow
 def test_a_signal_handler_ends_a_run_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """Where a signal's handler exits, little time may be left, so that the end waits for no scrape."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import script
 from torch_grad_exporter.cli.arguments import option_help
+from torch_grad_exporter.cli.summary import summary
 from torch_grad_exporter.config.option import from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import say
@@ -110,18 +111,25 @@ class ScriptExporter:
         attachment.disarm()
         if exporter is not None:
             exporter.end(self._error)
-            self._save(exporter)
+            saved = self._save(exporter)
+            if (conclusion := exporter.conclusion()) is not None:
+                self.say(logging.INFO, "%s", summary(*conclusion, saved))
         elif not attachment.given_up:
             say(self._log, logging.WARNING, "nothing was watched: %s", attachment.why_not())
 
-    def _save(self, exporter: Exporter, number: str = "") -> None:
-        """Write the history: of the last models to the file itself, of earlier ones and of further ranks to files of their own."""
+    def _save(self, exporter: Exporter, number: str = "") -> Path | None:
+        """Write the history; return where it is.
+
+        That of the last models is in the file itself, those of earlier ones and of further ranks in files of their own.
+        """
         if self._options.save is None:
-            return
+            return None
         path = self._options.save
         name, dot, kind = path.name.partition(".")
         rank = f"-rank{exporter.rank}" if exporter.rank else ""
-        exporter.save(path.with_name(f"{name}{rank}{number}{dot}{kind}"))
+        file = path.with_name(f"{name}{rank}{number}{dot}{kind}")
+        exporter.save(file)
+        return file if file.exists() else None
 
 
 def _log() -> logging.Logger:

@@ -63,9 +63,6 @@ class Outputs:
         web_config: TLS, users and the rest of the server.
         push: What to push and where, None for nothing.
         page: Returns the live page, and the answers that it asks for.
-
-    Attributes:
-        was_read: Whether anybody has read metrics or the page.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Outputs:
         self._options = options
         self._errors = errors
         self._renderer = Renderer(rank.labels)
-        self.ended = self.was_read = False
+        self.ended = self._was_read = False
         self._saw_end = threading.Event()
         self._scrapers = Scrapers()
         self._announcement = announcement
@@ -144,7 +141,7 @@ class Outputs:
 
     def scraped(self, by: str, *, saw_end: bool) -> None:
         """See `Content`: who gets a scrape."""
-        self.was_read = True
+        self._was_read = True
         if by:
             self._scrapers.note(by, saw_end=saw_end)
         if saw_end:
@@ -153,8 +150,13 @@ class Outputs:
     def page(self, request: Request) -> Response | None:
         """See `Content`: the live page, and the answers that it asks for."""
         answer = self._page(request)
-        self.was_read |= answer is not None
+        self._was_read |= answer is not None
         return answer
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has read what is served, and nothing else gets it."""
+        return self._server is not None and not self._was_read and self._push is None and self._last_values is None
 
     @property
     def port(self) -> int | None:

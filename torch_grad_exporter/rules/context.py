@@ -171,7 +171,7 @@ def by_layer(severity: str, table: Table, chosen: BoolArray, text: str) -> Itera
 
 def times(count: float, noun: str = "step") -> str:
     """Say a count with its noun."""
-    return f"{count:g} {noun}" + ("" if count == 1 else "s")
+    return f"{count:,.15g} {noun}" + ("" if count == 1 else "s")
 
 
 def duration(seconds: float) -> str:

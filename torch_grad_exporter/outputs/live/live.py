@@ -25,7 +25,7 @@ from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
 from torch_grad_exporter.outputs.live.status import numbers, of_layer, step
 from torch_grad_exporter.outputs.live.track import Part
-from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch
+from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch, Wrong
 from torch_grad_exporter.rules.watch import OVER
 
 # A clip coefficient above this comes from something that makes gradients longer, not from clipping.
@@ -147,9 +147,9 @@ class Live:
         with self._lock:
             return self._watch.problems(values, now, going=going)
 
-    def status(self) -> Json:
-        """Return `api/v1/status`."""
-        values, now = self._latest.values(), self._now()
+    def status(self, *, fresh: bool = False) -> Json:
+        """Return `api/v1/status`. `fresh`: by a new scrape."""
+        values, now = self._latest.values(fresh=fresh), self._now()
         state, problems = values.state(), self._problems(values, now)
         with self._lock:
             rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
@@ -173,6 +173,11 @@ class Live:
         """Return `api/v1/run`."""
         part = self._history.run(window)
         return {**frame(part, window), **columns(self._clipped(part), SCALARS)}
+
+    @property
+    def wrong(self) -> list[Wrong]:
+        """Everything that was wrong until now."""
+        return self._record.wrong
 
     @property
     def quantities(self) -> tuple[str, ...]:
