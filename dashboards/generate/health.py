@@ -110,9 +110,9 @@ def nonfinite(name: str, *matchers: str) -> str:
 def _state() -> stat.Panel:
     text = (
         "State of the run, as far as its last scrape tells. Down: a rank that was running does not answer, no other "
-        "target serves it, and the run needs it; without `linger`, an exception looks like this too, and the log of the "
-        "run names it. Failed: an exception ended a rank, and no process was started since. Gone: the target is no longer "
-        "known, and this is what it did last; a run that ended well without `linger` looks like this."
+        "target serves it, and the run needs it; an end that no scrape has shown looks like this too, and the log of the "
+        "run says more. Failed: an exception ended a rank, and no process was started since. Gone: the target is no longer "
+        "known, and this is what it did last; a run that ended well between two scrapes looks like this."
     )
     panel = draw.number("State", text, "short", Query(state(), "{{run}}"), nothing="No run in this range", texts=STATES)
     return panel.data_links([THIS_RUN])

@@ -84,8 +84,8 @@ def not_clipped(context: RuleContext) -> Iterator[Finding]:
         "that was started since then ends it."
     ),
     note=(
-        "Cannot fire where the process ends before the next scrape: that takes `linger=`, `textfile_dir=` or a push, or a last "
-        "checkpoint that takes longer than the scrape interval."
+        "Cannot fire where no scrape, text file or push shows the stop: with `linger=0`, unless a last checkpoint takes longer "
+        "than the scrape interval."
     ),
 )
 def stopped(context: RuleContext) -> Iterator[Finding]:

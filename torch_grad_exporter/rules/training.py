@@ -57,8 +57,8 @@ STARVED, FED = 0.5, 0.5
     ),
     note=(
         "Requires that no process of the run has started since the failure, so an elastic restart does not fire it. "
-        "Cannot fire where the state `failed` never reaches Prometheus: that takes `linger=`, `textfile_dir=` or a "
-        "push. Without them TrainingTargetDown fires."
+        "Cannot fire where no scrape, text file or push shows the state `failed`: with `linger=0`, and on one of several "
+        "ranks, which waits for no scrape. Then TrainingTargetDown fires."
     ),
 )
 def failed(_context: RuleContext) -> Iterator[Finding]:
