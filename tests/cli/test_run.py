@@ -173,9 +173,7 @@ def test_run_ends_with_a_summary(starter: Starter, tmp_path: Path) -> None:
     ran = starter.start_file(script, run=["--port", "0", "--addr", "127.0.0.1", "--every", "1"])
     assert ran.wait() == 0, ran.err.read_text()
     *_, line = ran.err.read_text().splitlines()
-    assert line.startswith(
-        "torch_grad_exporter: finished after 6 steps: 6 samples, last gradient norm nan, NaN or Inf in 1 step, "
-    )
+    assert line.startswith("torch_grad_exporter: finished after 6 steps: 6 samples, last gradient norm nan, NaN or Inf in 1 step, ")
     assert "problems: TrainingNonFiniteGradients; " in line
     assert ran.err.read_text().count("--save") == 1
     assert "nothing has read" not in ran.err.read_text()

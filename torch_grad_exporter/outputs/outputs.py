@@ -155,7 +155,7 @@ class Outputs:
 
     @property
     def is_unread(self) -> bool:
-        """Whether nobody has read what is served, and nothing else gets it."""
+        """Whether no client has read what is served, and nothing else gets it."""
         return self._server is not None and not self._was_read and self._push is None and self._last_values is None
 
     @property

@@ -135,7 +135,7 @@ class SharedScrape:
     def _is_young(self, scrape: asyncio.Task[_Taken]) -> bool:
         if scrape.cancelled() or scrape.exception() is not None:
             return False
-        # At the end of the run nobody is to get what was scraped before it.
+        # What was scraped before the end of the run does not show it.
         return scrape.result().saw_end == self._content.ended and self._clock() - self._finished < MAX_AGE
 
     async def _take(self) -> _Taken:
