@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import os
 import re
 import sys
@@ -26,15 +25,13 @@ from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
-from torch_grad_exporter.errors import Guard, say
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.watch import check
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.metrics.families import Family, flat
 from torch_grad_exporter.outputs.live.encoding import Json
 from torch_grad_exporter.rules import Problem, Wrong
 from torch_grad_exporter.torch_compat.compiler import is_tracing
-
-logger = logging.getLogger("torch_grad_exporter")
 
 _Arguments = TypeVarTuple("_Arguments")
 _Batch = TypeVar("_Batch")
@@ -427,11 +424,10 @@ class Exporter:
             self._stages.close()
         finally:
             _open.pop(self, None)
-        outputs, expected = self._stages.outputs, self._saved or self._ending.hurried
+        ended_well = self._ending.error is None and not self._ending.hurried
         # Whoever started it for a script says more.
-        if outputs is not None and outputs.is_unread and not expected and self.gives_way is None:
-            message = "nothing has read the metrics of this run; exporter.save(path) keeps its history, linger=600 its page"
-            say(logger, logging.INFO, message)
+        if ended_well and not self._saved and self.gives_way is None and self._stages.outputs is not None:
+            self._stages.outputs.tell_unread()
 
     def end(self, error: BaseException | None) -> None:
         """Close at the end of the training.

@@ -35,7 +35,10 @@ CLOSE_SECONDS = 1.4
 ADDRESS = "serving %s (metrics at /metrics)"
 OPEN = "metrics on port %d are readable by every host that can reach it; restrict with addr='127.0.0.1'%s"
 
-# What this process has logged: addresses, and `OPEN`.
+WAITS = "the run has ended; waiting up to %d s for a scrape that shows it (Ctrl-C ends the wait, linger=0 avoids it)"
+UNREAD = "nothing has read the metrics of this run; exporter.save(path) keeps its history, linger=600 its page"
+
+# What this process has logged: addresses, `OPEN` and `UNREAD`.
 _said: set[str] = set()
 
 
@@ -154,11 +157,6 @@ class Outputs:
         return answer
 
     @property
-    def is_unread(self) -> bool:
-        """Whether no client has read what is served, and nothing else gets it."""
-        return self._server is not None and not self._was_read and self._push is None and self._last_values is None
-
-    @property
     def port(self) -> int | None:
         """The port in use, None if nothing is served."""
         return None if self._server is None else self._server.port
@@ -171,14 +169,23 @@ class Outputs:
         return None if self._server is None else f"{self._server.scheme}://{host}:{self._server.port}/"
 
     def announce(self) -> None:
-        """Log where the live page is: the first rank each address once, so that it is seen by default."""
+        """Log where the live page is, for each address once in a way that is seen by default."""
         if (url := self.page_url) is not None:
-            if self._rank.number == 0 and url not in _said:
-                _said.add(url)
-                show(logger, ADDRESS, url)
-            else:
-                say(logger, logging.INFO, ADDRESS, url)
+            self._tell(ADDRESS, url, once=url)
             self.warn_of_open_port()
+
+    def tell_unread(self) -> None:
+        """Log how a run is kept, if no client has read what was served, and nothing else gets it."""
+        if self._server is not None and not self._was_read and self._push is None and self._last_values is None:
+            self._tell(UNREAD, once=UNREAD)
+
+    def _tell(self, message: str, *arguments: object, once: str = "") -> None:
+        """Log a line; on the first rank so that it is seen by default, of those with the same `once` the first."""
+        if self._rank.number == 0 and once not in _said:
+            _said.update([once] if once else [])
+            show(logger, message, *arguments)
+        else:
+            say(logger, logging.INFO, message, *arguments)
 
     def warn_of_open_port(self) -> None:
         """Log once in a process that every host can read the metrics, if so: a notebook starts the exporter again and again."""
@@ -219,10 +226,7 @@ class Outputs:
         if self._options.linger != "auto":
             self._saw_end.wait(self._options.linger)
         elif (seconds := self._scrapers.seconds_to_wait()) > 0:
-            # Visible by default, else the program seems to hang.
-            level = logging.WARNING if self._rank.identity.local_rank == 0 else logging.INFO
-            message = "the run has ended; waiting up to %d s for a scrape that shows it (Ctrl-C ends the wait, linger=0 avoids it)"
-            say(logger, level, message, math.ceil(seconds))
+            self._tell(WAITS, math.ceil(seconds))
             self._scrapers.wait()
 
     def after_fork_in_child(self) -> None:
