@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import batch, sgd
 from tests.support.record import norm
-from tests.support.scrape import errors, value
+from tests.support.scrape import errors, lost, value
 from tests.support.tools import eventually
 from torch_grad_exporter import explain, record, start_exporter
+from torch_grad_exporter.statistics.eager import EagerStatistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # people have such modules still
 
@@ -261,3 +264,46 @@ def test_a_backward_for_the_inputs_in_every_second_step() -> None:
         assert value(exporter, "torch_train_skipped_steps_total") == 0
         assert value(exporter, "torch_grad_captures_total", layer="0") == 40
         assert value(exporter, "torch_grad_norm_squared_accumulated_total", layer="0") == pytest.approx(squares, rel=1e-5)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["backward", "by hand"])
+@pytest.mark.parametrize("failing", range(5, 9))
+def test_a_reading_that_fails(failing: int, by_hand: bool) -> None:
+    """A round of which any reading has failed is absent and counted; what was read of it before is shown for none."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizers = {"a": sgd(model[0]), "b": sgd(model[2])}
+    norms: dict[tuple[str, float], float] = {}
+    readings, read = itertools.count(1), EagerStatistics.read
+
+    def measure(*arguments: object, **named: object) -> object:
+        if next(readings) == failing:
+            raise MemoryError
+        return read(*arguments, **named)
+
+    def backward(loss: torch.Tensor) -> None:
+        if not by_hand:
+            return loss.backward()
+        for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return None
+
+    with (
+        start_exporter(model, port=None, every=1, optimizers=optimizers) as exporter,
+        mock.patch.object(EagerStatistics, "read", measure),
+    ):
+        for step in range(1, 13):
+            model.zero_grad()
+            backward(model(batch()).square().mean())
+            backward(model(batch()).abs().mean())
+            for name, layer in (("a", model[0]), ("b", model[2])):
+                norms[name, step] = norm(parameter.grad.double() for parameter in layer.parameters())
+                optimizers[name].step()
+            for name in optimizers:
+                if (shown := value(exporter, "torch_grad_global_norm", optimizer=name)) is not None:
+                    at = value(exporter, "torch_grad_sample_step", optimizer=name)
+                    assert shown == pytest.approx(norms[name, at or 0], rel=1e-5)
+        assert errors(exporter) == {"capture": 1}
+        assert lost(exporter)["failed"] == 1
+        captures = [value(exporter, "torch_grad_captures_total", layer=layer) for layer in ("0", "2")]
+        assert captures == ([9, 10] if by_hand else [11, 11])  # by hand the first round is absent, and of the second "a"

@@ -5,17 +5,21 @@ The record knows what autograd accumulated from hooks of its own. It shares no c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import nn
 
 from tests.support.scrape import OFF, Key, errors, key, lost, values
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.statistics.eager import EagerStatistics
 
 CLOSE = 1e-5
 
@@ -91,7 +95,16 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True)
 class Style:
-    """How one loop goes. `counts`: micro-batches of the rounds, in turn; `auxiliary_from`: when backwards over a part begin."""
+    """How one loop goes.
+
+    Attributes:
+        counts: Micro-batches of the rounds, in turn.
+        auxiliary_from: When backwards over a part begin.
+        cleared: Share of the rounds that begin with backwards whose gradients are cleared.
+        acts: Whether another thread runs forwards, also in the middle of steps.
+        by_hand: Whether the loop writes gradients itself, so that they are read at the step.
+        fails: Share of the exporter's readings that fail.
+    """
 
     kind: str
     every: int
@@ -108,10 +121,15 @@ class Style:
     twice: bool
     toggles: bool
     rounds: int
+    cleared: float
+    acts: bool
+    by_hand: bool
+    fails: float
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Style:
         counts = chance.choice([(1,), (1,), (2,), (4, 4, 4, 1), (1, 2, 3), (3, 3, 2), (1, 1, 1, 4)])
+        by_hand = chance.random() < 0.15
         return cls(
             kind=chance.choice(["one", "one", "two", "in turn", "in turn"]),
             every=chance.choice([1, 1, 1, 2, 3]),
@@ -121,13 +139,17 @@ class Style:
             edits=tuple(chance.sample(EDITS, chance.choice([0, 0, 1, 1, 2, 3]))),
             edits_between=chance.random() < 0.2,
             skips=chance.choice([0.0, 0.0, 0.1, 0.3]),
-            freezes=chance.choice([0.0, 0.0, 0.15]),
+            freezes=0.0 if by_hand else chance.choice([0.0, 0.0, 0.15]),
             evaluates=chance.random() < 0.3,
             auxiliary_from=chance.choice([10**9, 10**9, 0, 5, 12]),
             auxiliary_first=chance.random() < 0.4,
             twice=chance.random() < 0.15,
             toggles=chance.random() < 0.5,
             rounds=chance.choice([16, 20, 28]),
+            cleared=chance.choice([0.0, 0.0, 0.0, 0.3, 1.0]),
+            acts=chance.random() < 0.3,
+            by_hand=by_hand,
+            fails=chance.choice([0.0, 0.0, 0.0, 0.1]),
         )
 
 
@@ -136,12 +158,16 @@ class Style:
 
 @dataclass
 class Truth:
-    """What one round should be shown as, for one optimizer: norms by layer, their whole, and the norm that the step saw."""
+    """What one round should be shown as, for one optimizer: norms by layer, their whole, and the norm that the step saw.
+
+    `due`: False for a backward whose gradients were cleared, which may look like a skipped step.
+    """
 
     steps: int
     layers: Layers
     whole: float
     after: float | None
+    due: bool = True
 
     def agrees(self, shown: Layers, hidden: set[str]) -> bool:
         """Return whether these are the norms; those of layers that are frozen now, `hidden`, may be absent."""
@@ -189,13 +215,16 @@ class Record:
             if parameter.grad is not None:
                 self.left[parameter] = parameter.grad.detach().clone()
 
-    def cleared(self) -> None:
-        """The gradients are cleared without a step."""
-        self.left = {}
+    def cleared(self, optimizers: Iterable[str]) -> None:
+        """The gradients of these optimizers are cleared without a step."""
+        for parameter in [p for name in optimizers for p in self.owned[name]]:
+            self.left.pop(parameter, None)
 
-    def end(self, optimizer: str, *, stepped: bool) -> None:
-        """An optimizer is about to step, or would have been."""
+    def end(self, optimizer: str, *, stepped: bool, due: bool = True, at_step: bool = False) -> None:
+        """An optimizer is about to step, or would have been. `at_step`: the gradients are read only now."""
         mine = [parameter for parameter in self.owned[optimizer] if parameter in self.left]
+        if at_step:
+            self.left |= {p: p.grad.clone() for p in mine if p.grad is not None}
         layers: dict[str, list[torch.Tensor]] = {}
         for parameter in mine:
             layers.setdefault(self.names[parameter], []).append(self.left[parameter])
@@ -204,7 +233,7 @@ class Record:
         if mine:
             norms = {name: norm_of(gradients) for name, gradients in layers.items()}
             whole, after = norm_of([self.left[p] for p in mine]), norm_of(seen) if stepped else None
-            self.truths[optimizer].append(Truth(self.steps[optimizer], norms, whole, after))
+            self.truths[optimizer].append(Truth(self.steps[optimizer], norms, whole, after, due))
         self.over |= stepped
 
 
@@ -239,6 +268,8 @@ class Loop:
             for name, parameter in model.named_parameters()
         }
         self.record = Record(named, owned)
+        for optimizer in self.optimizers.values() if self.style.acts else ():
+            optimizer.register_step_pre_hook(lambda *_: self._act())
 
     @property
     def target(self) -> nn.Module | dict[str, nn.Module]:
@@ -269,12 +300,15 @@ class Loop:
         self._freeze()
         if not style.clear_after:
             self._clear(optimizers)
+        while chance.random() < style.cleared * 0.6:
+            self._throw_away(number, optimizers)
         for count in range(style.counts[number % len(style.counts)]):
             if count and style.edits_between and chance.random() < 0.5:
                 self._edit(optimizers)
             self._backwards(number, optimizers[0])
         if style.edits and chance.random() < 0.8:
             self._edit(optimizers)
+        self._act()
         self._end(optimizers, skipped=chance.random() < style.skips)
         if style.evaluates and chance.random() < 0.3:
             with torch.no_grad():
@@ -282,31 +316,64 @@ class Loop:
                     model(torch.randn(2, 5 if isinstance(model, Heads) else 3))
         yield
 
+    def _throw_away(self, number: int, optimizers: list[str]) -> None:
+        """Backwards whose gradients are cleared before those of the round."""
+        self._backwards(number, optimizers[0])
+        for name in self.optimizers:
+            self.record.end(name, stepped=False, due=False)
+        self._clear(optimizers)
+        self.record.cleared(optimizers)
+
+    def _act(self) -> None:
+        """Another thread may run a forward, with a graph or without."""
+        if self.style.acts and self.chance.random() < 0.3:
+            model = self.chance.choice([*self.models.values()])
+            x = torch.randn(2, 5 if isinstance(model, Heads) else 3)
+            forward = self.chance.choice([model, torch.no_grad()(model)])
+            actor = threading.Thread(target=forward, args=(x,))
+            actor.start()
+            actor.join()
+
     def _backwards(self, number: int, optimizer: str) -> None:
         """Those of one micro-batch."""
         joins = number >= self.style.auxiliary_from
         if joins and self.style.auxiliary_first:
-            self.record.backward(self._auxiliary(optimizer).backward)
+            self._backward(self._auxiliary(optimizer))
         self._main(optimizer)
         if joins and not self.style.auxiliary_first:
-            self.record.backward(self._auxiliary(optimizer).backward)
+            self._backward(self._auxiliary(optimizer))
 
     def _end(self, optimizers: list[str], *, skipped: bool) -> None:
         """The steps, or none."""
         for name in optimizers:
-            self.record.end(name, stepped=not skipped)
+            self.record.end(name, stepped=not skipped, due=not (skipped and self.style.by_hand), at_step=self.style.by_hand)
             if not skipped:
                 self.optimizers[name].step()
         if skipped or self.style.clear_after:
             self._clear([*self.optimizers])
         if skipped:
-            self.record.cleared()
+            self.record.cleared(self.optimizers)
 
     def _main(self, optimizer: str) -> None:
         loss = self._loss(optimizer)
         if self.style.twice:
-            self.record.backward(lambda: loss.backward(retain_graph=True))
-        self.record.backward(loss.backward)
+            self._backward(loss, retain_graph=True)
+        self._backward(loss)
+
+    def _backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        if self.style.by_hand:
+            self.record.backward(lambda: self._write(loss, retain_graph=retain_graph))
+        else:
+            self.record.backward(lambda: loss.backward(retain_graph=retain_graph))
+
+    def _write(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
+        """Adds to gradients what a backward would."""
+        parameters = [parameter for parameter in self.record.names if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=retain_graph, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                self.record.fired.add(parameter)
 
     def _loss(self, optimizer: str) -> torch.Tensor:
         if self.style.kind != "in turn":
@@ -366,6 +433,8 @@ class Comparison:
     exporter: Exporter
     verdict: Verdict = field(default_factory=Verdict)
     before: dict[Key, float] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+    """By optimizer, the number of rounds up to the one that is shown."""
 
     def look(self) -> None:
         found = values(self.exporter)
@@ -399,7 +468,9 @@ class Comparison:
             return
         if new == 1:  # where a skipped step was known of late there are two
             self._added(label, found, truth)
-        self.verdict.shown += new
+        last = self.last.get(name, 0)
+        self.last[name] = self.loop.record.truths[name].index(truth) + 1
+        self.verdict.shown += min(new, sum(one.due for one in self.loop.record.truths[name][last : self.last[name]]))
         self._clipping(label, found, truth)
 
     def _added(self, label: str, found: dict[Key, float], truth: Truth) -> None:
@@ -441,19 +512,42 @@ class Comparison:
         self.verdict.wrong.append(what)
 
 
+@contextlib.contextmanager
+def failing_readings(share: float, seed: int) -> Iterator[None]:
+    """A share of the readings and of the norms at a step run out of memory."""
+    chance = random.Random(seed)
+
+    def failing(method: Callable[..., object]) -> Callable[..., object]:
+        def measure(*arguments: object, **named: object) -> object:
+            if chance.random() < share:
+                raise MemoryError
+            return method(*arguments, **named)
+
+        return measure
+
+    with contextlib.ExitStack() as stack:
+        for name in ("read", "norms") if share else ():
+            stack.enter_context(mock.patch.object(EagerStatistics, name, failing(getattr(EagerStatistics, name))))
+        yield
+
+
 def verdict(seed: int) -> Verdict:
     """Trains one loop under an exporter and compares it round by round."""
     loop = Loop(seed)
     named = {"optimizers": loop.optimizers} if len(loop.optimizers) > 1 else {}
-    with start_exporter(loop.target, port=None, every=loop.style.every, collectors=OFF, **named) as exporter:
+    with (
+        start_exporter(loop.target, port=None, every=loop.style.every, collectors=OFF, **named) as exporter,
+        failing_readings(loop.style.fails, seed),
+    ):
         comparison = Comparison(loop, exporter)
         for _ in loop.run():
             comparison.look()
         found = comparison.verdict
-        if failures := errors(exporter):
+        if (failures := errors(exporter)) and not loop.style.fails:
             found.wrong.append(f"errors: {failures}")
-        due = sum(map(len, loop.record.truths.values()))
-        found.due = due if loop.style.every == 1 else found.shown + int(sum(lost(exporter).values()))
+        absent = lost(exporter)
+        due = sum(truth.due for truths in loop.record.truths.values() for truth in truths) - int(absent.pop("failed", 0))
+        found.due = due if loop.style.every == 1 else found.shown + int(sum(absent.values()))
     found.state = loop.state()
     return found
 

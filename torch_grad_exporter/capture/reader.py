@@ -64,13 +64,13 @@ class StepView:
     found_inf: torch.Tensor | None = None
 
 
-def _guarded(boundary: str) -> Callable[[_Method[P]], _Method[P]]:
-    """Keep what a method of `GradientReader` raises from its caller, by the reader's guard of this boundary."""
+def _guarded(boundary: str) -> Callable[[_Method[P]], Callable[Concatenate[GradientReader, P], bool]]:
+    """Keep what a method of `GradientReader` raises from its caller, which learns whether it raised nothing."""
 
-    def decorate(method: _Method[P]) -> _Method[P]:
+    def decorate(method: _Method[P]) -> Callable[Concatenate[GradientReader, P], bool]:
         @functools.wraps(method)
-        def guarded(reader: GradientReader, /, *arguments: P.args, **named: P.kwargs) -> None:
-            reader.guards[boundary](functools.partial(method, reader, *arguments, **named))
+        def guarded(reader: GradientReader, /, *arguments: P.args, **named: P.kwargs) -> bool:
+            return reader.guards[boundary](functools.partial(method, reader, *arguments, **named))
 
         return guarded
 
@@ -197,7 +197,10 @@ class GradientReader:
 
     @_guarded(AT_STEP)
     def read_early(self, current: ArmedRound, positions: Iterable[int]) -> None:
-        """Read gradients that an optimizer is about to use up before the backward is over, or that no backward has shown."""
+        """Read gradients that an optimizer is about to use up before the backward is over, or that no backward has shown.
+
+        If it fails, the sample lacks them: the caller has to withdraw it.
+        """
         tracked = current.table.tracked
         there = ((i, tracked[i].gradient()) for i in positions if i not in current.early_fired)
         gradients = tracked.own({int(i): gradient for i, gradient in there if gradient is not None})

@@ -116,9 +116,9 @@ class RoundTracker:
             self.current.begin_again()
 
     def withdraw(self, why: Lost) -> None:
-        """The gradients of the backward that begins cannot be read: what was read of the round, if anything, is not all of it."""
+        """Some gradients of the round cannot be read: what was read of it, if anything, is not all of it."""
         current = self.current
-        if current.sample_is_open:
+        if current.sample_is_open or current.again:
             self._inspections.tell(Inspection.round_over, current.number, kept=False)
             self._reader.withdraw(current)
         if current.captured or not current.extra:
@@ -147,7 +147,7 @@ class RoundTracker:
             self.samples += not current.captured
             current.captured, current.again = True, False
         else:
-            self._lose(why)
+            self.withdraw(why)
 
     # Steps
 

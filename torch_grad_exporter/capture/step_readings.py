@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+from torch_grad_exporter.capture.armed_round import ArmedRound, Lost
 from torch_grad_exporter.capture.backward import BackwardHooks
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.detection import BackwardDetection
@@ -68,7 +69,7 @@ class StepReadings:
         current = self._rounds.current
         current.read.add(optimizer)
         if current.sampled:
-            self._cost.of(self._reader.read_early, current, gradients)
+            self._cost.of(self._read_early, current, gradients)
 
     def inner_step(self, seen: StepView) -> None:
         """A step calls that of its base class: it may have reduced gradients before, as Horovod's does."""
@@ -107,6 +108,10 @@ class StepReadings:
         self._detection.trusts_backwards |= untouched
         return untouched
 
+    def _read_early(self, current: ArmedRound, positions: list[int]) -> None:
+        if not self._reader.read_early(current, positions):
+            self._rounds.withdraw(Lost.FAILED)
+
     def _read(self, seen: StepView) -> None:
         """Read what the optimizer is about to use, where no backward is seen."""
         self._rounds.step_to_be_read(seen.optimizer)
@@ -116,7 +121,9 @@ class StepReadings:
         self._forwards.look_for_ranks()
         if not current.captured:
             current.table = self._index.refresh()
-        self._reader.read_early(current, self._reader.positions_of(current.table, seen.optimizer))
+        self._read_early(current, self._reader.positions_of(current.table, seen.optimizer))
+        if not current.sampled:
+            return
         current.fired |= current.early_fired
         if current.fired:
             if self._backward.reduces_by_itself:
