@@ -57,16 +57,21 @@ def test_a_nan_loss_is_reported_with_its_place() -> None:
     ],
 )
 def test_an_alerts_description_names_the_place(alert: str, group: str, metric: str, tmp_path: Path) -> None:
-    """Prometheus' template adds layer, pass, kind and step if the run has them, and nothing otherwise."""
+    """Prometheus' templates add the layers with most NaN, and layer, pass, kind and step if the run has them, else nothing."""
     rules = yaml.safe_load((ALERTS / f"{group}.alerts.yml").read_text(encoding="utf-8"))
     rule = next(rule for one in rules["groups"] for rule in one["rules"] if rule.get("alert") == alert)
     said = rule["annotations"]["description"]
-    start, end = said.index("{{ range"), said.index("{{ end }}") + len("{{ end }}")
+    start, end = said.index("{{ "), said.rindex("{{ end }}") + len("{{ end }}")
     found = " nan_origin has found encoder.3 (backward, inf) at step 812."
+    if group == "gradients":
+        found = " Affected layers: encoder.3, head, first." + found
     tests = []
     for expected, more in ((found, True), ("", False)):
         labels = {"layer": "encoder.3", "pass": "backward", "kind": "inf"}
         place = [series("torch_nonfinite_origin_step", "812x20", **labels)] if more else []
+        layers = {"first": "0x4 2x15", "idle": "0x20", "encoder.3": "0x4 9x15", "head": "0x4 4x15", "last": "0x4 1x15"}
+        for layer, values in layers.items() if more else ():
+            place.append(series("torch_grad_nonfinite_elements_total", values, layer=layer, kind="nan"))
         outcome = {"outcome": "stepped"} if group == "gradients" else {}
         others = [series(metric, "0x4 1x15", **outcome), series("torch_train_start_timestamp_seconds", "0x20")]
         others.append(series("torch_train_state", "1x20", state="training"))
@@ -79,7 +84,8 @@ def test_an_alerts_description_names_the_place(alert: str, group: str, metric: s
             "alert_rule_test": [{"eval_time": "8m", "alertname": alert, "exp_alerts": alerts}],
         })  # fmt: skip
     file = tmp_path / "test.yml"
-    whole = {"rule_files": [str(ALERTS / f"{group}.alerts.yml")], "evaluation_interval": "1m", "tests": tests}
+    files = [str(ALERTS / name) for name in ("ranks.rules.yml", f"{group}.alerts.yml")]
+    whole = {"rule_files": files, "evaluation_interval": "1m", "tests": tests}
     file.write_text(yaml.safe_dump(whole), encoding="utf-8")
     done = subprocess.run([find("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -35,7 +35,11 @@ _SENTENCES = {
     "reduction": "{kind} came to {layer} with the reduction over ranks",
 }
 
-# The end of an alert's description: the last places of a run, as a template of Prometheus.
+# Ends of an alert's description, as templates of Prometheus: the layers with most such elements; the last places of a run.
+LAYERS = (
+    '{{ with query (printf "topk(3, sum by (layer) (run_layer:torch_grad_nonfinite_elements:increase5m{run=%q}) > 0)" '
+    "$labels.run) }} Affected layers:{{ range $i, $row := . }}{{ if $i }},{{ end }} {{ $row.Labels.layer }}{{ end }}.{{ end }}"
+)
 ANNOTATION = (
     '{{ range query (printf "topk(3, torch_nonfinite_origin_step{run=%q})" $labels.run) }} nan_origin has found '
     "{{ .Labels.layer }} ({{ .Labels.pass }}, {{ .Labels.kind }}) at step {{ .Value }}.{{ end }}"
@@ -122,8 +126,7 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
         summary="Gradients of run {{ $labels.run }} are NaN or infinite.",
         description=(
             "In the last minutes the optimizer took a step on gradients that are NaN or infinite, or most steps "
-            "were skipped because of such gradients. Affected layers: "
-            "run_layer:torch_grad_nonfinite_elements:increase5m." + ANNOTATION
+            "were skipped because of such gradients." + LAYERS + ANNOTATION
         ),
     ),
     remembers={
