@@ -21,6 +21,9 @@ from torch_grad_exporter.rules.declaration import Alert, Finding, rule
 
 # LayerDead with severity "info".
 HALF_DEAD = 0.5
+DEAD_UNITS = (
+    "For 30 minutes, {{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in all recent samples."
+)
 
 
 @rule(
@@ -103,10 +106,7 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         """,
         for_="30m",
         summary="Layer {{ $labels.layer }} of run {{ $labels.run }} is dead.",
-        description=(
-            "For 30 minutes, {{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in "
-            "all recent samples."
-        ),
+        description=DEAD_UNITS,
     ),
     Alert(
         "info",
@@ -117,10 +117,7 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         """,
         for_="30m",
         summary="Half of layer {{ $labels.layer }} of run {{ $labels.run }} is dead.",
-        description=(
-            "For 30 minutes, {{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in "
-            "all recent samples."
-        ),
+        description=DEAD_UNITS,
     ),
     by_samples=True,
     needs=(GRAD_DEAD_RATIO,),
