@@ -108,9 +108,11 @@ class StepReadings:
         self._detection.trusts_backwards |= untouched
         return untouched
 
-    def _read_early(self, current: ArmedRound, positions: list[int]) -> None:
-        if not self._reader.read_early(current, positions):
+    def _read_early(self, current: ArmedRound, positions: list[int]) -> bool:
+        read = self._reader.read_early(current, positions)
+        if not read:
             self._rounds.withdraw(Lost.FAILED)
+        return read
 
     def _read(self, seen: StepView) -> None:
         """Read what the optimizer is about to use, where no backward is seen."""
@@ -121,8 +123,7 @@ class StepReadings:
         self._forwards.look_for_ranks()
         if not current.captured:
             current.table = self._index.refresh()
-        self._read_early(current, self._reader.positions_of(current.table, seen.optimizer))
-        if not current.sampled:
+        if not self._read_early(current, self._reader.positions_of(current.table, seen.optimizer)):
             return
         current.fired |= current.early_fired
         if current.fired:
