@@ -13,7 +13,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,29 +83,23 @@ class WebSettings:
 
 
 class WatchedFiles:
-    """Reads files, and knows which of them have changed since. `paths`: others to watch, from now on."""
+    """Reads files, and knows which of all that were ever read have changed since the last `begin`."""
 
-    def __init__(self, paths: Iterable[str] = ()) -> None:
-        self._stamps = {path: _stamp(path) for path in paths}
-        self._read: set[str] = set()
+    def __init__(self) -> None:
+        self._stamps: dict[str, _Stamp] = {}
+
+    def begin(self) -> None:
+        """Take the present state of all files as the one that is read next, whether or not that succeeds."""
+        self._stamps = {path: _stamp(path) for path in self._stamps}
 
     def read(self, path: str) -> bytes:
         """Return the content of a file. Raises OSError."""
-        self._read.add(path)
         self._stamps[path] = _stamp(path)  # before it is read: a change meanwhile is then another change
         return Path(path).read_bytes()
 
     def changed(self) -> bool:
         """Return whether any file has changed."""
         return any(_stamp(path) != stamp for path, stamp in self._stamps.items())
-
-    def next(self) -> WatchedFiles:
-        """Return the files to load next, which watches all of these until `forget_unread`."""
-        return WatchedFiles(self._stamps)
-
-    def forget_unread(self) -> None:
-        """Watch only the files that were read here."""
-        self._stamps = {path: self._stamps[path] for path in self._read}
 
 
 def _stamp(path: str) -> _Stamp:
@@ -178,11 +172,8 @@ class WebConfigFile:
         except ImportError as error:
             needs = "a web configuration needs PyYAML, msgspec and bcrypt"
             raise ValueError(f"{self.path}: {needs}, and {error.name} is missing; pip install pyyaml msgspec bcrypt") from None
-        # If this fails, the files of before stay watched, and with them those that the new state names.
-        self._files = self._files.next()
-        settings = web_yaml.parse(self.path, self._files)
-        self._files.forget_unread()
-        return settings
+        self._files.begin()
+        return web_yaml.parse(self.path, self._files)
 
 
 def _refuse_weaker(path: str, old: WebSettings, new: WebSettings) -> None:
