@@ -64,7 +64,7 @@ scrape_configs:
 def test_prometheus_stores_what_was_served(tmp_path: Path) -> None:
     """Every sample arrives with its exact value and labels, none is renamed to exported_*, and the metadata is right."""
     errors = ErrorLog(())
-    content = SimpleNamespace(scrape=lambda: FAMILIES)
+    content = SimpleNamespace(scrape=lambda: FAMILIES, ended=False, scraped=lambda by, saw_end: None)
     server = MetricsServer(content, Renderer({"run": "r1", "rank": "0"}), errors, addr="127.0.0.1", ports=(0,))
     with contextlib.closing(server), running(tmp_path, CONFIGURATION.format(port=server.port)) as real:
         assert eventually(lambda: real.value("sum(up)") == 2)
