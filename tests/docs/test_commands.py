@@ -13,10 +13,14 @@ import torch
 import yaml
 
 from tests.support.pages import blocks
-from tests.support.tools import REPOSITORY
+from tests.support.real_alertmanager import Alertmanager
+from tests.support.real_prometheus import Prometheus
+from tests.support.servers import serving
+from tests.support.tools import REPOSITORY, find
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli import run
+from torch_grad_exporter.rules.catalogue import groups
 
 PAGES = [
     REPOSITORY / name
@@ -42,6 +46,30 @@ def test_every_command_is_accepted() -> None:
     assert {cli.parse(arguments).command for arguments in lines("torch-grad-exporter")} == {
         "demo", "assets", "plot", "check",
     }  # fmt: skip
+
+
+@pytest.mark.server
+def test_the_servers_start_without_docker(tmp_path: Path) -> None:
+    """Prometheus and Alertmanager start on the files of `assets` by the page's commands, and Prometheus loads all rules."""
+    assert cli.main(["assets", "--out", str(tmp_path / "monitoring")]) == 0
+    (text,) = (one for one in blocks(REPOSITORY / "docs" / "getting-started.md", "sh") if one.startswith("prometheus "))
+    commands = {
+        words[0]: words[1:] for words in map(shlex.split, text.replace("monitoring/", f"{tmp_path}/monitoring/").splitlines())
+    }
+    watched = find("prometheus-alertmanager")
+    at = "--web.listen-address=127.0.0.1:"
+    with (
+        # The program that `make tools` fetches finds its own templates from this folder only.
+        serving("alertmanager", lambda port: [watched, *commands["alertmanager"], f"{at}{port}"],
+                lambda port: Alertmanager(port).is_ready(), tmp_path, cwd=watched.parents[2]),
+        serving("prometheus", lambda port: [find("prometheus"), *commands["prometheus"], f"{at}{port}"],
+                lambda port: Prometheus(port).is_ready(), tmp_path) as port,
+    ):  # fmt: skip
+        loaded = Prometheus(port).get("/api/v1/rules")
+    assert isinstance(loaded, dict)
+    assert {rule["name"] for group in loaded["groups"] for rule in group["rules"] if rule["type"] == "alerting"} == {
+        rule.name for group in groups() for rule in group.rules
+    }
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["GitHub", "GitLab"])

@@ -71,4 +71,4 @@ def run_page(page: str, section: str = "", *, folder: Path, before: str = "") ->
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     printed = [json.loads(line) for line in done.stdout.splitlines()]
     for cell, text in zip(program, printed, strict=True):
-        assert not cell.printed or text.rstrip() == cell.printed.rstrip()
+        assert not cell.printed or text.rstrip() == cell.printed.rstrip(), f"{cell.code}\nprinted\n{text}"
