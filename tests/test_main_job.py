@@ -70,6 +70,6 @@ def test_prometheus_has_what_the_loop_computed(tmp_path: Path) -> None:
             assert real.value('torch_train_steps_total{optimizer="AdamW"}') == STEPS - 1
             assert real.value("torch_train_skipped_steps_total") == 1
             assert real.value("torch_train_backward_passes_total") == STEPS
-            assert real.value("torch_grad_clipped_steps_total") == clipped - 2 > 10  # a limit is known when it repeats
+            assert real.value("torch_grad_clipped_steps_total") == clipped > 10
             assert real.query('{__name__=~".+", exported_run=~".+"}') == []
             assert real.query('{__name__=~".+", exported_rank=~".+"}') == []

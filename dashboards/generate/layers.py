@@ -162,7 +162,10 @@ def _balance() -> Panel:
 def _clipping() -> Panel:
     samples = f"max by (run) ({rate(of_run('torch_grad_exporter_captures_total'))})"
     clipped = f"max by (run, optimizer) ({rate(of_run('torch_grad_clipped_steps_total'))})"
-    text = "Share of the sampled steps that were clipped, and the share of the norm that was left at the last one: 1 is all of it."
+    text = (
+        "Share of the sampled steps that were clipped, where that is known of all of them, and the share of the norm that was left "
+        "at the last one: 1 is all of it."
+    )
     panel = draw.lines(
         "Clipping", text, "percentunit",
         Query(f"clamp_max({clipped} / on (run) group_left () ({samples} > 0), 1)", "{{run}} {{optimizer}} steps clipped"),

@@ -97,6 +97,23 @@ def clip_of_one_optimizer_of_two(run: Run) -> None:
         torch.nn.utils.clip_grad_norm_([model.first.weight, model.second.weight], 0.01)
 
 
+@regime(options=[{}, {"exclude": ["second"]}])
+def clip_of_more_than_is_watched(run: Run, options: dict[str, list[str]]) -> None:
+    """A limit of more than what is watched is unknown: there is neither a coefficient nor a number of clipped steps."""
+    model = Perceptron()
+    optimizer, watched = sgd(model), {"first": model.first}
+    with run.watching(watched, optimizer, watched=model if options else watched, **options):
+        for step in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean() * 10)
+            if step:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            run.step(optimizer)
+            run.check()
+            run.shows(None if step else 0.0, "torch_grad_clipped_steps_total")
+            run.shows(None if step else 1.0, "torch_grad_clip_coefficient")
+
+
 @regime(set_to_none=[True, False])
 def accumulation_that_clips(run: Run, set_to_none: bool) -> None:
     """Clipping once, after the last of three backwards: the sample is the whole sum, unclipped."""
@@ -158,14 +175,14 @@ TOKENS = (113, 127, 97, 96, 128, 140, 101, 133)
 
 @regime()
 def divided_by_tokens(run: Run) -> None:
-    """A division that nothing reports: norms are those before it, no step counts as clipped, and there is no coefficient."""
+    """A division that nothing reports: norms are those before it; whether it was a clipping, and of how many steps, is absent."""
     model = Perceptron()
     for step in run.rounds(model, 17):
         run.backward(model(batch()).square().mean() * TOKENS[step % 8])
         divide(model, TOKENS[step % 8])
         if step:  # of the round before
             run.shows(None, "torch_grad_clip_coefficient")
-            run.shows(0.0, "torch_grad_clipped_steps_total")
+            run.shows(None, "torch_grad_clipped_steps_total")
 
 
 @regime()
@@ -206,7 +223,7 @@ def divided_by_tokens_and_the_norm_is_given(run: Run, limit: float) -> None:
             run.shows(pytest.approx(min(float(given), limit), rel=1e-4), "torch_grad_global_norm_after_clip")
             clipped = limit < math.inf
             run.shows(None if clipped else pytest.approx(1.0), "torch_grad_clip_coefficient")
-            run.shows(max(0.0, step - 1.0) if clipped else 0.0, "torch_grad_clipped_steps_total")
+            run.shows((step + 1.0 if step > 1 else None) if clipped else 0.0, "torch_grad_clipped_steps_total")
 
 
 @regime(told=["before the backward", "after the backward", "by a tensor"])

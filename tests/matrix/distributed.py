@@ -486,7 +486,7 @@ def fsdp_observed_norm(run: Run) -> None:
             run.step(optimizer)
             # The record of this rank knows its part alone.
             run.check(without=["torch_grad_global_norm", "torch_grad_clip"])
-            run.shows(max(0.0, step - 1.0), "torch_grad_clipped_steps_total")
+            run.shows(step + 1.0 if step > 1 else None, "torch_grad_clipped_steps_total")
             run.shows(float(whole), "torch_grad_global_norm")
 
 

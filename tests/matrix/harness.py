@@ -43,11 +43,14 @@ CUMULATIVE = (
 )  # fmt: skip
 """Metrics that depend on every sample so far, and so on those that were not seen."""
 
-UNSEEN = ("torch_train_backward_passes_total", "torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
-"""Metrics that are unknown where gradients are first read when the optimizer steps."""
-
-AFTER = UNSEEN[1:]
+AFTER = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
 """What a step makes of the gradients."""
+
+OF_THE_STEP = (*AFTER, "torch_grad_clipped_steps_total")
+"""Metrics that are unknown where it cannot be seen what the optimizer uses: whether that was clipped is unknown as well."""
+
+UNSEEN = ("torch_train_backward_passes_total", *OF_THE_STEP)
+"""Metrics that are unknown where gradients are first read when the optimizer steps."""
 
 EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3, "collectors": OFF}
 

@@ -364,6 +364,7 @@ def by_hand(run: Run) -> None:
     # by then two rungs have seen steps without a backward, twice each, and so `optimizer` is reached
     for _ in run.rounds(model, 8, optimizer, clear=False, since=5, without=[*UNSEEN, *CUMULATIVE]):
         written_by_hand(run, model, model(batch()).square().mean())
+    run.shows(None, "torch_grad_clipped_steps_total")
     run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
 
 

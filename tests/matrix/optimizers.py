@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.matrix.harness import AFTER, CUMULATIVE, UNSEEN, Run, regime
+from tests.matrix.harness import AFTER, CUMULATIVE, OF_THE_STEP, UNSEEN, Run, regime
 from tests.matrix.loops import written_by_hand
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import need
@@ -375,7 +375,7 @@ def gradients_by_hand(run: Run) -> None:
             step_by_hand(run, model)
             run.shows(step + 1.0, "torch_train_steps_total", optimizer="manual")
             if step >= 4:  # the exporter tries two other ways first, for two rounds each: totals lack those rounds
-                run.check(without=[*CUMULATIVE, "torch_train_backward_passes_total"], optional=AFTER)
+                run.check(without=[*CUMULATIVE, "torch_train_backward_passes_total"], optional=OF_THE_STEP)
 
 
 def step_by_hand(run: Run, model: torch.nn.Module) -> None:
@@ -493,7 +493,7 @@ def step_within(within: WithinBackward, kind: type[torch.optim.Optimizer]) -> No
     run, model = within.run, within.model
     for step in range(6):
         within.backward(model(batch()).square().mean())
-        run.check(optional=AFTER)
+        run.check(optional=OF_THE_STEP)
         run.shows(step + 1.0, "torch_train_steps_total", optimizer=kind.__name__)
         run.shows(0.0, "torch_train_skipped_steps_total")
 
@@ -520,7 +520,7 @@ def optimizers_within_the_backward_and_after(run: Run) -> None:
                 parameter.grad = None
             torch.nn.utils.clip_grad_norm_(model.second.parameters(), 0.1)
             run.step(optimizer, "SGD")
-            run.check(optional=AFTER)
+            run.check(optional=OF_THE_STEP)
 
 
 @regime()
@@ -544,7 +544,7 @@ def accumulation_with_steps_in_the_last_backward(run: Run) -> None:
             last = position % 2 == 1
             within.backward(model(batch()).square().mean(), last=last)
             if last:
-                run.check(optional=AFTER)
+                run.check(optional=OF_THE_STEP)
 
 
 # Switches of PyTorch

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from tests.matrix.harness import AFTER, CUMULATIVE, Run, regime
+from tests.matrix.harness import AFTER, CUMULATIVE, OF_THE_STEP, Run, regime
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import clip_grads_with_norm_, get_total_norm
 
@@ -531,15 +531,15 @@ def with_master_weights(run: Run, clip: float, *, told: bool) -> Iterator[None]:
 def master_weights(run: Run, told: bool) -> None:
     """The model's gradients are shown and the masters' steps are counted, with `exporter.step()` and without."""
     for _ in with_master_weights(run, math.inf, told=told):
-        run.check(optional=AFTER)
+        run.check(optional=OF_THE_STEP)
 
 
 @regime(told=[True, False])
 def master_weights_that_are_clipped(run: Run, told: bool) -> None:
     """The masters' clipping cannot be seen in the model's gradients: its factor is absent, and never 1."""
     for _ in with_master_weights(run, 0.01, told=told):
-        run.check(without=AFTER)
-        for metric in AFTER:
+        run.check(without=OF_THE_STEP)
+        for metric in OF_THE_STEP:
             run.shows(None, metric)
 
 

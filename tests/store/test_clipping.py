@@ -13,7 +13,7 @@ from tests.support.tools import eventually
 
 
 class Shown(NamedTuple):
-    """What a scrape shows of the last sample of an optimizer. `clipped`: of all steps so far."""
+    """What a scrape shows of the last sample of an optimizer. `clipped`: of all steps so far, None while that is unknown."""
 
     norm: float | None
     coefficient: float | None
@@ -48,7 +48,10 @@ def norms(number: int, seed: int = 0) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 1e-20])
 def test_a_limit_is_known_when_it_repeats(size: float) -> None:
-    """Clipped samples have a coefficient once two others came out at the same norm; untouched ones have 1 at once."""
+    """Clipped samples have a coefficient once two others came out at the same norm, and then these count as well.
+
+    Untouched ones have a coefficient of 1 at once.
+    """
     short = 0
     with Training() as training:
         for norm in (number * size for number in norms(15)):
@@ -58,20 +61,30 @@ def test_a_limit_is_known_when_it_repeats(size: float) -> None:
             coefficient = None if limited and short <= 2 else min(1.0, 0.9 * size / norm)
             assert found.coefficient == (coefficient and pytest.approx(coefficient))
             assert (found.norm, found.after) == (pytest.approx(norm), pytest.approx(min(norm, 0.9 * size)))
-            assert found.clipped == max(0, short - 2)
+            assert found.clipped == (None if 0 < short < 3 else short)
     assert short > 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("divisors", ["varying", "constant with equal gradients"])
 def test_a_division_is_not_clipping(divisors: str) -> None:
-    """Gradients divided by a number of tokens have no coefficient; the norm that the optimizer sees is shown all the same."""
+    """Gradients divided by a number of tokens have neither a coefficient nor clipped steps; the norm after it is shown."""
     generator = random.Random(1)
     with Training() as training:
         for norm in norms(12):
             divisor = generator.randint(100, 5000) | 1 if divisors == "varying" else 113
             whole = 2.0 if "equal" in divisors else norm
-            assert edited(training, whole, 1 / divisor) == (pytest.approx(whole), None, pytest.approx(whole / divisor), 0)
+            assert edited(training, whole, 1 / divisor) == (pytest.approx(whole), None, pytest.approx(whole / divisor), None)
+
+
+@pytest.mark.parametrize("divisions", [0, 1, 20])
+def test_what_stays_unknown_stays_absent(divisions: int) -> None:
+    """A limit that repeats does not say what an earlier division was: the number of clipped steps stays unknown."""
+    with Training() as training:
+        for norm in norms(divisions):
+            edited(training, norm, 0.5)
+        counted = [edited(training, norm, 0.1 / norm).clipped for norm in norms(20)]
+    assert counted == ([None] * 20 if divisions else [None, None, *range(3, 21)])
 
 
 # Different factors

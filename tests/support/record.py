@@ -34,7 +34,7 @@ COUNTERS_OF_A_LAYER = (
     "torch_grad_nonfinite_elements_total", "torch_grad_norm_distribution_count",
 )  # fmt: skip
 
-SURPLUS = (*GAUGES_OF_A_LAYER, "torch_grad_clip_coefficient")
+SURPLUS = (*GAUGES_OF_A_LAYER, "torch_grad_clip_coefficient", "torch_grad_clipped_steps_total")
 """What may be shown only where it is recorded."""
 
 OF_A_WHOLE_LAYER = ("torch_grad_max_magnitude", "torch_grad_norm_recent_max", "torch_grad_norm_distribution")
@@ -208,7 +208,7 @@ class _Layer:
 
 @dataclass
 class _Optimizer:
-    """What was seen of one optimizer."""
+    """What was seen of one optimizer. `undecided`: samples that were clipped or divided."""
 
     owned: Callable[[], set[int]]
     steps: int = 0
@@ -216,6 +216,7 @@ class _Optimizer:
     after: float | None = None
     coefficient: float | None = None
     clipped: int = 0
+    undecided: set[int] = field(default_factory=set)
     nonfinite: dict[str, int] = field(default_factory=lambda: {"stepped": 0, "skipped": 0, "unknown": 0})
     norms: list[float] = field(default_factory=list)
 
@@ -253,7 +254,8 @@ class Recorder:
         self.skips = 0
         self.unscale = 1.0
         self.told = False
-        self._shortened: dict[frozenset[str], list[tuple[float, float]]] = {}
+        self._judged = 0
+        self._shortened: dict[frozenset[str], list[tuple[int, float, float]]] = {}
         self.stages = False
         self._dead_window = dead_window
         self._moments = moments
@@ -381,9 +383,10 @@ class Recorder:
         """Says of each optimizer that stepped by what its gradients were clipped, as far as norms can tell.
 
         Factors that differ, or some gradient that is as it was, are a clipping. A factor that all have in common is one if the norm
-        that comes out, of the optimizer or of all that were cut alike, has come out twice before of other factors; else it may be
-        a division.
+        that comes out, of the optimizer or of all that were cut alike, has come out twice before of other factors, and then these
+        were clipped, too; else it may be a division.
         """
+        self._judged += 1
         alike: dict[str, tuple[float, float]] = {}
         for name, after in self._after.items():
             one, owned = self.optimizers[name], self.optimizers[name].owned()
@@ -398,23 +401,29 @@ class Recorder:
                 one.clipped += max(factors) <= 1 + 1e-6
             elif self.told and one.coefficient <= 1:
                 one.clipped += one.coefficient < 1 - 4e-3
-            elif one.coefficient < 1 and self._comes_again(frozenset({name}), seen, one.coefficient):
-                one.clipped += 1
-            else:
-                alike |= {name: (seen, one.coefficient)} if one.coefficient < 1 else {}
+            elif one.coefficient >= 1:
                 one.coefficient = None
+            else:
+                one.undecided.add(self._judged)
+                if not self._comes_again(frozenset({name}), seen, one.coefficient):
+                    alike[name] = seen, one.coefficient
+                    one.coefficient = None
         together = math.hypot(*(seen for seen, _ in alike.values()))
         factors = [factor for _, factor in alike.values()]
         if len(alike) > 1 and max(factors) < 1.004 * min(factors) and self._comes_again(frozenset(alike), together, factors[0]):
             for name, (_, factor) in alike.items():
                 self.optimizers[name].coefficient = factor
-                self.optimizers[name].clipped += 1
 
     def _comes_again(self, names: frozenset[str], seen: float, factor: float) -> bool:
         before = self._shortened.setdefault(names, [])
-        equal = [other for one, other in before[-16:] if math.isclose(one, seen, rel_tol=1e-4)]
-        before.append((seen, factor))
-        return len(equal) >= 2 and sum(not math.isclose(other, factor, rel_tol=1e-4) for other in equal) >= 2
+        equal = {number: other for number, one, other in before[-16:] if math.isclose(one, seen, rel_tol=1e-4)}
+        before.append((self._judged, seen, factor))
+        known = len(equal) >= 2 and sum(not math.isclose(other, factor, rel_tol=1e-4) for other in equal.values()) >= 2
+        for name in names if known else ():
+            one = self.optimizers[name]
+            one.clipped += len(one.undecided & {*equal, self._judged})
+            one.undecided -= {*equal, self._judged}
+        return known
 
     # After the loop
 
@@ -574,7 +583,8 @@ def _close(one: Key, shown: float, value: float, scale: float, rel: float) -> bo
 
 
 def _of_optimizer(name: str, one: _Optimizer) -> Iterator[tuple[Key, float]]:
-    yield key("torch_grad_clipped_steps_total", optimizer=name), one.clipped
+    if not one.undecided:
+        yield key("torch_grad_clipped_steps_total", optimizer=name), one.clipped
     for outcome, count in one.nonfinite.items():
         yield key("torch_grad_nonfinite_steps_total", optimizer=name, outcome=outcome), count
     if not one.norms:

@@ -173,7 +173,7 @@ class Heard(Recorder):
         """What a scrape says of clipping that is not so. `by_limit`: it is by the global norm, so that it becomes known.
 
         A limit is known by the norms that come out of it, so that it is unknown at first: then there is no coefficient, and no
-        step is counted.
+        number of clipped steps.
         """
         wrong = []
         for name, steps in self.steps.items():
@@ -186,7 +186,10 @@ class Heard(Recorder):
             shown, right = scrape.get(key("torch_grad_clip_coefficient", optimizer=shown_as)), step.after / step.whole
             if not (unknown or not by_limit if shown is None else abs(shown - right) <= 1e-2 * right):
                 wrong.append(f"torch_grad_clip_coefficient of {name}: shown {shown}, recorded {right}")
-            counted, clipped = scrape[key("torch_grad_clipped_steps_total", optimizer=shown_as)], sum(one.clipped for one in steps)
-            if not (clipped - KNOWN_AFTER if by_limit else 0) <= counted <= clipped:
+            counted, clipped = (
+                scrape.get(key("torch_grad_clipped_steps_total", optimizer=shown_as)),
+                sum(one.clipped for one in steps),
+            )
+            if counted is not None and not (clipped - KNOWN_AFTER if by_limit else 0) <= counted <= clipped:
                 wrong.append(f"torch_grad_clipped_steps_total of {name}: shown {counted}, recorded {clipped}")
         return wrong

@@ -31,7 +31,9 @@ GRAD_CLIP_COEFFICIENT = CLIPPING.gauge(
     "optimizer",
 )
 GRAD_CLIPPED_STEPS = CLIPPING.counter(
-    "torch_grad_clipped_steps_total", "Steps whose gradients were clipped, over sampled steps.", "optimizer"
+    "torch_grad_clipped_steps_total",
+    "Steps whose gradients were clipped, over sampled steps; absent while that is unknown of any.",
+    "optimizer",
 )
 GRAD_CLIP_THRESHOLD = CLIPPING.gauge(
     "torch_grad_clip_threshold",
@@ -117,8 +119,8 @@ def clip_families(totals: Records, rows: LabelRows, whole: BoolArray) -> Iterato
     """Yield what the optimizers saw of their gradients. `whole`: the optimizers whose whole gradients this rank has."""
     yield Family(GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, totals["after_known"] & whole)
     yield Family(GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, totals["clip_known"] & whole)
-    # A rank with a part of the gradients cannot know a limit from its own norms.
-    yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows, whole | (totals["clipped"] > 0))
+    # A rank with a part of the gradients does not know what was clipped of the others.
+    yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows, ~totals["undecided"] & (whole | (totals["clipped"] > 0)))
 
 
 class ClipFamilies:

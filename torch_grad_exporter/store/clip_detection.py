@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,11 +21,12 @@ COARSE_MATCHES, COARSE_SPREAD = 8, 5e-3  # in bfloat16 norms come close by chanc
 
 @dataclass(frozen=True, slots=True)
 class ClipVerdict:
-    """Judgement for one optimizer: the clip coefficient and the norm that it saw, None if unknown."""
+    """Judgement for one optimizer: the clip coefficient, the norm that it saw, and whether it was clipped; None if unknown."""
 
     coefficient: float | None
     after: float | None = None
-    clipped: bool = False
+    clipped: bool | None = False
+    earlier: frozenset[int] = frozenset()  # samples that came out at the same limit, so that they were clipped as well
 
 
 class Edit:
@@ -64,12 +65,12 @@ class ClipDetection:
             part: Whether this rank has only a part of the gradients.
         """
         clippings = {o: self._judge(sample, o, edit, norm, divided=divided, part=part) for o, edit in edits.items()}
-        unknown = [o for o, clip in clippings.items() if clip == ClipVerdict(None, edits[o].seen) and edits[o].shorter]
+        unknown = [o for o, clip in clippings.items() if clip.clipped is None]
         if len(unknown) > 1 and not part:  # they may be clipped together
             ratios, seen = [edits[o].ratio for o in unknown], math.hypot(*(edits[o].seen for o in unknown))
             coarse, alike = any(edits[o].coarse for o in unknown), max(ratios) - min(ratios) <= AGREE * max(ratios)
-            if alike and self._repeats(sample, frozenset(unknown), seen, ratios[0], coarse=coarse):
-                clippings |= {o: ClipVerdict(edits[o].ratio, edits[o].seen, clipped=True) for o in unknown}
+            if alike and (earlier := self._repeats(sample, frozenset(unknown), seen, ratios[0], coarse=coarse)):
+                clippings |= {o: ClipVerdict(edits[o].ratio, edits[o].seen, clipped=True, earlier=earlier) for o in unknown}
         return clippings
 
     def _judge(self, sample: int, optimizer: int, edit: Edit, norm: float | None, *, divided: bool, part: bool) -> ClipVerdict:
@@ -82,27 +83,28 @@ class ClipDetection:
             return ClipVerdict(ratio, seen, clipped=shorter and not edit.untouched)
         whole, given = (norm, None) if part else (edit.whole, norm)
         if not edit.shorter or whole is None:
-            return ClipVerdict(None, seen)
+            return ClipVerdict(None, seen, clipped=None if edit.shorter else False)
         if given is not None and math.isclose(given, whole, rel_tol=AGREE):
             return ClipVerdict(ratio, seen, clipped=True)
         if given is not None and math.isclose(given, seen, rel_tol=REPEATS):
             return ClipVerdict(seen / given, seen)  # the norm was taken after a division, and nothing was clipped
-        limit = self._repeats(sample, frozenset({optimizer}), ratio * whole, ratio, coarse=edit.coarse)
+        earlier = self._repeats(sample, frozenset({optimizer}), ratio * whole, ratio, coarse=edit.coarse)
         # Another given norm shows that there was a division as well, by an unknown divisor.
-        return ClipVerdict(ratio if limit and given is None else None, seen, clipped=limit)
+        return ClipVerdict(ratio if earlier and given is None else None, seen, bool(earlier) or None, earlier)
 
-    def _repeats(self, sample: int, optimizers: frozenset[int], norm: float, factor: float, *, coarse: bool) -> bool:
-        """Return whether the norm after a common factor repeats earlier ones, and not only because the gradients do."""
+    def _repeats(self, sample: int, optimizers: frozenset[int], norm: float, factor: float, *, coarse: bool) -> frozenset[int]:
+        """Return the samples whose norm after a common factor this one repeats; none if only because the gradients do."""
         memory = self._limits.setdefault(optimizers, {})
         memory.pop(sample, None)
-        earlier, memory[sample] = [*memory.values()], (norm, factor, coarse)
+        earlier, memory[sample] = dict(memory), (norm, factor, coarse)
         if len(memory) > REMEMBERED:
             del memory[next(iter(memory))]
-        coarse |= any(was_coarse for _, _, was_coarse in earlier)  # a power of two is exact in any type
-        near = [(n, f) for n, f, _ in earlier if coarse or math.isclose(n, norm, rel_tol=REPEATS)]
-        differ = sum(not math.isclose(f, factor, rel_tol=2 * AGREE if coarse else REPEATS) for _, f in near)
-        spread = float(np.std(np.log([norm, *(n for n, _ in near)]))) if coarse else 0.0
-        return len(near) >= (COARSE_MATCHES if coarse else MATCHES) and differ >= MATCHES and spread <= COARSE_SPREAD
+        coarse |= any(was_coarse for _, _, was_coarse in earlier.values())  # a power of two is exact in any type
+        near = {i: (n, f) for i, (n, f, _) in earlier.items() if coarse or math.isclose(n, norm, rel_tol=REPEATS)}
+        differ = sum(not math.isclose(f, factor, rel_tol=2 * AGREE if coarse else REPEATS) for _, f in near.values())
+        spread = float(np.std(np.log([norm, *(n for n, _ in near.values())]))) if coarse else 0.0
+        known = len(near) >= (COARSE_MATCHES if coarse else MATCHES) and differ >= MATCHES and spread <= COARSE_SPREAD
+        return frozenset(near) if known else frozenset()
 
 
 def with_ours(
@@ -129,8 +131,8 @@ def with_ours(
             coefficient, was_clipped = loop.coefficient, loop.clipped
             if 0 < ours.whole < math.inf and math.isfinite(ours.seen):
                 coefficient = ours.ratio if coefficient is None else coefficient * ours.ratio
-                was_clipped |= ours.least < 1 - UNTOUCHED
-            clippings[optimizer] = ClipVerdict(coefficient, ours.seen, was_clipped)
+                was_clipped = ours.least < 1 - UNTOUCHED or was_clipped
+            clippings[optimizer] = replace(loop, coefficient=coefficient, after=ours.seen, clipped=was_clipped)
         elif loop is not None and loop.coefficient is not None:  # within a closure the two cannot be distinguished
             edited[:, mine] = norms[mine], after[mine]
     return edited

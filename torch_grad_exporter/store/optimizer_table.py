@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -11,22 +12,25 @@ from torch_grad_exporter.metrics.buckets import HALF_DECADES
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.baselines import Baseline
+from torch_grad_exporter.store.clip_detection import REMEMBERED, ClipVerdict
 from torch_grad_exporter.store.cursors import Cursor, entered
 from torch_grad_exporter.store.histograms import Counts, NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import UNOWNED, Outcome
 
+NEVER = 0  # stands for samples that stay undecided
 OBSERVED = -2  # stands for an optimizer: that of norms that the user computed before clipping and gave to `observe(grad_norm=)`
 
 # The values over all parameters of one optimizer.
 #   seen: there was a sample; sized: its loss scale is known
+#   undecided: of some sample it is unknown whether it was clipped
 OPTIMIZER = np.dtype(
     [(name, np.float64) for name in (
         "norm", "after_clip", "coefficient", "sample_step", "spikes", "clipped", "bucket_sum",
         *(f"nonfinite_{outcome.value}" for outcome in Outcome),
     )]
     + [("buckets", np.float64, (len(HALF_DECADES) + 1,))]
-    + [(name, np.bool_) for name in ("seen", "sized", "clip_known", "after_known")]
+    + [(name, np.bool_) for name in ("seen", "sized", "clip_known", "after_known", "undecided")]
 )  # fmt: skip
 OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")  # what an observed norm is the source of
 
@@ -38,6 +42,7 @@ class OptimizerTable:
         self._cursors = cursors
         self.rows = NormRows(np.zeros(1, dtype=OPTIMIZER), HALF_DECADES, exponential=exponential)
         self._row_of: dict[int, int] = {}
+        self._undecided: defaultdict[int, set[int]] = defaultdict(set)  # by row, samples that may have been clipped
         self._baselines: list[Baseline] = []
         self._open = False  # the last observed norm was not finite, and the outcome of its step is unknown yet
 
@@ -62,10 +67,28 @@ class OptimizerTable:
                 values["coefficient"] = coefficient
             if after is not None:
                 values["after_clip"] = after
+            nonfinite = counted.sample.nonfinite(mine)
             if optimizer in counted.new:
-                values["clipped"] += clip is not None and clip.clipped and outcome is not Outcome.UNKNOWN
-                values[f"nonfinite_{outcome.value}"] += counted.sample.nonfinite(mine)
+                values[f"nonfinite_{outcome.value}"] += nonfinite
+            clip = clip or (ClipVerdict(None) if nonfinite else None)  # such gradients are not clipped, whatever is left of them
+            # Where nothing reports steps, the outcome of each is unknown.
+            if outcome is Outcome.STEPPED or (outcome is Outcome.UNKNOWN and optimizer == UNOWNED):
+                self._count_clipped(row, counted.number, clip, new=optimizer in counted.new)
             self._enter(row, norm, math.nan if after is None else after, fresh=optimizer in counted.newly_sized)
+
+    def _count_clipped(self, row: int, sample: int, clip: ClipVerdict | None, *, new: bool) -> None:
+        """Count a sample if it was clipped, and earlier ones of which that is known now. `clip`: None if nothing is known."""
+        undecided, values = self._undecided[row], self.rows.values[row : row + 1]
+        new |= sample in undecided  # it was judged before its round was over
+        undecided.discard(sample)
+        clipped = None if clip is None else clip.clipped
+        if clip is not None:
+            values["clipped"] += len(clip.earlier & undecided)
+            undecided -= clip.earlier
+        if new and clipped is None:  # so many cannot all be remembered, and one that is not is never decided
+            undecided.add(sample if len(undecided) <= REMEMBERED else NEVER)
+        values["clipped"] += new and bool(clipped)
+        values["undecided"] = bool(undecided)
 
     def observe(self, norm: float, step: int | None = None) -> None:
         """Take an observed norm of a step; it becomes the source of norms, as far as it is known whose it is."""

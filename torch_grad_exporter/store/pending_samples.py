@@ -27,6 +27,7 @@ UNREPORTED = 8  # samples after the last one with a divisor, up to which one wit
 class CountedSample:
     """A sample with its outcome, as the tables count it. It may come again when more optimizers have stepped."""
 
+    number: int  # of the sample, the first is 1
     sample: Sample
     ended: RoundEnded
     owners: IntArray  # as in `SampleRead`, with what is known of them at the end of the round
@@ -154,12 +155,13 @@ class PendingSamples:
         scale_is_known = sample.unscaled or sample.read.scale_known or stepped
         if not (complete and divisor_is_known and scale_is_known):
             sample = sample.without_sizes()
-            clippings = {o: ClipVerdict(None, clipped=clip.clipped) for o, clip in clippings.items()}
+            # Of these only what is certainly a clipping counts as one, and the others as none.
+            clippings = {o: ClipVerdict(None, clipped=bool(clip.clipped), earlier=clip.earlier) for o, clip in clippings.items()}
         shown = ended.stepped | left_out
         new, newly_sized = shown - self._counted, shown - self._sized
         self._counted |= shown
         self._sized |= shown if sample.sized else frozenset()
-        return CountedSample(sample, ended, owners, shown, left_out, new, newly_sized, clippings, edited)
+        return CountedSample(self.samples, sample, ended, owners, shown, left_out, new, newly_sized, clippings, edited)
 
     def _divide(self, sample: Sample, ended: RoundEnded) -> tuple[bool, bool]:
         """Divide by what the loop has reported; return whether it has, and whether no divisor is left.
