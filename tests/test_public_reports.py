@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import batch, sgd
@@ -307,3 +309,130 @@ def test_a_reading_that_fails(failing: int, by_hand: bool) -> None:
         assert lost(exporter)["failed"] == 1
         captures = [value(exporter, "torch_grad_captures_total", layer=layer) for layer in ("0", "2")]
         assert captures == ([9, 10] if by_hand else [11, 11])  # by hand the first round is absent, and of the second "a"
+
+
+class Searched(torch.nn.Module):
+    """A model with an architecture parameter that mixes two layers, as in DARTS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.alpha = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4), torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.alpha.softmax(0)
+        return share[0] * self.left(x) + share[1] * self.right(x).tanh()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_by_hand_beside_a_backward(in_place: bool) -> None:
+    """Second-order DARTS: a gradient that the loop writes is not that of the backward before; it has no norm."""
+    torch.manual_seed(0)
+    model = Searched()
+    weights = {name: parameter for name, parameter in model.named_parameters() if name != "alpha"}
+    optimizers = {"SGD": torch.optim.SGD(weights.values(), lr=0.05), "Adam": torch.optim.Adam([model.alpha], lr=0.01)}
+    with start_exporter(model, port=None, every=1, optimizers=optimizers) as exporter:
+        for step in range(12):
+            train, validation = batch(), batch()
+            inner = torch.autograd.grad(model(train).square().mean(), weights.values(), create_graph=True)
+            after = {name: parameter - 0.05 * g for (name, parameter), g in zip(weights.items(), inner, strict=True)}
+            outer = torch.func.functional_call(model, after, (validation,)).square().mean()
+            (gradient,) = torch.autograd.grad(outer, [model.alpha])
+            if in_place and step:
+                model.alpha.grad.data.copy_(gradient)
+            else:
+                model.alpha.grad = gradient
+            optimizers["Adam"].step()
+            assert value(exporter, "torch_grad_global_norm", optimizer="Adam") is None
+            assert value(exporter, "torch_grad_norm", layer="alpha") is None
+            optimizers["SGD"].zero_grad()
+            model(train).square().mean().backward()
+            whole = norm(parameter.grad.double() for parameter in weights.values())
+            optimizers["SGD"].step()
+        model(batch())  # no other optimizer steps on this backward
+        assert value(exporter, "torch_grad_global_norm", optimizer="SGD") == pytest.approx(whole, rel=1e-5)
+        assert value(exporter, "torch_train_steps_total", optimizer="Adam") == 12
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 12
+        assert value(exporter, "torch_train_skipped_steps_total") == 0
+
+
+class Packed(torch.Tensor):
+    """A weight that keeps its elements in another tensor, and knows few operations, as those of quantised layers do."""
+
+    elements: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Packed], elements: torch.Tensor) -> Packed:  # noqa: PYI034 - PyTorch's own makes it
+        """Return a tensor of the same shape that has no memory of its own."""
+        packed = torch.Tensor._make_wrapper_subclass(cls, elements.shape, dtype=elements.dtype)
+        packed.elements = elements
+        return packed
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: torch._ops.OpOverload,
+        _types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run an operation on the elements."""
+        name = func.overloadpacket.__name__
+        if name not in ("detach", "alias", "view", "t", "addmm", "mm", "add_"):
+            raise NotImplementedError(f"{name} of packed elements")
+        arguments, named = tree_map_only(Packed, operator.attrgetter("elements"), (args, kwargs or {}))
+        result = func(*arguments, **named)
+        return args[0] if name == "add_" else result if name in ("addmm", "mm") else cls(result)
+
+
+class Marked(torch.Tensor):
+    """A weight whose class is its own, as those of files of weights have it."""
+
+
+class Unread(torch.Tensor):
+    """A weight whose class refuses whatever a training does not need."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run an operation, or refuse it."""
+        if func.__name__ in ("clone", "linalg_vector_norm", "view_as", "numpy"):
+            raise NotImplementedError(f"{func.__name__} of this class")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+KINDS = {"packed": Packed, "marked": lambda weight: weight.as_subclass(Marked), "unread": lambda weight: weight.as_subclass(Unread)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_a_class_of_its_own(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A layer whose weight cannot be measured has no norm of its weights, and is named once; all else is as without it."""
+
+    def train(*, watched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+        model[1].weight = torch.nn.Parameter(KINDS[kind](model[1].weight.detach()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+        exporter = start_exporter(model, port=None, every=1, weights=True) if watched else None
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            squares = {layer: norm(p.grad.double() for p in part.parameters()) for layer, part in model.named_children()}
+            optimizer.step()
+        if exporter is not None:
+            for layer, expected in squares.items():
+                assert value(exporter, "torch_grad_norm", layer=layer) == pytest.approx(expected, rel=1e-5)
+                if layer != "1":
+                    weights = norm(p.detach().double() for p in model[int(layer)].parameters())
+                    assert value(exporter, "torch_weight_norm", layer=layer) == pytest.approx(weights, rel=1e-5)
+            assert (value(exporter, "torch_weight_norm", layer="1") is None) == (kind != "marked")
+            assert errors(exporter) == {}
+            exporter.close()
+        return [getattr(p, "elements", p).detach().as_subclass(torch.Tensor).clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, train(watched=True), train(watched=False)))
+    assert caplog.text.count("layer 1 is left out") == (kind != "marked")

@@ -107,6 +107,7 @@ class ForwardHooks:
         # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
         again = graph_task() != -1
         if torch.is_grad_enabled() and not again:
+            self._rounds.forward_began()
             self._prepare(module, args, kwargs)
         if torch.is_grad_enabled() and module.training:
             if not again:

@@ -84,6 +84,14 @@ class RoundTracker:
         repeats = self.pattern.repeats(current.models, current.stepped, current.backwards)
         return next(iter(current.stepped)) if repeats else None
 
+    def forward_began(self) -> None:
+        """A forward with gradients begins after steps: an optimizer that steps later uses other gradients than were read.
+
+        Such as those that a loop writes itself, from second derivatives or `torch.func`.
+        """
+        if self.current.stepped and self.current.sample_is_open:
+            self._close(Outcome.STEPPED)
+
     # Backwards
 
     def backward_began(self, evidence: Callable[[], ClearingEvidence], *, within_step: bool) -> None:

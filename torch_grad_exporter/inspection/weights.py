@@ -6,6 +6,7 @@ model; over the samples every layer gets its turn.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
+from torch_grad_exporter.errors import caught, raised_by_handler, say
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
@@ -22,6 +24,8 @@ from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import magnitudes
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
+
+logger = logging.getLogger("torch_grad_exporter")
 
 # Layers, and elements of parameters, that a sample covers at most; one layer at least.
 LAYERS, ELEMENTS = 8, 1 << 24
@@ -51,6 +55,7 @@ class WeightProbe(Inspection):
         self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._next: dict[int, int] = {}
+        self._tried: dict[tuple[int, str], bool] = {}  # parameters that are no ordinary tensors: whether they can be measured
         # By optimizer: the positions of some parameters, and their copies from before its step.
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
 
@@ -74,12 +79,9 @@ class WeightProbe(Inspection):
         for device in dict.fromkeys(copy.device for _, _, copy in copies):
             begun = self._timer.begin((device,))
             here = [(i, local(parameter), copy) for i, parameter, copy in copies if copy.device == device]
-            norms = [
-                torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
-            ]
-            spread, rows = self._spread(table, [(position, now) for position, now, _ in here])
+            spread, rows = _measured(table, here)
             skipped = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
-            ticket = self._transfer.send(torch.cat([torch.stack(norms), *rows, *skipped]))
+            ticket = self._transfer.send(torch.cat([*rows, *skipped]))
             self._timer.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
@@ -90,18 +92,6 @@ class WeightProbe(Inspection):
         """Drop the copies; idempotent, from any thread."""
         self._copies = {}
 
-    def _spread(self, table: ParameterTable, here: list[tuple[int, torch.Tensor]]) -> tuple[IntArray, list[torch.Tensor]]:
-        """Measure the magnitudes of the parameters that this rank counts; return the position of each row, and the rows."""
-        owners: list[int] = []
-        rows: list[torch.Tensor] = []
-        counted = [(position, now, table.tracked[position].flat) for position, now in here if table.counts[position]]
-        # FSDP1's padding is not part of the model.
-        for batch in batches(table, ((position, now if flat is None else flat.of(now)) for position, now, flat in counted)):
-            measured = magnitudes(batch, wide(batch.tensors[0].device))
-            owners += batch.positions * (len(measured) // len(batch.positions))
-            rows.append(measured.reshape(-1))
-        return np.array(owners, dtype=np.int64), rows
-
     def _choose(self, table: ParameterTable, optimizer: int, owners: IntArray) -> list[int]:
         """Return the positions of the parameters of the next layers."""
         layers = np.unique(table.layer_of[owners == optimizer])
@@ -110,12 +100,57 @@ class WeightProbe(Inspection):
         for _ in range(min(LAYERS, len(layers))):
             place = self._next.get(optimizer, 0) % len(layers)
             members = np.flatnonzero((table.layer_of == layers[place]) & (owners == optimizer))
+            if not all(self._measurable(table, position) for position in members.tolist()):
+                self._next[optimizer] = place + 1
+                continue
             elements += int(table.elements[members].sum())
             if chosen and elements > ELEMENTS:
                 break
             chosen.extend(members.tolist())
             self._next[optimizer] = place + 1
         return chosen
+
+    def _measurable(self, table: ParameterTable, position: int) -> bool:
+        """Return whether a parameter can be measured; one that is no ordinary tensor, such as a quantised one, is tried once."""
+        tracked = table.tracked[position]
+        parameter, place = tracked.parameter(), (tracked.model, f"{tracked.layer}.{tracked.attribute}")
+        if parameter is None or type(parameter) is torch.nn.Parameter:
+            return True
+        if place not in self._tried:
+            failure = caught(_try, table, position, parameter)
+            if failure is not None and raised_by_handler(failure):
+                raise failure
+            self._tried[place] = failure is None
+            if failure is not None:
+                message = "weights: layer %s is left out, since its %s cannot be measured: %s: %s"
+                layer = table.layers[table.layer_of[position]]
+                say(logger, logging.WARNING, message, layer, tracked.attribute, type(failure).__name__, failure)
+        return self._tried[place]
+
+
+def _measured(table: ParameterTable, here: list[tuple[int, torch.Tensor, torch.Tensor]]) -> tuple[IntArray, list[torch.Tensor]]:
+    """Measure parameters of one device, each with its position and its copy from before the step.
+
+    Returns:
+        The position of each row of magnitudes, of the parameters that this rank counts; and the vectors: the norms, and these rows.
+    """
+    accumulate = wide(here[0][1].device)
+    norms = [torch.linalg.vector_norm(tensor, dtype=accumulate) for _, now, copy in here for tensor in (copy, now, now - copy)]
+    owners: list[int] = []
+    vectors = [torch.stack(norms)]
+    counted = [(position, now, table.tracked[position].flat) for position, now, _ in here if table.counts[position]]
+    # FSDP1's padding is not part of the model.
+    for batch in batches(table, ((position, now if flat is None else flat.of(now)) for position, now, flat in counted)):
+        measured = magnitudes(batch, accumulate)
+        owners += batch.positions * (len(measured) // len(batch.positions))
+        vectors.append(measured.reshape(-1))
+    return np.array(owners, dtype=np.int64), vectors
+
+
+def _try(table: ParameterTable, position: int, parameter: torch.Tensor) -> None:
+    """Measure a parameter as around a step, and drop the result."""
+    now = local(parameter)
+    torch.cat(_measured(table, [(position, now, now.clone())])[1])
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
