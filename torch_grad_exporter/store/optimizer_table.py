@@ -85,7 +85,7 @@ class OptimizerTable:
         if clip is not None:
             values["clipped"] += len(clip.earlier & undecided)
             undecided -= clip.earlier
-        if new and clipped is None:  # so many cannot all be remembered, and one that is not is never decided
+        if new and clipped is None:  # one that is remembered no longer is never decided
             undecided.add(sample if len(undecided) <= REMEMBERED else NEVER)
         values["clipped"] += new and bool(clipped)
         values["undecided"] = bool(undecided)
