@@ -411,6 +411,11 @@ class Exporter:
         """
         return self.watches(models) or self._stages.models.all_gone
 
+    def give_place(self) -> None:
+        """Close for another exporter, which is scraped in place of this one."""
+        self._ending.no_time = True
+        self.close()
+
     # The end
 
     def close(self) -> None:

@@ -20,14 +20,15 @@ class Ending:
         state: "finished" or "failed", None while the run goes on; the first end counts.
         error: The type of the exception that failed it; not its message, which may hold anything.
         hurried: Whether the end must be quick: a user at the keyboard waits, or a launcher, for which failed ranks wait together.
-        by_signal: Whether a signal's handler ended it, so that little time may be left.
+        no_time: Whether something else follows at once: a signal's handler ended it, or another exporter takes its place. Then the
+            end waits for no scrape, unless the user has said for how long.
         closed: Whether everything is released, or about to be.
     """
 
     def __init__(self, ranks: int = 1) -> None:
         self.state: str | None = None
         self.error: str | None = None
-        self.hurried = self.by_signal = False
+        self.hurried = self.no_time = False
         self.closed = False
         self._several = ranks > 1
         # Reentrant: a signal's handler may close while its own thread is closing.
@@ -55,7 +56,7 @@ class Ending:
                 failed = error is not None and not success and not interrupted
                 self.error = type(error).__name__ if failed else None
                 self.hurried = interrupted or (failed and self._several)
-                self.by_signal = error is not None and raised_by_handler(error)
+                self.no_time |= error is not None and raised_by_handler(error)
                 self.state = "failed" if failed else "finished"
 
 

@@ -208,10 +208,10 @@ def start(models: Mapping[str, torch.nn.Module], checked: Checked) -> Exporter:
     for other in open_exporters():
         if other.gives_way is not None:
             left.append(other.gives_way)
-            other.close()
+            other.give_place()
         elif other.replaced_by(models.values()):
             say(logger, logging.INFO, "a new exporter replaces one on the same model, or on a model that is gone")
-            other.close()
+            other.give_place()
     exporter = Exporter(models, checked)
     for gives_way in left:
         gives_way(exporter)

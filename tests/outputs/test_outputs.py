@@ -239,6 +239,16 @@ def test_a_run_that_nobody_saw_says_how_to_keep_it(
 
 
 @pytest.mark.slow
+def test_an_exporter_in_the_place_of_another(caplog: pytest.LogCaptureFixture) -> None:
+    """An exporter that another one replaces, as where a notebook's cell runs again, does not wait for a scrape."""
+    model = Perceptron()
+    with start_exporter(model, 0, addr="127.0.0.1") as first:
+        scrape_like_prometheus(first)
+        start_exporter(model, 0, addr="127.0.0.1").close()
+    assert "waiting" not in caplog.text
+
+
+@pytest.mark.slow
 def test_a_signal_handler_ends_a_run_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """Where a signal's handler exits, little time may be left, so that the end waits for no scrape."""
     before = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))

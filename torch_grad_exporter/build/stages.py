@@ -139,7 +139,7 @@ class Stages:
 
     def _close_outputs(self, outputs: Outputs, *, automatic: bool) -> None:
         ending = self._ending
-        outputs.close(failed=ending.error is not None, hurried=ending.hurried or (automatic and ending.by_signal))
+        outputs.close(failed=ending.error is not None, hurried=ending.hurried or (automatic and ending.no_time))
 
     def _start_background(self) -> None:
         """Start the threads of actions, of the history and of the worker."""
