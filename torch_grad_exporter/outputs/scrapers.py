@@ -18,7 +18,7 @@ MOST = 32
 
 
 def is_scraper(headers: Mapping[str, str]) -> bool:
-    """Return whether Prometheus sent the request, or what scrapes like it, such as vmagent, Alloy or OpenTelemetry's collector."""
+    """Return whether Prometheus sent the request, or a scraper with the same header, such as VictoriaMetrics'."""
     regular = "x-prometheus-scrape-timeout-seconds" in headers
     return regular or headers.get("user-agent", "").startswith("Prometheus/")
 
