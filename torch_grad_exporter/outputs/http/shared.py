@@ -123,11 +123,13 @@ class SharedScrape:
             raise ScrapeBusyError
         if self._running is None or (self._running.done() and not self._is_young(self._running)):
             self._running, self._bodies = asyncio.create_task(self._take()), {}
-        scrape = self._running
+        scrape, key = self._running, (form, compressed)
+        if key not in self._bodies:
+            self._bodies[key] = asyncio.create_task(self._made(scrape, *key))
         self._waiting += 1
         try:
             # A client that is given up must not end what others wait for.
-            content = await asyncio.shield(self._made(scrape, form, compressed=compressed))
+            content = await asyncio.shield(self._bodies[key])
             return Body(content, scrape.result().saw_end)
         finally:
             self._waiting -= 1
@@ -144,15 +146,9 @@ class SharedScrape:
         self._finished = self._clock()
         return _Taken(families, ended)
 
-    def _made(self, scrape: asyncio.Task[_Taken], form: Format, *, compressed: bool) -> asyncio.Task[bytes]:
-        key = form, compressed
-        if key not in self._bodies:
-            made = self._compressed(self._made(scrape, form, compressed=False)) if compressed else self._rendered(scrape, form)
-            self._bodies[key] = asyncio.create_task(made)
-        return self._bodies[key]
+    async def _made(self, scrape: asyncio.Task[_Taken], form: Format, compressed: bool) -> bytes:
+        return await self._workers.run(self._written, (await scrape).families, form, compressed)
 
-    async def _rendered(self, scrape: asyncio.Task[_Taken], form: Format) -> bytes:
-        return await self._workers.run(self._renderer.render, (await scrape).families, form)
-
-    async def _compressed(self, text: asyncio.Task[bytes]) -> bytes:
-        return await self._workers.run(lambda body: gzip.compress(body, compresslevel=1, mtime=0), await text)
+    def _written(self, families: list[Family], form: Format, compressed: bool) -> bytes:
+        text = self._renderer.render(families, form)
+        return gzip.compress(text, compresslevel=1, mtime=0) if compressed else text
