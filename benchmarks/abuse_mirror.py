@@ -54,7 +54,7 @@ def main(url: str) -> None:
     with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - our own server
         text = answer.read()
     server = MetricsServer(
-        SimpleNamespace(scrape=list),  # type: ignore[arg-type]
+        SimpleNamespace(scrape=list, ended=False, scraped=lambda *_, **__: None),  # type: ignore[arg-type]
         Same(text),  # type: ignore[arg-type]
         ErrorLog(()),
         addr="127.0.0.1",

@@ -348,9 +348,9 @@ def summary(families: Iterable[Family]) -> str:
 def comparison(families: Iterable[Family]) -> str:
     """Return the number of steps that each other policy would have clipped, in lines; empty if none is tried."""
     lines = [
-        f"  {policy:<17} {count:,.0f}"
+        f"  {labels['policy']:<17} {count:,.0f}"
         for family in families
         if family.spec.name == CANDIDATES
-        for (policy,), count in zip(series.present_rows(family), series.table(family)[:, 0].tolist(), strict=True)
+        for labels, count in zip(series.labels(family, {}), series.table(family)[:, 0].tolist(), strict=True)
     ]
     return "\n".join(["\nSteps that other policies would have clipped:", *lines]) if lines else ""

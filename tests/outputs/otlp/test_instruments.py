@@ -50,9 +50,8 @@ def expected(exporter: Exporter) -> Values:
     result: Values = {}
     for family in exporter.collect():
         if family.spec.name in names:
-            for row, (value,) in zip(series.present_rows(family), series.table(family).tolist(), strict=True):
-                labels = {name: text for name, text in zip(family.spec.labels, row, strict=True) if text}
-                result[family.spec.name, frozenset({**own, **labels}.items())] = value
+            for labels, (value,) in zip(series.labels(family, own), series.table(family).tolist(), strict=True):
+                result[family.spec.name, frozenset(labels.items())] = value
     return result
 
 

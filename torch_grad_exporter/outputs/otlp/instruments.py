@@ -142,9 +142,8 @@ class Instruments:
         return [observation for family in families.get(spec, ()) for observation in self._observed(family)]
 
     def _observed(self, family: Family) -> Iterable[Observation]:
-        for row, (value,) in zip(series.present_rows(family), series.table(family).tolist(), strict=True):
-            own = {name: text for name, text in zip(family.spec.labels, row, strict=True) if text}
-            yield Observation(value, {**self._labels, **own})
+        for labels, (value,) in zip(series.labels(family, self._labels), series.table(family).tolist(), strict=True):
+            yield Observation(value, labels)
 
 
 def _readers(provider: MeterProvider | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import prometheus_client.samples
 from prometheus_client import CollectorRegistry
@@ -77,17 +77,12 @@ class RegistryCollector:
         metric = _metric(spec)
         for family in members:
             exemplars, place = series.exemplars(family), itertools.count()
-            for labels, values in zip(self._labels(family), series.table(family).tolist(), strict=True):
+            for labels, values in zip(series.labels(family, self._constant_labels), series.table(family).tolist(), strict=True):
                 for (suffix, le), value in zip(series.columns(spec), values, strict=True):
                     exemplar = _exemplar(exemplars.get(next(place)))
                     own = labels if le is None else {**labels, "le": le}
                     metric.add_sample(spec.name + suffix, own, value, exemplar=exemplar)
         return metric
-
-    def _labels(self, family: Family) -> Iterator[dict[str, str]]:
-        for row in series.present_rows(family):
-            own = {name: value for name, value in zip(family.spec.labels, row, strict=True) if value}
-            yield {**self._constant_labels, **own}
 
 
 def _exemplar(exemplar: Exemplar | None) -> prometheus_client.samples.Exemplar | None:

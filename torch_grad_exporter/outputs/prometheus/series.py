@@ -6,7 +6,7 @@ cumulated buckets, `_sum` and `_count`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import compress
 from typing import NamedTuple
@@ -67,10 +67,12 @@ def exemplars(family: Family) -> dict[int, Exemplar]:
     }
 
 
-def present_rows(family: Family) -> Iterable[tuple[str, ...]]:
-    """Return the label values of all present rows, in the order of `table`."""
+def labels(family: Family, constant: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the labels of each present row, in the order of `table`. The family's own win; an empty value means no label."""
     rows = family.labels.rows
-    return rows if family.present is None else compress(rows, family.present.tolist())
+    for row in rows if family.present is None else compress(rows, family.present.tolist()):
+        own = {name: value for name, value in zip(family.spec.labels, row, strict=True) if value}
+        yield {**constant, **own}
 
 
 def family_name(spec: Spec) -> str:
