@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import functools
 import gc
 import gzip
 import logging
@@ -271,6 +273,22 @@ def test_a_taken_port(caplog: pytest.LogCaptureFixture) -> None:
             assert "torch_train_info" in get(exporter.url or "")
             assert str(exporter.port) in caplog.text
             assert str(port) in caplog.text
+
+
+def test_an_interrupted_hook_leaves_the_traceback() -> None:
+    """Ctrl-C while autograd runs is raised in the first hook behind it; the traceback ends before that, in PyTorch."""
+    model = Perceptron()
+
+    def interrupted() -> None:
+        with start(model):
+            loss = model(batch()).square().mean()
+            loss.register_hook(functools.partial(next, iter(_thread.interrupt_main, 0)))
+            loss.backward()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted()
+    packages = [frame.frame.f_globals["__name__"].partition(".")[0] for frame in caught.traceback]
+    assert (packages[:2], {*packages[2:]}) == (["tests", "tests"], {"torch"})
 
 
 ANNOUNCED = """

@@ -17,6 +17,7 @@ import logging
 import math
 import signal
 import threading
+import types
 from collections.abc import Callable
 from typing import TypeVar, TypeVarTuple
 
@@ -189,6 +190,24 @@ def show(log: logging.Logger, message: str, *arguments: object) -> None:
         log.setLevel(logging.NOTSET)
         if handler is not None:
             log.removeHandler(handler)
+
+
+def leave_traceback(error: BaseException) -> None:
+    """Take our frames out of the end of the traceback of an interrupt: Ctrl-C in a backward meets the first hook behind it.
+
+    Frames behind the last one of the user's code, which is neither ours nor PyTorch's, end before the first of ours.
+    """
+    last: types.TracebackType | None = None
+    before, trace = None, error.__traceback__
+    while isinstance(error, KeyboardInterrupt) and trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("torch", "torch_grad_exporter"):
+            last = None
+        elif package == "torch_grad_exporter":
+            last = last or before
+        before, trace = trace, trace.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def raised_by_handler(error: BaseException) -> bool:

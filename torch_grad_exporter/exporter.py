@@ -25,7 +25,7 @@ from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import Guard, leave_traceback
 from torch_grad_exporter.inspection.watch import check
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.metrics.families import Family, flat
@@ -461,6 +461,8 @@ class Exporter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
         self.end(error)
+        if error is not None:
+            leave_traceback(error)
 
     def __repr__(self) -> str:
         where = "closed" if self._ending.closed else self.page_url or "not serving"

@@ -135,10 +135,17 @@ FAIL_AGAIN = """try:
             except IndexError as error:
                 raise OSError from error"""
 
+# As by Ctrl-C while autograd runs: the first Python code behind it is interrupted.
+INTERRUPTED = """import _thread, functools
+            loss = model(torch.randn(4, 3)).square().mean()
+            loss.register_hook(functools.partial(next, iter(_thread.interrupt_main, 0)))
+            loss.backward()"""
+
 ENDS = {
     "by sys.exit": ("sys.exit(3)", 3, "failed"),
     "by an exception from another": (FAIL_AGAIN, 1, "failed"),
     "by KeyboardInterrupt": ("raise KeyboardInterrupt", -signal.SIGINT, "finished"),
+    "by Ctrl-C in a backward": (INTERRUPTED, -signal.SIGINT, "finished"),
 }
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+from torch_grad_exporter.errors import leave_traceback
+
 # Programs that start other processes, by name or module, and how to start this command in each of those.
 LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
@@ -100,6 +102,7 @@ def run(target: Target, ended: Callable[[BaseException | None], None]) -> None:
             _run_file(target, main)
     except BaseException as error:
         ended(error)
+        leave_traceback(error)
         _show_without_us(error, _own(error.__traceback__))
         raise
     ended(None)
