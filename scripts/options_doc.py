@@ -22,10 +22,10 @@ PAGE = """# Options
 
 <!-- `make golden` writes this page from `torch_grad_exporter/config/`. Edit the declarations. -->
 
-Every option is a keyword of `start_exporter`. An argument wins over the environment variable, and the variable over the default.
-An empty variable counts as not set. A wrong value raises `TypeError` or `ValueError` before the exporter registers anything; the
-message names the argument or the variable, its value and the fix. In a variable, `true`, `yes` and `1` also mean `on`, and
-`false`, `no` and `0` also mean `off`.
+Every option is a keyword of `start_exporter`. An argument wins over the environment variable, and the variable over the default. An
+empty variable counts as not set. A wrong value raises `TypeError` or `ValueError` before the exporter registers anything; the
+message names the argument or the variable, its value and the fix. A misspelt variable is named in the log with the nearest one. In
+a variable, `true`, `yes` and `1` also mean `on`, and `false`, `no` and `0` also mean `off`.
 
 ## Options with a variable of the exporter
 

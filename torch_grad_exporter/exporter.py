@@ -20,6 +20,7 @@ from torch_grad_exporter.actions.act.act import Handle
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Action, Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
+from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
@@ -303,10 +304,10 @@ class Exporter:
         """
         if not isinstance(step, int) or isinstance(step, bool):
             expected = "expected a whole number; pass the optimizer steps done so far"
-            raise TypeError(f"resume(step={step!r}): {expected}")
+            raise TypeError(f"resume(step={shown(step)}): {expected}")
         if step < 0:
             expected = "expected at least 0; pass the optimizer steps done so far"
-            raise ValueError(f"resume(step={step!r}): {expected}")
+            raise ValueError(f"resume(step={shown(step)}): {expected}")
         self._stages.clock.resume(step)
 
     def adopt(self, handle: _Handle) -> _Handle:

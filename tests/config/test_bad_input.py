@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import prometheus_client
 import pytest
@@ -15,7 +16,8 @@ from tests.config.test_settings import WRONG, WRONG_TEXT
 from tests.support.scrape import value, values
 from tests.support.tools import lasting_threads
 from tests.support.torch_hooks import global_step_hooks, module_hooks, optimizer_hooks, tensor_hooks
-from torch_grad_exporter import start_exporter
+from torch_grad_exporter import record, start_exporter
+from torch_grad_exporter.actions import AGC, Freeze, MaxNorm, ScaleLearningRate, Stop, Webhook, ZClip
 from torch_grad_exporter.config.settings import PREFIX
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -163,6 +165,20 @@ def test_errors_do_not_print_a_model() -> None:
         with pytest.raises(TypeError, match="expected") as caught:
             start_exporter(*arguments)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 250
+    wrong: Any = large
+    calls = (
+        lambda: MaxNorm(wrong), lambda: AGC(wrong), lambda: ZClip(wrong), lambda: Freeze(wrong), lambda: Freeze(layers=[wrong]),
+        lambda: Freeze(revive=wrong), lambda: ScaleLearningRate(wrong), lambda: Webhook("http://localhost", timeout=wrong),
+        lambda: Webhook(url_file=wrong), lambda: record(MODEL, include=wrong), lambda: record(MODEL, limit=wrong),
+        lambda: exporter.on("GradientExploding", Stop(), for_=wrong), lambda: exporter.on("LayerDead", Stop(), name=wrong),
+        lambda: exporter.watch(wrong, torch.ones(1)), lambda: exporter.watch("a", torch.ones(1), wrong),
+        lambda: exporter.resume(wrong),
+    )  # fmt: skip
+    with start_exporter(MODEL, None) as exporter:
+        for call in calls:
+            with pytest.raises(TypeError, match=r"Sequential|list.*expected") as caught:
+                call()
+            assert len(str(caught.value)) < 250
 
 
 def test_misspelt_variables_are_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,7 +60,7 @@ def test_a_script_is_pushed_once(tmp_path: Path, protocol: str) -> None:
     found = resources(receiver)
     assert all(one == found[0] for one in found), "two exporters push"
     assert (found[0]["service.name"], found[0]["deployment.environment"]) == ("trainer", "test")
-    assert "serving metrics" not in done.stderr
+    assert "serving http" not in done.stderr
 
 
 def test_other_exporters_get_the_global_values() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.arguments import check_whole
+from torch_grad_exporter.arguments import check_whole, shown
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks, Removable
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
@@ -62,7 +62,7 @@ def record(
         TypeError: An argument is of a wrong type; the message names it, the value and the fix.
         ValueError: An argument is wrong; likewise.
     """
-    check_whole(f"limit={limit!r}", limit, what="a number of bytes", example=LIMIT)
+    check_whole(f"limit={shown(limit)}", limit, what="a number of bytes", example=LIMIT)
     models = given.models(model)
     return _Recorder(models.values(), _selected(models, include), limit)
 
@@ -161,13 +161,13 @@ def _selected(models: Mapping[str, torch.nn.Module], include: str | Sequence[str
         return modules
     patterns = [include] if isinstance(include, str) else list(include)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"include={include!r}: expected a regular expression, or a list of them")
+        raise TypeError(f"include={shown(include)}: expected a regular expression, or a list of them")
     names: set[str] = set()
     for pattern in patterns:
         try:
             matching = {name for name in modules if re.search(pattern, name)}
         except re.error as error:
-            raise ValueError(f"include={include!r}: {error}; expected regular expressions") from error
+            raise ValueError(f"include={shown(include)}: {error}; expected regular expressions") from error
         if not matching:
             some = ", ".join(map(repr, [name for name in modules if name][:5]))
             raise ValueError(f"include={pattern!r}: matches none of the {len(modules)} modules, such as {some}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.arguments import check_number
+from torch_grad_exporter.arguments import check_number, shown
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
@@ -189,10 +189,10 @@ def check(name: object, tensor: object, max_norm: object) -> None:
         ValueError: An argument is wrong; likewise.
     """
     if not isinstance(name, str):
-        raise TypeError(f"watch(name={name!r}): expected a name")
+        raise TypeError(f"watch(name={shown(name)}): expected a name")
     if not 1 <= len(name) <= 200:
         raise ValueError(f"watch(name={name[:20]!r}): expected a name of 1 to 200 characters")
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"watch({name!r}, tensor={type(tensor).__name__}): expected a tensor")
     if max_norm is not None:
-        check_number(f"watch({name!r}, max_norm={max_norm!r})", max_norm, above=0, example=1.0)
+        check_number(f"watch({name!r}, max_norm={shown(max_norm)})", max_norm, above=0, example=1.0)

@@ -19,6 +19,7 @@ from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Event, Timing, Trigger, cause_and_action, name_of
 from torch_grad_exporter.actions.act.windows import ConditionError
+from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
@@ -111,7 +112,7 @@ class Act:
     def on(self, what: object, action: object, *, name: str | None, for_: object, cooldown: object) -> Handle:
         """See `Exporter.on`."""
         if name is not None and not (isinstance(name, str) and name):
-            raise TypeError(f"name={name!r}: expected a text that is not empty")
+            raise TypeError(f"name={shown(name)}: expected a text that is not empty")
         timing = Timing.of(for_, cooldown)
         rule, condition, chosen = cause_and_action(what, action, timing)
         self._check_open()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.actions.act.learning_rates import scale, schedulers_of
-from torch_grad_exporter.arguments import check_number
+from torch_grad_exporter.arguments import check_number, shown
 from torch_grad_exporter.model.optimizers import Optimizers
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ class ScaleLearningRate(StepAction):
     """
 
     def __init__(self, factor: float, min_lr: float = 0.0) -> None:
-        self.factor = check_number(f"factor={factor!r}", factor, above=0.0, example=0.5)
-        self.min_lr = check_number(f"min_lr={min_lr!r}", min_lr, example=1e-6)
+        self.factor = check_number(f"factor={shown(factor)}", factor, above=0.0, example=0.5)
+        self.min_lr = check_number(f"min_lr={shown(min_lr)}", min_lr, example=1e-6)
 
     def prepare(self, training: Training, _choice: str) -> Any:  # noqa: ANN401 - weak references
         """Return the schedulers, for which it goes through all objects of the process."""

@@ -58,8 +58,8 @@ class Timing:
     def of(cls, for_: object, cooldown: object) -> Timing:
         """Return the timing of these arguments of `on`. Raises `TypeError` or `ValueError` if one is wrong."""
         return cls(
-            check_number(f"for_={for_!r}", for_, what="seconds", example=30),
-            check_number(f"cooldown={cooldown!r}", cooldown, what="seconds", example=COOLDOWN),
+            check_number(f"for_={shown(for_)}", for_, what="seconds", example=30),
+            check_number(f"cooldown={shown(cooldown)}", cooldown, what="seconds", example=COOLDOWN),
         )
 
     def due(self, holds: bool, now: float) -> bool:
@@ -169,7 +169,7 @@ def _cause(what: object) -> tuple[Rule | None, Condition | None]:
             raise ValueError(f"what={what!r}: there is no such rule{near(what, known)}; docs/runbook.md has them all")
         return known[what], None
     if isinstance(what, StepAction):
-        raise TypeError(f"what={what!r}: an action is not a cause of another one")
+        raise TypeError(f"what={shown(what)}: an action is not a cause of another one")
     if not callable(what):
         raise TypeError(f"what={shown(what)}: expected the name of a rule, or a callable that takes the measurements")
     _check_function("what", what)

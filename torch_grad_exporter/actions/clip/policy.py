@@ -126,7 +126,7 @@ class Policy:
 
     def shown(self, setting: str) -> str:
         """Return a setting as errors show it, such as `MaxNorm(max_norm=0)`."""
-        return f"{type(self).__name__}({setting}={getattr(self, setting)!r})"
+        return f"{type(self).__name__}({setting}={shown(getattr(self, setting))})"
 
     def check_scope(self, *allowed: Scope) -> None:
         """Raise `ValueError` unless the scope is one of these."""

@@ -13,7 +13,7 @@ from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
-from torch_grad_exporter.arguments import check_number, check_whole, near
+from torch_grad_exporter.arguments import check_number, check_whole, near, shown
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.rules import Rule
 
@@ -53,10 +53,11 @@ class Freeze(StepAction):
         layers: str | re.Pattern[str] | None = None,
     ) -> None:
         steps = "a number of optimizer steps"
-        self.threshold = check_number(f"threshold={threshold!r}", threshold, above=0.0, what="a norm", example=THRESHOLD)
-        self.after = check_whole(f"after={after!r}", after, what=steps, example=AFTER)
-        shown = f"revive={revive!r}"
-        self.revive = None if revive is None else check_whole(shown, revive, what=f"None for never, or {steps}", example=REVIVE)
+        self.threshold = check_number(f"threshold={shown(threshold)}", threshold, above=0.0, what="a norm", example=THRESHOLD)
+        self.after = check_whole(f"after={shown(after)}", after, what=steps, example=AFTER)
+        self.revive = revive
+        if revive is not None:
+            check_whole(f"revive={shown(revive)}", revive, what=f"None for never, or {steps}", example=REVIVE)
         self.layers = _pattern(layers)
         self._norms = LayerNorms(self.after)
         self._layers: FrozenLayers | None = None
@@ -285,8 +286,8 @@ def _pattern(layers: object) -> re.Pattern[str] | None:
     if isinstance(layers, re.Pattern) and isinstance(layers.pattern, str):
         return layers
     if not isinstance(layers, str):
-        raise TypeError(f"layers={layers!r}: {expected}")
+        raise TypeError(f"layers={shown(layers)}: {expected}")
     try:
         return re.compile(layers)
     except re.error as error:
-        raise ValueError(f"layers={layers!r}: {expected}: {error}") from error
+        raise ValueError(f"layers={shown(layers)}: {expected}: {error}") from error

@@ -16,7 +16,7 @@ from urllib3.exceptions import InvalidHeader
 from urllib3.util import Retry
 
 from torch_grad_exporter.actions.notify.notification import SendError
-from torch_grad_exporter.arguments import check_number
+from torch_grad_exporter.arguments import check_number, shown
 from torch_grad_exporter.outputs.own_requests import AGENT, mute, unheard
 
 HIDDEN = "<hidden>"  # shown in place of an address
@@ -45,11 +45,11 @@ class Receiver:
 
     def __init__(self, url: object, url_file: object, variable: str, *, headers: object, timeout: object) -> None:
         self.timeout = check_number(
-            f"timeout={shown(timeout)}", timeout, above=0.0, most=LONGEST_TIMEOUT, what="a number of seconds", example=5
+            f"timeout={hidden_address(timeout)}", timeout, above=0.0, most=LONGEST_TIMEOUT, what="a number of seconds", example=5
         )
         self._headers = _headers(headers)
         if url is not None and url_file is not None:
-            raise ValueError(f"url={HIDDEN}, url_file={shown(url_file)}: give one of them")
+            raise ValueError(f"url={HIDDEN}, url_file={hidden_address(url_file)}: give one of them")
         self._file = None if url_file is None else _path(url_file)
         source = "url"
         if url is None and url_file is None:
@@ -106,13 +106,13 @@ class Receiver:
         except (OSError, ValueError) as error:
             reason = type(error).__name__
         else:
-            return _address(content, f"url_file={shown(self._file)}, its content")
-        raise ValueError(f"url_file={shown(self._file)}: cannot be read: {reason}; give a file with the address in it")
+            return _address(content, f"url_file={hidden_address(self._file)}, its content")
+        raise ValueError(f"url_file={hidden_address(self._file)}: cannot be read: {reason}; give a file with the address in it")
 
 
-def shown(value: object) -> str:
+def hidden_address(value: object) -> str:
     """Return an argument as an error shows it, hidden if it may be an address in the wrong place."""
-    return HIDDEN if isinstance(value, str) and "//" in value else repr(value)
+    return HIDDEN if isinstance(value, str) and "//" in value else shown(value)
 
 
 def _unchanged(request: requests.PreparedRequest) -> requests.PreparedRequest:
@@ -154,7 +154,7 @@ def _in_our_words(error: Exception, seconds: float) -> SendError:
 def _path(file: object) -> str:
     path = os.fspath(file) if isinstance(file, str | os.PathLike) else None
     if not isinstance(path, str) or not path:
-        raise TypeError(f"url_file={file!r}: expected the path of a file with the address in it")
+        raise TypeError(f"url_file={hidden_address(file)}: expected the path of a file with the address in it")
     return path
 
 
