@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import os
 import re
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
@@ -15,6 +20,7 @@ import torch
 from tests.cli.test_plot import PASSWORD, answering, folder, training
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.saved_runs import OFF, STEPS, trained
+from tests.support.tools import PATIENCE
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.rules import RULES
@@ -212,17 +218,118 @@ def test_password_is_never_printed(tmp_path: Path, capsys: pytest.CaptureFixture
             assert "ET@" not in told
 
 
-@pytest.mark.full
-def test_oversized_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file larger than any history, before or after decompression, is unusable."""
-    size = 2**28 + 1
-    (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(bytes(size), compresslevel=1))
-    with (tmp_path / "large.json").open("wb") as file:
-        file.truncate(size)
-    assert checked(capsys, tmp_path / "bomb.json.gz")[0] == 2
-    status, said = checked(capsys, tmp_path / "large.json")
-    assert status == 2
-    assert "is larger than 256 MiB" in said
+HEAD = b'{"format": "torch_grad_exporter history", "version": 1, "x": '
+HOSTILE = {
+    "bomb": (gzip.compress(bytes(2**26), compresslevel=1), "unpacked, is larger than 48 MiB"),
+    "large": (bytes(2**26), "is larger than 48 MiB"),
+    "many values": (HEAD + b"[" + b"[]," * 1_000_000, "has more than 1,000,000 values"),
+    "texts without end": (b'"' + b'\\"' * 10**6, "has a text of more than 64 KiB"),
+    "wide": (HEAD + b'"' + b"a" * 13 * 2**20 + "\U0001f600".encode(), "is larger than 12 MiB and not ASCII"),
+    "escaped": (HEAD + b'"' + b"a" * 2**23 + b"\\ud83d\\ude00", "has a text of more than 64 KiB"),
+    "deep": (HEAD + b"[" * 10**5, "is not a history"),
+    "cut": (gzip.compress(HEAD * 1000)[:-9], "is not a history"),
+    "empty parts": (gzip.compress(b"") * 10**5, "is not a history"),
+    "terminal": (HEAD.replace(b": 1,", b': "\\u001b[2J",') + b"1}", "has version"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Content that would take much memory or time is refused in a line before it does."""
+    content, reason = HOSTILE[name]
+    (tmp_path / "run.json").write_bytes(content)
+    tracemalloc.start()
+    code, out = checked(capsys, tmp_path / "run.json")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (code, out.count("\n")) == (2, 1), out
+    assert reason in out
+    assert "\x1b" not in out
+    assert peak < 100 * 2**20
+
+
+@pytest.mark.parametrize("claim", ["steps", "cells", "rules"])
+def test_claims_beyond_any_run_are_refused(claim: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with more steps, cells or rules than one can have is damaged."""
+    run = json.loads(_text(runs / "healthy.json.gz"))
+    if claim == "rules":
+        run["judged"]["rules"] *= 1_000
+    else:
+        many = list(range(20_000 if claim == "steps" else 9_000))
+        for course in (run["run"]["whole"], run["layers"]["norm"]["whole"]):
+            course["steps"] = course["times"] = many
+    if claim == "cells":
+        run["run"]["whole"] = run["run"]["recent"]
+        run["layers"]["norm"]["whole"]["layers"] *= 30
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    code, out = checked(capsys, tmp_path / "run.json")
+    assert code == 2
+    assert "has more than" in out
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder, a pipe without a writer and an endless device are refused in a line, and nothing waits."""
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        code, out = checked(capsys, source)
+        assert (code, out.count("\n")) == (2, 1), out
+        assert "is a folder, a pipe or a device, not a file" in out
+
+
+# Where it is printed
+
+
+def printed(stream: io.TextIOBase, *arguments: str | Path) -> int:
+    """The exit code of a command with this standard output."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        return cli.main([*map(str, arguments)])
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_names_beyond_the_encoding_are_escaped(encoding: str, runs: Path, tmp_path: Path) -> None:
+    """A name that standard output cannot have is printed with escapes, and the verdict is the same."""
+    run = json.loads(_text(runs / "healthy.json.gz"))
+    run["status"]["run"] = "schicht.ä.層"
+    (tmp_path / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    out = io.TextIOWrapper(io.BytesIO(), encoding)
+    assert printed(out, "check", tmp_path / "run.json") == 0
+    assert out.buffer.getvalue().decode(encoding).startswith(("run schicht.\\xe4.\\u5c64, rank 0", "run schicht.ä.\\u5c64, rank 0"))
+
+
+@pytest.mark.parametrize("command", ["check", "plot", "assets", "demo"])
+@pytest.mark.parametrize("where", ["a full disk", "a closed pipe"])
+def test_output_that_takes_nothing_is_no_verdict(
+    where: str, command: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command ends with 2 and one line where standard output takes nothing; the XML of a verdict is written all the same."""
+    arguments: dict[str, list[str | Path]] = {
+        "check": [runs / "healthy.json.gz", "--junit", tmp_path / "junit.xml"],
+        "plot": [runs / "healthy.json.gz", "--out", tmp_path / "a.html"],
+        "assets": ["--out", tmp_path / "assets"],
+        "demo": ["--steps", "1", "--width", "8", "--layers", "1", "--port", "0", "--addr", "127.0.0.1"],
+    }
+    reader, writer = os.pipe()
+    os.close(reader)
+    taken = os.open("/dev/full", os.O_WRONLY) if where == "a full disk" else os.dup(writer)
+    os.close(writer)
+    with os.fdopen(taken, "w") as stream:
+        assert printed(stream, command, *arguments[command]) == 2
+    err = capsys.readouterr().err.splitlines()
+    reason = "No space left on device" if where == "a full disk" else "Broken pipe"
+    assert [line for line in err if "error" in line] == [f"torch-grad-exporter {command}: error: cannot print: {reason}"]
+    assert (tmp_path / "junit.xml").exists() == (command == "check")
+
+
+@pytest.mark.process
+def test_exit_code_of_a_closed_pipe(runs: Path) -> None:
+    """The process itself ends with 2, in a line, where the reader of a pipe is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torch_grad_exporter", "check", runs / "healthy.json.gz"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (2, "torch-grad-exporter check: error: cannot print: Broken pipe\n")
 
 
 def test_wrong_options_suggest_names(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,6 +477,22 @@ def test_running_exporter_is_judged(folder: Path, capsys: pytest.CaptureFixture[
         assert "training" in out.splitlines()[0]
         assert checked(capsys, address)[0] == 2
         assert checked(capsys, address, "--cacert", folder / "ca.crt", "--max", "torch_train_steps_total=2")[0] == 1
+
+
+def test_local_addresses_bypass_proxies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exporter of this host is asked itself; the refusal of another address by a proxy is said to be one, without advice."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with answering(b"no", status=403) as proxy, training() as exporter:
+        monkeypatch.setenv("http_proxy", proxy.replace("://", "://ci:S3CRET@"))
+        assert checked(capsys, f"http://127.0.0.1:{exporter.port}")[0] == 0
+        assert checked(capsys, f"http://localhost:{exporter.port}")[0] == 0
+        code, out = checked(capsys, "http://node-7.invalid:9100")
+    assert code == 2
+    assert f"asked through the proxy {proxy.removeprefix('http://')}, answers 403" in out
+    assert "no_proxy=node-7.invalid" in out
+    assert "password" not in out
+    assert "S3CRET" not in out
 
 
 def _text(path: Path) -> str:

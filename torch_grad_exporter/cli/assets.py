@@ -10,7 +10,6 @@ import argparse
 import importlib.resources
 import json
 import re
-import sys
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,6 +17,7 @@ from textwrap import indent
 
 import torch_grad_exporter
 from torch_grad_exporter.cli.arguments import matching
+from torch_grad_exporter.cli.printing import show
 
 JOB = "training"
 """The name of the scrape job in the files as they are shipped."""
@@ -76,10 +76,10 @@ def run(values: argparse.Namespace) -> int:
         _write(files, out, force=values.force)
     except OSError as error:
         raise AssetsError(f"cannot write to {out}: {error}") from error
-    sys.stdout.write(
+    show(
         f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000\n"
         f"Alerts:     put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}\n"
-        f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}\n"
+        f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}"
     )
     return 0
 

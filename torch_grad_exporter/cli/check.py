@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_grad_exporter.cli.printing import show
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import limit
 from torch_grad_exporter.gate.rows import GateError, RunVerdict
-from torch_grad_exporter.gate.shown import junit, one_line, table
+from torch_grad_exporter.gate.shown import junit, table
 from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_tolerance, read
 from torch_grad_exporter.gate.verdict import verdict
 
@@ -61,6 +62,7 @@ def run(values: argparse.Namespace) -> int:
 
     Raises:
         GateError: Wrong options; a run that cannot be read, once the others are judged; a file that cannot be written.
+        PrintError: Standard output takes nothing.
     """
     fail_on = [name.strip() for name in values.fail_on.split(",") if name.strip()]
     limits = [limit(kind, text) for kind in ("max", "min", "peak") for text in getattr(values, kind)]
@@ -70,14 +72,16 @@ def run(values: argparse.Namespace) -> int:
             saved = read(source, values.cacert)
             baseline = None if values.baseline is None else read(values.baseline, values.cacert)
             verdicts.append(verdict(saved, Terms(fail_on, limits, baseline, dict(values.tolerance))))
-            print(table(verdicts[-1]))
         except GateError as error:
             verdicts.append(RunVerdict("", (), str(error)))
             errors.append(str(error))
     if values.junit is not None:
         _write(values.junit, verdicts)
+    for judged in verdicts:
+        if judged.about:
+            show(table(judged))
     if errors:
-        raise GateError(one_line("; ".join(dict.fromkeys(errors))))
+        raise GateError("; ".join(dict.fromkeys(errors)))
     return max(result.code for result in verdicts)
 
 

@@ -39,6 +39,7 @@ from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.cli.arguments import number, option_help, whole
 from torch_grad_exporter.cli.assets import JOB
 from torch_grad_exporter.cli.faults import KINDS, Injection, Trouble
+from torch_grad_exporter.cli.printing import show
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import Settings
@@ -279,7 +280,7 @@ def run(values: argparse.Namespace) -> int:
     log, handler = logging.getLogger("torch_grad_exporter"), logging.StreamHandler(sys.stdout)
     interrupted = False
     with exporter:
-        print(_introduction(model, corpus, chosen, exporter.page_url), flush=True)
+        show(_introduction(model, corpus, chosen, exporter.page_url))
         if chosen.act:
             answer_faults(exporter)
         log.addHandler(handler)  # shows faults and actions
@@ -290,7 +291,7 @@ def run(values: argparse.Namespace) -> int:
         finally:
             log.removeHandler(handler)
         families = exporter.collect()
-        print(summary(families) + comparison(families), flush=True)
+        show(summary(families) + comparison(families))
     return 130 if interrupted and chosen.steps else 0
 
 
@@ -300,7 +301,7 @@ def _show_progress(losses: Iterable[Tensor], steps: int) -> None:
     for step, loss in enumerate(losses, 1):
         if (now := time.monotonic()) - shown >= 1.0:
             shown = now
-            print(f"step {step}{f'/{steps}' if steps else ''}, loss {loss.item():.3f}", flush=True)
+            show(f"step {step}{f'/{steps}' if steps else ''}, loss {loss.item():.3f}")
 
 
 def _introduction(model: nn.Module, corpus: Tensor, options: DemoOptions, url: str | None) -> str:

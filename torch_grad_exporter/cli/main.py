@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import assets, check, demo, plot, run
+from torch_grad_exporter.cli.printing import PrintError, complain
 from torch_grad_exporter.version import __version__
 
 PROGRAM = "torch-grad-exporter"
@@ -25,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values = parse(given)
     try:
         return _COMMANDS[values.command](values)
-    except (demo.DemoError, assets.AssetsError, plot.PlotError, check.GateError) as error:
-        print(f"{PROGRAM} {values.command}: error: {error}", file=sys.stderr)
+    except (demo.DemoError, assets.AssetsError, plot.PlotError, check.GateError, PrintError) as error:
+        complain(f"{PROGRAM} {values.command}", error)
         return 2
     except KeyboardInterrupt:
         return 130

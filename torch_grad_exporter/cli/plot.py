@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_grad_exporter.cli.printing import show
 from torch_grad_exporter.outputs.live.fetch import PlotError, loaded
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
@@ -62,7 +62,9 @@ def run(values: argparse.Namespace) -> int:
             _draw(saved, values)
     except OSError as error:
         raise PlotError(f"cannot write {values.out}: {error}") from None
-    sys.stdout.write(f"{values.out}\n")
+    except RecursionError:
+        raise PlotError(f"{values.source} is damaged: it is nested too deeply") from None
+    show(str(values.out))
     return 0
 
 

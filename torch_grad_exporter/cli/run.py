@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import script
 from torch_grad_exporter.cli.arguments import option_help
+from torch_grad_exporter.cli.printing import complain
 from torch_grad_exporter.cli.summary import summary
 from torch_grad_exporter.config.option import from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
@@ -53,10 +54,10 @@ def main(arguments: Sequence[str]) -> int:
         script.check(options.target)
     except script.ScriptError as error:
         switch = "; a switch takes its value behind an equals sign, as in --weights=on" if options.target.name in _VALUES else ""
-        print(f"{PROGRAM}: error: {error}{switch}", file=sys.stderr)
+        complain(PROGRAM, f"{error}{switch}")
         return 2
     if options.save is not None:
-        options.save.unlink(missing_ok=True)  # else the file of an earlier run would stand for a run that saves none
+        options.save.resolve().unlink(missing_ok=True)  # else the file of an earlier run would stand for a run that saves none
     watch = ScriptExporter(options)
     script.run(options.target, watch.ended)
     return 0
@@ -128,7 +129,10 @@ class ScriptExporter:
         name, dot, kind = path.name.partition(".")
         rank = f"-rank{exporter.rank}" if exporter.rank else ""
         file = path.with_name(f"{name}{rank}{number}{dot}{kind}")
-        exporter.save(file)
+        try:
+            exporter.save(file)
+        except OSError as error:
+            self.say(logging.ERROR, "%s", error)
         return file if file.exists() else None
 
 
@@ -221,6 +225,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _file(text: str) -> Path:
     path = Path(text).absolute()  # the script may change its working directory
-    if path.is_dir() or not path.parent.is_dir():
+    if (path.exists() and not path.is_file()) or not path.resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in an existing folder")
     return path

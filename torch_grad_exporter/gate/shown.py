@@ -30,8 +30,10 @@ def one_line(text: str) -> str:
 def table(verdict: RunVerdict) -> str:
     """Return what was judged, the failures first, and the verdict in the last line."""
     rows = [row for result in ORDER for row in verdict.of(result)]
-    reasons = dict.fromkeys(row.text for row in verdict.of(Result.NOT_JUDGED))
-    left_out = [_paragraph(f"not judged: {reason}", [row.name for row in rows if row.text == reason]) for reason in reasons]
+    by_reason: dict[str, list[str]] = {}
+    for row in verdict.of(Result.NOT_JUDGED):
+        by_reason.setdefault(row.text, []).append(row.name)
+    left_out = [_paragraph(f"not judged: {reason}", names) for reason, names in by_reason.items()]
     return "\n".join(
         [one_line(verdict.about), *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)]
     )

@@ -25,8 +25,8 @@ def verdict(saved: Saved, terms: Terms) -> RunVerdict:
     """Return the verdict. Raises `GateError` if the terms name something unknown, or if the run was not judged."""
     try:
         return _verdict(saved, terms)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise GateError(f"the run, or the baseline, is damaged: {type(error).__name__}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise GateError(f"the run, or the baseline, is damaged: {type(error).__name__}: {error!s:.200}") from None
 
 
 def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
@@ -39,7 +39,10 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
     about = _about(saved, judged)
     if judged.samples == 0:
         return RunVerdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
-    rows = [_of_rule(rule, judged, terms.fail_on) for rule in judged.rules]
+    problems: dict[str, list[Wrong]] = {}
+    for problem in judged.wrong:
+        problems.setdefault(problem.alert, []).append(problem)
+    rows = [_of_rule(rule, judged, problems.get(rule.name, ()), terms.fail_on) for rule in judged.rules]
     known = {rule.name for rule in judged.rules}
     rows += [
         VerdictRow("rules", rule.name, Result.NOT_JUDGED, "the run was saved without it")
@@ -78,8 +81,7 @@ def _about(saved: Saved, judged: RunJudgement) -> str:
 # By the rules
 
 
-def _of_rule(rule: JudgedRule, judged: RunJudgement, fail_on: Collection[str]) -> VerdictRow:
-    problems = [problem for problem in judged.wrong if problem.alert == rule.name]
+def _of_rule(rule: JudgedRule, judged: RunJudgement, problems: Sequence[Wrong], fail_on: Collection[str]) -> VerdictRow:
     if problems:
         failed = any(problem.severity in fail_on or problem.alert in fail_on for problem in problems)
         return VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_described(problems)))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
-import gzip
+import contextlib
 import http.client
-import io
+import ipaddress
 import json
 import re
 import ssl
+import time
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Never
 from urllib.parse import unquote, urlsplit
@@ -21,8 +25,17 @@ from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION, Saved, check
 # Seconds for the answer of a running exporter.
 TIMEOUT = 30.0
 
-# Of a history, before and after decompression; one of 300 layers has 2 MB.
-MOST_BYTES = 256 * 2**20
+# Limits of a history, before and after decompression: one of 300 layers has 2 MB, one of 3,000 with all options 28 MB and 500,000
+# values. A value takes up to 100 bytes of memory, so they are counted before any is made.
+MOST_BYTES = 48 * 2**20
+MOST_VALUES = 1_000_000
+
+# A text may be this long, unless it has cells of a heatmap, in base64. The pattern takes any bytes in one pass.
+LONGEST = 2**16
+TEXTS = re.compile(rb'"[\w+/]*+=*+"|"([^"\\]*+(?:\\.[^"\\]*+)*+)"?', re.DOTALL)
+
+# Bytes that are read at a time.
+CHUNK = 2**20
 
 
 class PlotError(Exception):
@@ -42,20 +55,19 @@ def loaded(source: str, cacert: str | None = None) -> Saved:
     content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(source)
     source = _without_password(source)
     try:
-        text = _decompressed(content) if content.startswith(b"\x1f\x8b") else content
-        saved = json.loads(text, parse_constant=_refused)
-    except (ValueError, OSError, EOFError, zlib.error, RecursionError):
+        saved = json.loads(_text(content, source), parse_constant=_refused)
+    except (ValueError, zlib.error, RecursionError):
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise PlotError(f"{source} is not a history of torch_grad_exporter; exporter.save(path) writes one")
     if saved.get("version") != VERSION:
-        raise PlotError(f"{source} has version {saved.get('version')!r} of the format; this program reads version {VERSION}")
+        raise PlotError(f"{source} has version {saved.get('version')!r:.40} of the format; this program reads version {VERSION}")
     try:
         check(saved)
     except KeyError as error:
-        raise PlotError(f"{source} is damaged: it has no {error.args[0]!r}") from None
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise PlotError(f"{source} is damaged: {error}") from None
+        raise PlotError(f"{source} is damaged: it has no {error.args[0]!r:.100}") from None
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise PlotError(f"{source} is damaged: {error!s:.200}") from None
     return saved
 
 
@@ -69,28 +81,55 @@ def _without_password(source: str) -> str:
     return re.sub(r"^(https?://).*@", r"\1", source, flags=re.DOTALL)
 
 
-def _decompressed(content: bytes) -> bytes:
-    """Decompress. Raises `ValueError` if it becomes larger than any history."""
-    with gzip.open(io.BytesIO(content)) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError("too large")
+def _collected(chunks: Iterable[bytes], source: str) -> bytearray:
+    """Return all chunks in one. Raises `PlotError` if they become too many, or take too long."""
+    content, give_up_at = bytearray(), time.monotonic() + TIMEOUT
+    for chunk in chunks:
+        content += chunk
+        if len(content) > MOST_BYTES:
+            raise PlotError(f"{source} is larger than {MOST_BYTES // 2**20} MiB, so it is not a history")
+        if time.monotonic() > give_up_at:
+            raise PlotError(f"{source} did not end within {TIMEOUT:g} s")
     return content
 
 
-def _read(source: str) -> bytes:
+def _text(content: bytearray, source: str) -> str:
+    """Return the JSON. Raises `PlotError` if its values would take far more memory than those of any history."""
+    if content.startswith(b"\x1f\x8b"):
+        content = _collected(_unpacked(content), f"{source}, unpacked,")
+    if not content.isascii() and len(content) > MOST_BYTES // 4:  # a character beyond ASCII makes all of a text 4 times as large
+        raise PlotError(f"{source} is larger than {MOST_BYTES // 2**22} MiB and not ASCII, unlike what exporter.save(path) writes")
+    if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES or content.count(b'"') > 4 * MOST_VALUES:
+        raise PlotError(f"{source} has more than {MOST_VALUES:,} values, so it is not a history")
+    if any(text.end(1) - text.start(1) > LONGEST for text in TEXTS.finditer(content)):
+        raise PlotError(f"{source} has a text of more than {LONGEST // 2**10} KiB, so it is not a history")
+    return content.decode("utf-8-sig")
+
+
+def _unpacked(content: bytearray) -> Iterator[bytes]:
+    """Yield what was compressed, a part at a time. Raises `ValueError` if its end is missing."""
+    inflate, packed = zlib.decompressobj(wbits=31), bytes(content[:CHUNK])
+    at = CHUNK
+    while packed and not inflate.eof:
+        yield inflate.decompress(packed, CHUNK)
+        packed = inflate.unconsumed_tail
+        if not packed:
+            packed = bytes(content[at : at + CHUNK])
+            at += CHUNK
+    if not inflate.eof:
+        raise ValueError("the end is missing")
+
+
+def _read(source: str) -> bytearray:
+    path = Path(source)
     try:
-        with Path(source).open("rb") as file:
-            return _limited(file.read(MOST_BYTES + 1), source)
+        if path.exists() and not path.is_file():  # a pipe may never answer, a device never ends
+            raise PlotError(f"cannot read {source}: it is a folder, a pipe or a device, not a file")
+        with path.open("rb") as file:
+            return _collected(iter(partial(file.read, CHUNK), b""), source)
     except OSError as error:
         address = f"; for an address write http://{source}" if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source) else ""
-        raise PlotError(f"cannot read {source}: {error}{address}") from None
-
-
-def _limited(content: bytes, source: str) -> bytes:
-    if len(content) > MOST_BYTES:
-        raise PlotError(f"{source} is larger than {MOST_BYTES // 2**20} MiB, so not a history")
-    return content
+        raise PlotError(f"cannot read {source}: {error.strerror or error}{address}") from None
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
@@ -100,7 +139,7 @@ class _Stay(urllib.request.HTTPRedirectHandler):
         """Return None, which makes it an error."""
 
 
-def _fetched(address: str, cacert: str | None) -> bytes:
+def _fetched(address: str, cacert: str | None) -> bytearray:
     try:
         parts = urlsplit(address)
         parts.port  # noqa: B018 - raises, too
@@ -113,22 +152,35 @@ def _fetched(address: str, cacert: str | None) -> bytes:
         credentials = base64.b64encode(f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()).decode()
         headers["Authorization"] = f"Basic {credentials}"
     request = urllib.request.Request(f"{where}/api/v1/saved", headers=headers)  # noqa: S310 - http and https alone come here
-    opener = urllib.request.build_opener(_Stay, urllib.request.HTTPSHandler(context=_context(cacert)))
+    host, proxy = parts.hostname or "", _proxy(parts.scheme, parts.hostname or "")
+    proxies = urllib.request.ProxyHandler({} if proxy is None else {parts.scheme: proxy})
+    opener = urllib.request.build_opener(_Stay, proxies, urllib.request.HTTPSHandler(context=_context(cacert)))
+    # A proxy's answer looks like the exporter's, so the message names it in any case.
+    via = "" if proxy is None else f", asked through the proxy {proxy.rpartition('@')[2]},"
+    direct = "" if proxy is None else f"; to ask the exporter itself, set no_proxy={host}"
     try:
         with opener.open(request, timeout=TIMEOUT) as answer:
-            return _limited(answer.read(MOST_BYTES + 1), where)
+            return _collected(iter(partial(answer.read1, CHUNK), b""), where)
     except urllib.error.HTTPError as error:
-        fix = _fix(error)
+        fix = _fix(error) or direct
         error.close()
-        raise PlotError(f"{where} answers {error.code} {error.reason}{fix}") from None
+        raise PlotError(f"{where}{via} answers {error.code} {error.reason}{fix}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # urllib's own are, too
-        fix = "; --cacert names the authority of its certificate" if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
-        raise PlotError(f"{where} does not answer: {error}{fix}") from None
+        fix = "; --cacert names the authority of its certificate" if "CERTIFICATE_VERIFY_FAILED" in str(error) else direct
+        raise PlotError(f"{where}{via} does not answer: {error}{fix}") from None
+
+
+def _proxy(scheme: str, host: str) -> str | None:
+    """Return the proxy for an address, None for none. One that exporters of this host are asked through could not find them."""
+    local = host == "localhost" or host.endswith(".localhost")
+    with contextlib.suppress(ValueError):
+        local |= ipaddress.ip_address(host).is_loopback
+    return None if local or urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
 
 
 def _fix(error: urllib.error.HTTPError) -> str:
     """Return what can be done about an answer."""
-    if error.code in (401, 403):
+    if error.code == HTTPStatus.UNAUTHORIZED:
         return "; give user and password in the address: https://user:password@host:9100"
     if 300 <= error.code < 400:
         return f", which is not followed; it points to {error.headers.get('Location', 'nothing')[:200]!r}"

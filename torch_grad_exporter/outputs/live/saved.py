@@ -22,6 +22,9 @@ VERSION = 1
 # The codes of a value that is not finite, and of 0 on a logarithmic scale. The code 0 stands for no value.
 NONFINITE, ZERO = 65535, 1
 
+# Records and bins, rules, actions; and cells of a heatmap, at most: far more than `History` and others keep.
+MOST_ROWS, MOST_CELLS = 10_000, 2_000_000
+
 Saved = dict[str, Any]
 BoolArray = NDArray[np.bool_]
 
@@ -122,7 +125,7 @@ def status(saved: Saved) -> Status:
     content = saved["status"]
     state, step = content["state"], content["step"]
     for name in ("resources", "problems", "ranks"):
-        _list(content[name], name)
+        _list(content[name], name, most=MOST_CELLS)
     return Status(
         _text(content["run"]),
         int(content["rank"]),
@@ -164,8 +167,10 @@ def lines(saved: Saved, view: str) -> Lines:
 def grid(saved: Saved, quantity: str, view: str) -> Grid:
     """Return a quantity of all layers."""
     answer = saved["layers"][quantity][view]
-    steps, layers = _steps(answer), [_text(name) for name in _list(answer["layers"], "layers")]
+    steps, layers = _steps(answer), [_text(name) for name in _list(answer["layers"], "layers", most=MOST_CELLS)]
     shape = len(steps), len(layers)
+    if shape[0] * shape[1] > MOST_CELLS:
+        raise ValueError(f"{quantity} has more than {MOST_CELLS:,} cells")
     values, infinite = _raw(answer, shape) if quantity in MOMENTS else _decoded(answer, shape)
     return Grid(
         layers,
@@ -174,7 +179,7 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
         infinite | _flags(answer.get("nonfinite") or "", shape),
         int(answer["stride"]),
         answer["scale"] == "log",
-        frozenset(_text(name) for name in _list(answer.get("sharded") or [], "sharded")),
+        frozenset(_text(name) for name in _list(answer.get("sharded") or [], "sharded", most=MOST_CELLS)),
     )
 
 
@@ -224,7 +229,7 @@ def judged_of(saved: Mapping[str, Any]) -> RunJudgement | None:
             _text(rule["name"]), bool(rule["judged"]), bool(rule["there"]), _texts(rule["needs"]), float(rule["seconds"]),
             None if rule["samples"] is None else int(rule["samples"]), int(rule["least"]),
         )
-        for rule in judged["rules"]
+        for rule in _list(judged["rules"], "rules")
     )  # fmt: skip
     wrong = tuple(
         Wrong(
@@ -232,7 +237,7 @@ def judged_of(saved: Mapping[str, Any]) -> RunJudgement | None:
             _texts(problem["others"]), _text(problem["text"]), None if problem["value"] is None else float(problem["value"]),
             int(problem["first"]), int(problem["last"]), bool(problem["by_samples"]),
         )
-        for problem in judged["wrong"]
+        for problem in _list(judged["wrong"], "wrong")
     )  # fmt: skip
     return RunJudgement(int(judged["samples"]), float(judged["seconds"]), rules, wrong)
 
@@ -289,9 +294,11 @@ def _bytes(text: str, length: int) -> bytes:
     return content
 
 
-def _list(content: object, name: str, length: int | None = None) -> list[Any]:
+def _list(content: object, name: str, length: int | None = None, most: int = MOST_ROWS) -> list[Any]:
     if not isinstance(content, list) or length not in (None, len(content)):
         raise ValueError(f"{name} is not a list" + ("" if length is None else f" of {length}"))
+    if len(content) > most:
+        raise ValueError(f"{name} has more than {most:,} entries")
     return content
 
 
