@@ -10,12 +10,14 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch.compiler import is_compiling
 from torch.utils.data import DataLoader
 
+from torch_grad_exporter import files
 from torch_grad_exporter.actions.act.act import Handle
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Action, Condition
@@ -363,11 +365,23 @@ class Exporter:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the history of the run to a file, for `torch-grad-exporter plot`.
 
-        It is compressed if the name ends in `.gz`. A failure, such as a full disk, is logged and
-        not raised.
+        It is compressed if the name ends in `.gz`. The file is whole, or as it was before. A
+        failure of the exporter is logged and counted, and nothing is written.
+
+        Raises:
+            OSError: The file cannot be written, as where its folder is missing or the disk full.
+            TypeError: `path` is not a path.
         """
+        file = Path(path)
         guard = Guard(functools.partial(self._stages.errors.tell, "history"))
-        self._saved = guard(lambda: self._stages.view.save(os.fspath(path)))
+        content = guard.result(lambda: self._stages.view.saved(packed=file.suffix == ".gz"))
+        if content is None:
+            return
+        try:
+            files.replace(file, content)
+        except OSError as error:
+            raise OSError(error.errno, f"save() cannot write: {error.strerror}", str(file)) from None
+        self._saved = True
 
     # For integrations, and for a new exporter that takes this one's place.
 

@@ -272,3 +272,33 @@ def test_failed_ranks_and_ctrl_c_do_not_linger(tmp_path: Path, monkeypatch: pyte
         assert eventually(lambda: bool(entries(tmp_path / "sd")))
         raise KeyboardInterrupt
     assert eventually(lambda: entries(tmp_path / "sd") == [])
+
+
+def test_unwritable_folders_cost_a_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Folders that cannot be made are named in a line each, without a traceback, and are counted."""
+    (tmp_path / "file").touch()
+    with started(sd_dir=tmp_path / "file" / "sd", textfile_dir=tmp_path / "file" / "prom") as exporter:
+        assert eventually(lambda: errors(exporter) == {"discovery": 1})
+    assert eventually(lambda: errors(exporter) == {"discovery": 1, "textfile": 1})
+    failed = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert len(failed) == 2
+    for record in failed:
+        assert str(tmp_path / "file") in record.getMessage()
+        assert record.exc_info is None
+
+
+@pytest.mark.parametrize(("umask", "warned"), [(0o077, True), (0o022, False)])
+def test_new_folders_keep_the_umask(umask: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that others cannot enter, as the umask asks, is named once: Prometheus may be another user."""
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            with started(textfile_dir=tmp_path / "new" / "prom"):
+                pass
+            assert text_file(tmp_path / "new" / "prom").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask
+    lines = [line for line in caplog.messages if "is closed to other users" in line]
+    assert len(lines) == warned
+    assert all(f"the new folder {tmp_path / 'new'} " in line for line in lines)

@@ -67,7 +67,7 @@ class GradHealth:
         path = self._folder / f"run-{self._runs}.json" if save is None else Path(save)
         with start_exporter(model, **{"port": None, "every": 1, **options}) as exporter:
             yield exporter
-        path.unlink(missing_ok=True)
+        path.resolve().unlink(missing_ok=True)
         exporter.save(path)
         _judge(path, terms)
 

@@ -6,10 +6,13 @@ import contextlib
 import gzip
 import http.client
 import itertools
-import logging
 import math
 import re
+import resource
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -264,21 +267,54 @@ def test_a_failing_recorder_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert value(exporter, "torch_grad_captures_total", layer="first") == 5
 
 
-def test_an_unwritable_file_costs_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A missing folder, a folder in place of the file and a full disk are logged and counted, and leave no partial file."""
+def test_save_says_what_it_cannot_write(tmp_path: Path) -> None:
+    """A missing folder, a folder or device in place of the file, and a full disk raise, and leave what was there."""
     exporter = start_exporter(Perceptron(), None, collectors=QUIET)
     (tmp_path / "folder").mkdir()
-    targets = [tmp_path / "missing" / "a.json", tmp_path / "folder"]
-    if Path("/dev/full").exists():
-        (tmp_path / "full.json.part").symlink_to("/dev/full")
-        targets.append(tmp_path / "full.json")
-    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
-        for target in targets:
-            exporter.save(target)
+    (tmp_path / "there.json").write_text("before")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("missing/a.json", "folder", "zero", "full.json", "there.json"):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if name in ("full.json", "there.json"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(OSError, match=rf"save\(\) cannot write: .*{name}") as raised:
+            exporter.save(tmp_path / name)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert raised.value.__cause__ is None
+    with pytest.raises(TypeError):
         exporter.save(b"bytes")  # type: ignore[arg-type]
-    lines = [record.getMessage() for record in caplog.records if "history" in record.getMessage()]
-    assert len(lines) == len(targets) + 1
-    assert "missing" in lines[0]
-    assert errors(exporter) == {"history": len(targets) + 1}
+    assert errors(exporter) == {}
     exporter.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert (tmp_path / "there.json").read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "there.json", "zero"}
+
+
+def test_save_keeps_a_symbolic_link(tmp_path: Path) -> None:
+    """What a link points to is replaced; the link and its target's name stay."""
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "latest.json", tmp_path / "there" / "run.json"
+    link.symlink_to(target)
+    with start_exporter(Perceptron(), None, collectors=QUIET) as exporter:
+        for _ in range(2):  # at first there is no target
+            exporter.save(link)
+    assert link.readlink() == target
+    assert strict(target.read_bytes())["version"] == 1
+    assert [path.name for path in target.parent.iterdir()] == ["run.json"]
+
+
+KILLED = """
+import resource, signal
+from torch_grad_exporter import start_exporter
+exporter = start_exporter(torch.nn.Linear(2, 2), None)
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+exporter.save("run.json")
+"""
+
+
+@pytest.mark.process
+def test_a_killed_save_leaves_nothing(tmp_path: Path) -> None:
+    """A process that is killed in the middle of writing leaves no part of a file."""
+    done = subprocess.run([sys.executable, "-c", f"import torch{KILLED}"], cwd=tmp_path, timeout=PATIENCE, check=False)
+    assert done.returncode == -signal.SIGXFSZ
+    assert [*tmp_path.iterdir()] == []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.collectors.outcomes import Happened
@@ -98,14 +96,7 @@ class View:
             self._recorder.looked_at()
         return answer
 
-    def save(self, path: str) -> None:
-        """Write everything as JSON, compressed if the name ends in `.gz`; the file is whole or absent. Raises `OSError`."""
+    def saved(self, *, packed: bool) -> bytes:
+        """Return everything as JSON, as it is saved."""
         content = json.dumps(self.live.everything(fresh=True), allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-        part = Path(f"{path}.part")
-        try:
-            part.write_bytes(gzip.compress(content, 6) if path.endswith(".gz") else content)
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
+        return gzip.compress(content, 6) if packed else content
