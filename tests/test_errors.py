@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torch_grad_exporter.errors import LIMIT, ErrorLog
+from torch_grad_exporter.errors import LIMIT, BusyError, ErrorLog
 
 
 @pytest.fixture
@@ -60,3 +60,15 @@ def test_ends_of_the_program_pass(errors: ErrorLog, error: type[BaseException]) 
     with pytest.raises(error):
         guard(end)
     assert errors.counts() == {"capture": 0}
+
+
+def test_a_busy_machine_is_not_an_error(errors: ErrorLog, caplog: pytest.LogCaptureFixture) -> None:
+    """Another thread that takes long is neither counted nor logged; what the system refuses is logged without a traceback."""
+    errors = ErrorLog((), logging.getLogger("torch_grad_exporter"))
+    for error in (BusyError("another drain did not finish within 5 s"), FileNotFoundError(2, "No such file", "/nowhere")):
+        errors.count("history", error)
+        errors.tell("history", error)
+        errors.tell_once("push", error)
+    assert errors.counts() == {"history": 2, "push": 1}
+    assert [record.exc_info for record in caplog.records] == [None] * 3
+    assert "drain" not in caplog.text

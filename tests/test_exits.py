@@ -213,6 +213,13 @@ for trial in range(100):
         heard += 1
 print("heard", heard, flush=True)
 optimizer.zero_grad()
+if exporter is not None:
+    torch.set_grad_enabled(True)
+    steps = "torch_train_steps_total/SGD"
+    before = exporter.values(steps)[steps]
+    for _ in range(20):
+        step(torch.randn(5, 6))
+    print("counted", int(exporter.values(steps)[steps] - before), flush=True)
 """
 
 
@@ -226,6 +233,7 @@ def test_what_a_handler_raises_passes(starter: Starter) -> None:
     assert end.status == 0
     assert "training goes on" not in end.err
     assert next(int(line.split()[1]) for line in end.out if line.startswith("heard")) >= 97
+    assert "counted 20" in end.out  # what was raised ended no count
 
 
 @pytest.mark.process

@@ -33,6 +33,13 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 
+class BusyError(TimeoutError):
+    """Another thread of ours takes long with what this one waits for, as on a busy machine.
+
+    It is not a failure: what is there is shown, and the next look has the rest.
+    """
+
+
 class Guard:
     """One boundary: what an action raises goes to `on_error`, and no further.
 
@@ -96,7 +103,10 @@ class Guard:
 
 
 class ErrorLog:
-    """Counts failures by source; the first of each source is logged with its traceback."""
+    """Counts failures by source; the first of each source is logged, with its traceback unless the system refused something.
+
+    A `BusyError` does not count.
+    """
 
     def __init__(self, sources: tuple[str, ...], log: logging.Logger = logger) -> None:
         self._log = log
@@ -122,12 +132,14 @@ class ErrorLog:
         """
         if self._counted(source, error, times) == times:
             message = "%s failed; training goes on, further failures are only counted: %s: %s"
-            say(self._log, logging.WARNING, message, source, type(error).__name__, error, error=error)
+            # The system's errors, such as those of a folder that cannot be written, say all in their message.
+            trace = None if isinstance(error, OSError) else error
+            say(self._log, logging.WARNING, message, source, type(error).__name__, error, error=trace)
 
     def tell(self, source: str, error: BaseException) -> None:
         """Count one failure whose message is for the user, such as a wrong file, and log each of them, in a line."""
-        self._counted(source, error)
-        say(self._log, logging.WARNING, "%s: %s; training goes on", source, error)
+        if self._counted(source, error):
+            say(self._log, logging.WARNING, "%s: %s; training goes on", source, error)
 
     def tell_once(self, source: str, error: BaseException) -> None:
         """Count one failure whose message is for the user, and log the first of a source, in a line."""
@@ -136,9 +148,11 @@ class ErrorLog:
             say(self._log, logging.WARNING, message, source, error)
 
     def _counted(self, source: str, error: BaseException, times: int = 1) -> int:
-        """Count failures; return how many the source has now."""
+        """Count failures; return how many the source has now, 0 for what does not count."""
         if raised_by_handler(error):
             raise error
+        if isinstance(error, BusyError):
+            return 0
         with self._lock:
             count = self._counts[source] = self._counts.get(source, 0) + times
         return count

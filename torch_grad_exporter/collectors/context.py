@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Snapshots:
     """The values of the host's side. From any thread.
 
-    `fresh` returns those of now and raises `TimeoutError` if they do not come in time. `latest` are those of the current scrape,
+    `fresh` returns those of now and raises `BusyError` if they do not come in time. `latest` are those of the current scrape,
     whose collectors all show the same moment. `counts`: the counts of the training thread right before, so that `latest` has the
     durations of all those steps.
     """

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
+from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.rules.catalogue import RULES
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
@@ -105,7 +106,7 @@ class Record:
             scrape: Returns its metrics; called only if it is judged.
 
         Raises:
-            TimeoutError: Another judgement is under way.
+            BusyError: Another judgement is under way.
         """
         self._seen = samples
         if samples % EVERY == 0:
@@ -122,7 +123,7 @@ class Record:
             ended: What is wrong once the run is over.
 
         Raises:
-            TimeoutError: Another judgement is under way.
+            BusyError: Another judgement is under way.
         """
         with self._judging():
             self._began = moment.now if self._began is None else self._began
@@ -139,7 +140,7 @@ class Record:
     def _judging(self) -> Iterator[None]:
         # The wait is bounded: a signal's handler may have interrupted a judgement in this very thread.
         if not self._lock.acquire(timeout=WAIT_SECONDS):
-            raise TimeoutError("another judgement is under way")
+            raise BusyError("another judgement is under way")
         try:
             yield
         finally:

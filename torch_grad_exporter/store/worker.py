@@ -22,7 +22,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.ma
 
-from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
@@ -137,7 +137,7 @@ class Worker:
         """End the thread after a last drain; idempotent, from any thread.
 
         Raises:
-            TimeoutError: Another thread has been draining for longer than `CLOSE_SECONDS`.
+            BusyError: Another thread has been draining for longer than `CLOSE_SECONDS`.
         """
         give_up_at = time.monotonic() + CLOSE_SECONDS
         self._thread.close(CLOSE_SECONDS)
@@ -149,7 +149,7 @@ class Worker:
         self._lock, self._draining = threading.RLock(), False
         self._thread.stop()
 
-    # Reading, from any thread. All of it raises `TimeoutError` if another drain takes longer than `WAIT_SECONDS`.
+    # Reading, from any thread. All of it raises `BusyError` if another drain takes longer than `WAIT_SECONDS`.
 
     def snapshot(self) -> Snapshot:
         """Return all present values; takes nothing from any consumer."""
@@ -239,12 +239,12 @@ class Worker:
 
     @contextlib.contextmanager
     def _held(self, seconds: float = WAIT_SECONDS) -> Iterator[None]:
-        """Keep others out. Raises `TimeoutError` where one is in for longer, or where a signal handler has interrupted it."""
+        """Keep others out. Raises `BusyError` where one is in for longer, or where a signal handler has interrupted it."""
         if not self._lock.acquire(timeout=seconds):
-            raise TimeoutError(f"another drain did not finish within {seconds:g} s")
+            raise BusyError(f"another drain did not finish within {seconds:g} s")
         try:
             if self._draining:
-                raise TimeoutError("a signal's handler has interrupted a drain, which cannot end before it")
+                raise BusyError("a signal's handler has interrupted a drain, which cannot end before it")
             self._draining = True
             try:
                 yield

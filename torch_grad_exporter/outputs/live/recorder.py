@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from torch_grad_exporter.collectors.of_sample import OfSample
-from torch_grad_exporter.errors import ErrorLog, Guard
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, RECORD_SECONDS, History, Moment
 from torch_grad_exporter.outputs.live.live import Live
@@ -63,7 +63,7 @@ class Recorder(BackgroundLoop):
         self._steps, self._clock = steps, clock
         self._judge_at, self._open_until = -math.inf, -math.inf
         self._stepped, self._fast = (clock(), 0), False  # time and number of the last new step
-        guard = guard_unless_late(errors)
+        guard = errors.boundary(SOURCE, limit=None)
         super().__init__("history", self._record, self._judge_now_and_then, guard=guard, pause=self._pause, last=self._finish)
 
     def looked_at(self) -> None:
@@ -97,16 +97,6 @@ class Recorder(BackgroundLoop):
         return UNSEEN_SECONDS if now > self._open_until and (self._fast or idle) else RECORD_SECONDS
 
 
-def guard_unless_late(errors: ErrorLog) -> Guard:
-    """Return a guard that counts errors, except timeouts: another thread was busy, and the next record has the values."""
-
-    def failed(error: Exception) -> None:
-        if not isinstance(error, TimeoutError):
-            errors.count(SOURCE, error)
-
-    return Guard(failed)
-
-
 class Looks:
     """The moments that both histories record at a look: the present one, and those of the samples since the last look.
 
@@ -135,7 +125,7 @@ class Looks:
         record: Record,
         errors: ErrorLog,
     ) -> None:
-        self._of_sample, self._record, self._judging = of_sample, record, guard_unless_late(errors)
+        self._of_sample, self._record, self._judging = of_sample, record, errors.boundary(SOURCE, limit=None)
         self._host, self._moments, self._activations = host, moments, activations
         self._steps, self._now = steps, now
         self._samples: deque[tuple[float, Moment]] = deque()
