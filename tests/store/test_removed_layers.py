@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import tracemalloc
@@ -212,3 +213,39 @@ def test_a_layer_of_the_remainders_name_is_shown_once() -> None:
         training.remove("b")
         training.ones()
         assert training.captures() == {REMOVED: 2.0}
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("of", ["module", "parameter"])
+def test_a_copy_without_an_optimizer_has_no_norm(of: str, by_hand: bool) -> None:
+    """Where a copy takes the place of a part, the old part's series stops, until an optimizer has the copy."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
+    with start_exporter(model, None, every=1) as exporter:
+
+        def shown(rounds: int) -> list[str]:
+            """Train, and return the layers that have a norm; it must be that of the model's last gradients."""
+            for _ in range(rounds):
+                model.zero_grad()
+                loss, parameters = model(torch.randn(4, 3)).square().mean(), list(model.parameters())
+                if by_hand:
+                    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                        parameter.grad = gradient
+                else:
+                    loss.backward()
+                true = [nn.utils.get_total_norm([p.grad for p in part.parameters() if p.grad is not None]) for part in model]
+                for optimizer in optimizers:
+                    optimizer.step()
+            norms = {name.partition("/")[2]: norm for name, norm in exporter.values("^torch_grad_norm/").items()}
+            assert norms == pytest.approx({name: float(true[int(name)]) for name in norms})
+            return [*norms]
+
+        assert shown(8) == ["0", "1"]
+        if of == "module":
+            model[0] = copy.deepcopy(model[0])
+        else:
+            model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        assert shown(4) == ["1"]
+        if not by_hand:
+            optimizers[0] = torch.optim.SGD(model[0].parameters(), lr=0.01)
+            assert shown(4) == ["0", "1"]

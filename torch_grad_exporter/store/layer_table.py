@@ -23,7 +23,7 @@ from torch_grad_exporter.store.baselines import Baselines
 from torch_grad_exporter.store.clip_detection import UNTOUCHED
 from torch_grad_exporter.store.histograms import Counts, NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
-from torch_grad_exporter.store.records import Outcome
+from torch_grad_exporter.store.records import UNOWNED, Outcome
 from torch_grad_exporter.store.sample import LayerValues, Sample, Selection
 
 RECENT_SECONDS = 60  # over which a layer's recent maximum is taken
@@ -140,8 +140,12 @@ class LayerTable:
         sample = counted.sample
         if sample.read.table is not self.table:
             self._arrange(sample.read.table)
-        owned, layers = counted.owned(counted.shown), self.rows.values
-        shown = LayerValues(sample, self._selection(owned & sample.present))
+        owned, layers, whole = counted.owned(counted.shown), self.rows.values, sample.present
+        unowned = (counted.owners == UNOWNED) & (sample.present | sample.read.at_step)  # a step reads what optimizers own
+        if unowned.any():  # as where a copy took the place of a part, but not in its optimizer: a norm of the rest means nothing
+            partly = np.isin(self.table.layer_of, self.table.layer_of[unowned])
+            owned, whole = owned | partly, whole & ~partly
+        shown = LayerValues(sample, self._selection(owned & whole))
         before = {name: layers[name][shown.layers] for name in COUNTED}
         # A layer that this sample gave no gradient has no last values.
         cleared = self._selection(owned).layers
@@ -159,7 +163,7 @@ class LayerTable:
         def of(optimizers: frozenset[int]) -> LayerValues:
             if optimizers == counted.shown:
                 return shown
-            return LayerValues(sample, self._selection(counted.owned(optimizers) & sample.present))
+            return LayerValues(sample, self._selection(counted.owned(optimizers) & whole))
 
         new = of(counted.new)
         layers["captures"][new.layers] += 1
