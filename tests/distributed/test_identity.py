@@ -30,6 +30,8 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], Identity]] = {
     ),
     "srun of a part of the job": (SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, Identity(1, 2, 1, 4, "77")),
     "a Slurm array": (SRUN | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "7"}, Identity(5, 9, 1, 4, "70_7")),
+    "the second step of a job": (SRUN | {"SLURM_STEP_ID": "1"}, Identity(5, 9, 1, 4, "77.1")),
+    "torchrun of one host in a step of its own": (SRUN | TORCHRUN | {"SLURM_STEP_ID": "1"}, Identity(3, 4, 1, 2, "77")),
     "the shell of sbatch": (SBATCH, Identity(0, 1, 0, 1, "77")),
     "an interactive step": (SBATCH | {"SLURM_STEP_ID": "4294967290"}, Identity(0, 1, 0, 1, "77")),
     "torchrun in srun": (SRUN | TORCHRUN, Identity(3, 4, 1, 2, "77")),
@@ -73,9 +75,10 @@ def test_launcher(name: str) -> None:
         ({}, Identity(2, 4), Identity(2, 4, 2, 4)),
         ({"LOCAL_RANK": "1"}, Identity(3, 4), Identity(3, 4, 1, 4)),
         (SBATCH, Identity(7, 8), Identity(7, 8, 7, 8, "77")),
+        (SRUN | {"SLURM_STEP_ID": "1"}, Identity(5, 18), Identity(5, 18, 5, 9, "77")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, Identity(13, 16), Identity(13, 16, 5, 8)),
     ],
-    ids=["same", "another group", "spawned", "local rank known", "spawned in sbatch", "spawned in two pods"],
+    ids=["same", "another group", "spawned", "local rank known", "spawned in sbatch", "two steps", "spawned in two pods"],
 )  # fmt: skip
 def test_the_process_group_wins(environment: dict[str, str], place: Identity, expected: Identity) -> None:
     """Rank and size are the process group's; spawned ranks share the launched processes, or this host, equally."""

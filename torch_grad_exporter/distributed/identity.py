@@ -157,12 +157,19 @@ def _kubernetes(environment: Mapping[str, str]) -> Identity | None:
 
 
 def _launchers_name(environment: Mapping[str, str], identity: Identity) -> str:
-    """Return the `--rdzv-id` of torchrun, Slurm's job, or the job of these pods. None of them changes when the job restarts."""
+    """Return the `--rdzv-id` of torchrun, Slurm's job, or the job of these pods. None of them changes when the job restarts.
+
+    Several steps of a Slurm job may train at a time: the first is named like the job, `77`, others as Slurm calls them, `77.1`. But
+    a step that holds only some of the ranks, such as those of one host, is not a run.
+    """
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     if run not in ("", "none"):
         return run
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
+    slurm, step = _slurm(environment), environment.get("SLURM_STEP_ID", "0")
+    if job and step != "0" and slurm is not None and slurm.world_size == identity.world_size:
+        job = f"{job}.{step}"
     return job or _pods_job(environment, several=identity.world_size > identity.local_world_size)
 
 
