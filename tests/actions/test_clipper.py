@@ -216,6 +216,21 @@ def test_a_plateau_counts_epochs() -> None:
     assert limits == [1.0] * 20 + [0.5, 0.5]
 
 
+@pytest.mark.parametrize("patience", [1, 4])
+def test_a_plateau_acts_an_epoch_before_torchs(patience: int) -> None:
+    """The limit follows the learning rate of `ReduceLROnPlateau` with one epoch less of patience, without its threshold."""
+    model = Perceptron()
+    gradients(model, 0, torch.Generator().manual_seed(1))
+    clipper = Clipper(model, Plateau(max_norm=1.0, patience=patience))
+    reference = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(reference, factor=0.5, patience=patience - 1, threshold=0.0, eps=0.0)
+    for loss in torch.rand(60, generator=torch.Generator().manual_seed(2)).tolist():
+        clipper.observe(loss)
+        clipper()
+        scheduler.step(loss)
+        assert float(clipper.threshold) == pytest.approx(reference.param_groups[0]["lr"])
+
+
 # Skipping steps
 
 

@@ -136,9 +136,12 @@ class ZClip(Policy):
 class Plateau(Policy):
     """Like `MaxNorm`, with a limit that is multiplied by `factor` after `patience` epochs in a row without a smaller loss.
 
-    Source: the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied to the limit. `observe(loss)` of the clipper
-    gives it the loss of an epoch; `observe(loss, epoch=)` any number of losses per epoch, whose mean counts once the next epoch
-    begins. All ranks have to observe the same loss, such as its mean over them: limits that differ make replicas differ.
+    Source: the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied to the limit. But that one, and clipping made with
+    it, acts one epoch later, after `patience + 1` of them, and takes only a loss that is smaller by a ten-thousandth for better.
+
+    `observe(loss)` of the clipper gives it the loss of an epoch; `observe(loss, epoch=)` any number of losses per epoch, whose mean
+    counts once the next epoch begins. All ranks have to observe the same loss, such as its mean over them: limits that differ make
+    replicas differ.
     """
 
     max_norm: float = 1.0
