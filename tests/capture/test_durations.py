@@ -18,6 +18,8 @@ from tests.support.scrape import value
 from torch_grad_exporter import Exporter
 
 OVERHEAD = "torch_grad_exporter_overhead_seconds_total"
+RATIO = "torch_grad_exporter_overhead_ratio"
+STARTUP = "torch_grad_exporter_startup_overhead_ratio"
 SLOWEST = "torch_train_slowest_step_seconds"
 SLOW = 0.05
 """Seconds."""
@@ -90,3 +92,16 @@ def test_slow_observations_are_overhead_once(regime: str) -> None:
         loop.go_on(regime)
         overhead, elapsed = value(exporter, OVERHEAD) - before, time.perf_counter() - start
         assert 5 * SLOW <= overhead < elapsed  # twice would be more than all the time that there was
+
+
+@pytest.mark.slow
+def test_the_first_samples_are_paid_back() -> None:
+    """What the first samples took is a part of the overhead until all of it together is within the budget."""
+    loop = TimedLoop()
+    with watching(loop.model, every="auto", overhead_budget=0.1) as exporter:
+        for _ in range(4):
+            loop.step()
+        assert 0 < value(exporter, STARTUP) <= value(exporter, RATIO)
+        while value(exporter, STARTUP) != 0:
+            loop.step(pause=0.01)
+        assert 0 < value(exporter, RATIO) <= 0.1

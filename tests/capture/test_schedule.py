@@ -23,10 +23,12 @@ def train(
     """Run rounds of the given lengths and costs; return the sampled rounds."""
     sampled = []
     for number in range(start, start + rounds):
-        schedule.stepped(step(number))
+        seconds = 0.0
         if schedule.next_due(number) == number:
-            schedule.sampled(cost(number))
+            seconds = cost(number)
+            schedule.sampled(seconds)
             sampled.append(number)
+        schedule.stepped(step(number), seconds, sampled=seconds > 0)
     return sampled
 
 
@@ -76,11 +78,39 @@ def test_a_fixed_interval_stays(every: int) -> None:
 # The start
 
 
-def test_the_first_rounds_are_sampled() -> None:
-    """A run starts with ten samples in a row, and then thins out."""
-    sampled = train(SamplingSchedule(), 10_000, always(0.01), always(0.01))
-    assert sampled[:10] == list(range(10))
-    assert [n // 128 for n in sampled[10:]] == list(range(sampled[10] // 128, 10_000 // 128 + (sampled[-1] >= 9984)))
+@pytest.mark.parametrize(("cost", "first"), [(0.0001, [*range(10)]), (0.01, [0, 1, 2]), (0.03, [0]), (3.0, [0])])
+def test_the_first_rounds_are_sampled(cost: float, first: list[int]) -> None:
+    """A run starts with ten samples in a row, or with what the budget of 2.5 s pays for, and then thins out."""
+    sampled = train(SamplingSchedule(), 30_000, always(0.01), always(cost))
+    assert [number for number, place in zip(sampled, range(10), strict=False) if number == place] == first
+    assert len(sampled) > len(first) + 2
+
+
+@pytest.mark.parametrize(
+    ("step", "cost", "rest"),
+    [
+        (0.028, 0.0037, 1.5e-4), (0.0015, 0.002, 5e-6), (0.1, 0.009, 1e-5), (0.6, 0.041, 1e-5), (0.015, 0.005, 1e-5),
+        (0.3, 0.08, 1e-4), (3.0, 0.005, 1e-3),
+    ],
+)  # fmt: skip
+def test_the_budget_holds_after_ten_seconds(step: float, cost: float, rest: float) -> None:
+    """What the first samples took is paid back within ten seconds, and at no moment after that is more taken than 1 %."""
+    schedule = SamplingSchedule()
+    elapsed, own, ratios, lent = 0.0, 0.0, [], []
+    for number in range(int(60 / step)):
+        sampled = schedule.next_due(number) == number
+        if sampled:
+            schedule.sampled(cost)
+        took = cost + 5 * rest if sampled else rest
+        schedule.stepped(step if number else None, took, sampled=sampled)
+        elapsed, own = elapsed + step + took, own + took
+        lent.append(schedule.repaying)
+        if elapsed > 10:
+            ratios.append(own / elapsed)
+    assert max(ratios) <= max(0.01, (cost + 5 * rest) / 10)  # a single sample may be more than ten seconds pay for
+    assert ratios[-1] > 0.0025
+    assert lent.index(False) == lent.count(True)
+    assert 0 < lent.count(True) * step < 20
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0099, 1), (0.011, 2), (0.021, 4), (1.0, 128)])

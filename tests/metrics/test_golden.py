@@ -33,6 +33,7 @@ EXACT = re.compile(
 
 NEVER_HERE = {
     "torch_grad_exporter_overhead_budget_ratio": "a fixed interval has no budget",
+    "torch_grad_exporter_startup_overhead_ratio": "a fixed interval lends nothing: see tests/capture/test_durations.py",
     "torch_grad_shard_norm": "needs a sharded model",
     "torch_train_loss_scale": "needs a gradient scaler",
     "torch_train_earlier_steps": "needs a training that goes on: see tests/test_exporter.py",

@@ -211,4 +211,4 @@ class SampleCost:
                 events.give_back((begin, end))
             self._pending.popleft()
             self._clock.device_seconds += on_devices
-            self._schedule.sampled(seconds + on_devices)
+            self._schedule.sampled(seconds + on_devices, on_devices)

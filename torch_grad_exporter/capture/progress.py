@@ -187,13 +187,14 @@ class StepClock:
         counted = self._last_counted
         return self._round_at or 0.0 if counted is None else counted[0]
 
-    def step_ended(self, start: float, *, first_of_round: bool, traced: bool) -> tuple[float | None, float]:
+    def step_ended(self, start: float, *, first_of_round: bool, traced: bool, lent: bool = False) -> tuple[float | None, float]:
         """Note the end of a step.
 
         Args:
             start: When the hook of its end began, in seconds of the clock.
             first_of_round: Whether it is the first step of its round; the others only show that the loop is alive.
             traced: Whether its record is to have the active trace.
+            lent: Whether it is one of the first samples.
 
         Returns:
             The seconds since the round before, if that is known, and what the exporter took on this thread since then.
@@ -213,7 +214,7 @@ class StepClock:
         if self._placed <= PLACED:  # the first one has no duration
             self._placed, step = self._placed + 1, self.number - 1
         trace = active_trace() if traced else None
-        self._mailbox.append(StepsTaken(before, (moment,), now - moment, own_seconds, trace, step))
+        self._mailbox.append(StepsTaken(before, (moment,), now - moment, own_seconds, trace, step, lent))
         return None if before is None else moment - before, own
 
     # Rounds that something else counts

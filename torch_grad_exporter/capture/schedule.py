@@ -1,8 +1,9 @@
 """SamplingSchedule: which rounds are sampled, so that the exporter keeps to its budget.
 
-The first rounds are all sampled, so that values show at once. Then the interval, a power of two, follows from what a sample
-costs and how long a step takes: from the latest ones, and from the sums over all since it changed, which include the outliers
-that the estimate leaves out.
+The first rounds are all sampled, so that values show at once: they are lent against the budget. Then the interval, a power of
+two, follows from what a sample costs and how long a step takes: from the latest ones, and from the sums over all since it
+changed, which include the outliers that the estimate leaves out. Estimates may be wrong, so an account of all that the exporter
+takes is kept as well: a sample that it cannot pay for is postponed, and so the loan is paid back first.
 
 One round of every `interval` is sampled, and which one of them changes in a fixed, scattered pattern:
 a fixed place would alias with a loop that has a period of its own, and of two alternating optimizers
@@ -15,14 +16,25 @@ backward and the step would cost more than a short step may.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from torch_grad_exporter.capture.cost import COUNTED_ROUNDS, RoundCosts
 from torch_grad_exporter.lifecycle import ThreadTime
 
-# At the start every round is sampled, at most this many and until they took this long together.
+# At the start every round is sampled, at most this many and until they took what the budget allows in this many seconds.
 FIRST_SAMPLES = 10
-FIRST_SECONDS = 2.0
+LENT_SECONDS = 2.5
+
+# Of how many seconds the budget is owed at most: where a single sample takes seconds, others are to come all the same.
+OWED_SECONDS = 30.0
+
+# Training after which what rounds cost is known well enough to say how long it takes to pay for a sample.
+LEARNT_SECONDS = 10.0
+
+# Training after which an unpaid loan counts as overhead like all else.
+REPAID_SECONDS = 60.0
 
 # The interval's cap.
 LONGEST = 4096
@@ -50,6 +62,7 @@ class SamplingSchedule:
 
     `every`: a fixed interval in rounds, or None to follow `budget`, the share of step time that the exporter may take, in (0, 1).
     `counting`: what it knows of the costs of rounds. `threads`: the CPU time of our own threads, which counts in the budget.
+    `lending`: whether the first samples go on. `repaying`: whether what they took is not paid back yet.
     """
 
     def __init__(self, every: int | None = None, budget: float = 0.01, threads: ThreadTime | None = None) -> None:
@@ -59,6 +72,10 @@ class SamplingSchedule:
         self._threads = threads
         self.counting = RoundCosts()
         self._first, self._first_spent = FIRST_SAMPLES, 0.0
+        self.lending = self.repaying = every is None
+        # What was taken beyond the budget so far, in seconds, and what a sample takes.
+        self._owed = self._a_sample = 0.0
+        self._age = 0.0  # seconds of training
         # Since the interval changed: samples, what they cost, rounds, how long these took. Older ones count half.
         self._samples = self._spent = self._rounds = self._trained = 0.0
         # The interval, and the first and the last of some rounds of which only the last is sampled.
@@ -69,6 +86,7 @@ class SamplingSchedule:
     def never(self) -> None:
         """Sample no round any more."""
         self.every = self.interval = NEVER
+        self.lending = self.repaying = False
 
     def next_due(self, number: int) -> int:
         """Return the first round from this number, from 0, on that is sampled: exactly one of each `interval` in a row."""
@@ -76,12 +94,23 @@ class SamplingSchedule:
             return number + NEVER
         interval, first, last = self._due
         if interval != self.interval or not first <= number <= last:
-            block = number // self.interval
+            payable = number + self._postponed(number)
+            block = payable // self.interval
             last = _sampled_of(block, self.interval)
-            if last < number:
+            if last < payable:
                 last = _sampled_of(block + 1, self.interval)
             self._due = self.interval, number, last
         return last
+
+    def _postponed(self, number: int) -> int:
+        """Return for how many rounds no sample can be paid for."""
+        step = self.counting.step
+        if self.lending:  # where the first sample was enough, the second round shows how long a step takes
+            return int(number == 1 and self._lent_enough)
+        if self.every is not None or step is None:
+            return 0
+        saved = max(self.budget * step - self.counting.not_sampled()[1], LEFT_AT_LEAST * self.budget * step)
+        return max(0, math.ceil((self._owed + self._a_sample) / saved))
 
     def only_counted(self, number: int) -> int:
         """Return how many rounds from this number on need only be counted: up to the next that is sampled, if these are few.
@@ -103,43 +132,51 @@ class SamplingSchedule:
 
     # What it learns
 
-    def stepped(self, seconds: float, own: float | None = None) -> None:
-        """Learn how long a round took, the exporter's own time left out; and that time, if it was not sampled."""
-        self.counting.stepped(seconds, own)
-        self._rounds += 1
-        self._trained += seconds
+    def stepped(self, seconds: float | None, own: float = 0.0, *, sampled: bool = False) -> None:
+        """Learn how long a round took, without the exporter's own time on the host, None of the very first; and that time."""
+        if seconds is not None:
+            self.counting.stepped(seconds, None if sampled else own)
+            self._rounds += 1
+            self._trained += seconds
+        self._charge(own, seconds or 0.0)
+        if self.lending:
+            self._end_loan()
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
         """Learn how long rounds took that were only counted, and what they cost together."""
         self.counting.counted(seconds, own)
         self._rounds += len(seconds)
-        self._trained += sum(seconds)
+        self._trained += (trained := sum(seconds))
+        self._charge(own, trained - own)
 
-    def sampled(self, cost: float) -> None:
-        """Learn what a sample cost in seconds and adapt the interval."""
+    def _charge(self, own: float, trained: float = 0.0) -> None:
+        """Enter what the exporter took, besides this many seconds of training, into the account."""
+        self._age += trained
+        if self._age < LEARNT_SECONDS:
+            self._due = 0, 0, -1
+        owed = self._owed + own - self.budget * (own + trained)
+        # A credit lasts for two samples, which may come close together.
+        self._owed = min(max(owed, -2 * self._a_sample), OWED_SECONDS * self.budget)
+        self.repaying &= (self.lending or self._owed > 0) and self._age < REPAID_SECONDS
+
+    def sampled(self, cost: float, on_devices: float = 0.0) -> None:
+        """Learn what a sample cost in seconds, and how many of them on devices, and adapt the interval."""
         costs = self.counting
         costs.samples.append(cost)
         if self.every is not None:
             return
-        step = costs.step
+        self._a_sample = min(fmean(costs.samples), OWED_SECONDS * self.budget)
+        self._charge(on_devices)
         self._samples += 1
         self._spent += cost
-        share = costs.share()
-        # What samples may take of the budget, once our threads have taken theirs, and all rounds have cost what those cost that are
-        # not sampled.
-        followed, rest = costs.not_sampled()
-        threads = 0.0 if self._threads is None else self._threads.share
-        available = max(self.budget - threads - (rest / step if step else 0.0), LEFT_AT_LEAST * self.budget)
-        if self._first:
+        if self.lending:
             self._first -= 1
             self._first_spent += cost
-            if step and (not self._first or self._first_spent >= FIRST_SECONDS):
-                self._first, interval = 0, 1
-                while interval < LONGEST and share / interval > available:
-                    interval *= 2
-                self._change(interval)
+            self._end_loan()
         elif self._samples >= PATIENCE:
+            share, available = costs.share(), self._available
             if self._samples >= SUMS_FROM and self._trained:
+                followed, rest = costs.not_sampled()
                 share = max(share, (self._spent / self._samples + followed - rest) / (self._trained / self._rounds))
             if share / self.interval > available and self.interval < LONGEST:
                 self._change(self.interval * 2)
@@ -147,6 +184,29 @@ class SamplingSchedule:
                 self._change(self.interval // 2)
             elif self._samples >= _ADDED_UP:
                 self._weigh(0.5)
+
+    @property
+    def _lent_enough(self) -> bool:
+        return self._first <= 0 or self._first_spent >= LENT_SECONDS * self.budget
+
+    def _end_loan(self) -> None:
+        """Choose the interval, once the first samples were taken and it is known how long a step takes."""
+        if self._lent_enough and self.counting.step is not None:
+            self.lending, interval = False, 1
+            share, available = self.counting.share(), self._available
+            while interval < LONGEST and share / interval > available:
+                interval *= 2
+            self._change(interval)
+
+    @property
+    def _available(self) -> float:
+        """What samples may take of the budget, as a share of training time.
+
+        Our threads take theirs first, and all rounds cost what those cost that are not sampled.
+        """
+        step, (_, rest) = self.counting.step, self.counting.not_sampled()
+        threads = 0.0 if self._threads is None else self._threads.share
+        return max(self.budget - threads - (rest / step if step else 0.0), LEFT_AT_LEAST * self.budget)
 
     def _change(self, interval: int) -> None:
         self.interval = interval

@@ -212,7 +212,7 @@ class StepHooks:
         rounds, clock, sees_backwards = self._rounds, self._clock, self._detection.sees_backwards
         start = clock.clock()
         clock.forward_came = False
-        sampled = rounds.current.sampled
+        sampled, lent = rounds.current.sampled, self._schedule.lending
         if number not in rounds.stepping:  # `step` has called `super().step()`, which has reported before
             return
         found_inf = self._found_inf.pop(number, None)
@@ -234,10 +234,9 @@ class StepHooks:
             self._inspections.tell(Inspection.round_stepped)
         if self._periodic is not None:
             self._periodic()
-        seconds, own = clock.step_ended(start, first_of_round=first, traced=sampled)
-        if seconds is not None:
-            self._schedule.stepped(seconds - own, None if sampled else own)
+        seconds, own = clock.step_ended(start, first_of_round=first, traced=sampled, lent=lent)
         if first:
+            self._schedule.stepped(None if seconds is None else seconds - own, own, sampled=sampled)
             self._counted.round_over(self._regular_optimizer, self._over_hook, self._forwards.step_over)
 
     def _regular_optimizer(self) -> int | None:

@@ -51,6 +51,8 @@ LEARNING_RATE = 1e-3
 HORIZON_STEPS = 10_000  # half of the cosine's period if the demo has no end
 CANDIDATES = "torch_grad_clip_candidates_total"
 NONFINITE = "torch_grad_nonfinite_steps_total"
+OVERHEAD = "torch_grad_exporter_overhead_ratio"
+STARTUP = "torch_grad_exporter_startup_overhead_ratio"
 
 # The clipping that `--clip` knows. The others are tried on the same run, without applying them.
 POLICIES: dict[str, Policy] = {
@@ -332,15 +334,19 @@ SUMMARY = (
     ("loss", "torch_train_loss", "{:.3f}"),
     ("gradient norm", "torch_grad_global_norm", "{:.3g}"),
     ("non-finite steps", "torch_grad_nonfinite_steps_total", "{:,.0f}"),
-    ("overhead", "torch_grad_exporter_overhead_ratio", "{:.2%}"),
+    ("overhead", OVERHEAD, "{:.2%}"),
 )
 
 
 def summary(families: Iterable[Family]) -> str:
     """Return the last values, as a scrape would show them now; several series of a metric are added up."""
-    shown = {family.spec.name: series.table(family) for family in families if family.series}
+    shown = {family.spec.name: series.table(family).sum() for family in families if family.series}
+    notes = {}
+    if startup := shown.get(STARTUP):
+        shown[OVERHEAD] -= startup
+        notes[OVERHEAD] = f", without {startup:.2%} for the first samples, which later ones pay back"
     lines = [
-        f"  {title:<17} {form.format(shown[name].sum()) if name in shown else 'no value yet':<14} {name}"
+        f"  {title:<17} {form.format(shown[name]) if name in shown else 'no value yet':<14} {name}{notes.get(name, '')}"
         for title, name, form in SUMMARY
     ]
     return "\n".join(["The last values:", *lines])

@@ -18,6 +18,10 @@ EXPORTER_OVERHEAD_RATIO = METRICS.gauge(
     "torch_grad_exporter_overhead_ratio",
     "Time the exporter took on the training thread, and on devices, over training time, last 1,000 steps.",
 )
+EXPORTER_STARTUP_RATIO = METRICS.gauge(
+    "torch_grad_exporter_startup_overhead_ratio",
+    "Part of torch_grad_exporter_overhead_ratio that the first samples took, lent against the budget: 0 once it is paid back; absent with a fixed interval.",
+)
 EXPORTER_OVERHEAD_BUDGET = METRICS.gauge(
     "torch_grad_exporter_overhead_budget_ratio",
     "The overhead budget that the sampling interval keeps to; absent with a fixed interval.",
@@ -108,7 +112,9 @@ class ExporterCollector:
         table = snapshot.gradients.table
         # Before the first step it has taken nothing of their time.
         yield scalar(EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio or 0.0)
-        yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
+        adapts = schedule.every is None
+        yield scalar(EXPORTER_STARTUP_RATIO, (snapshot.totals.lent_ratio if schedule.repaying else 0.0) if adapts else None)
+        yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if adapts else None)
         yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.shown_interval)
         yield scalar(EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
         yield scalar(EXPORTER_MODELS, capture.models)

@@ -105,6 +105,7 @@ class StepsTaken:
     own_seconds: float | None = None  # of the exporter in all of these rounds; None while they are not over
     trace: TraceIds | None = None
     step: int | None = None  # number of the step before them, of the optimizer that took the most
+    lent: bool = False  # of the first samples
 
 
 @dataclass(frozen=True, slots=True, eq=False)

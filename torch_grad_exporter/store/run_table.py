@@ -29,6 +29,7 @@ class TotalsSnapshot:
     exemplars: dict[int, Exemplar] = field(default_factory=dict)  # of the last step of each bucket within a trace
     slowest: float | None = None
     overhead_ratio: float | None = None
+    lent_ratio: float = 0.0  # the part of it that the first samples took
     overhead_seconds: float = 0.0
     last: dict[str, float] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
@@ -47,6 +48,8 @@ class RunTable:
         self._buckets = [0] * (len(STEP_SECONDS) + 1)  # into an array a single step takes several times as long
         # Of the last steps: their seconds, and the exporter's own in them.
         self._seconds, self._own = deque[float](maxlen=RATIO_STEPS), deque[float](maxlen=RATIO_STEPS)
+        self._timed = 0  # steps with a duration, and of the first samples how many there were until each, and its own seconds
+        self._lent: list[tuple[int, float]] = []
         self._steps: StepsTaken | None = None  # the last record, until its rounds are over
         self._taken = 0  # rounds of it that were counted
 
@@ -68,6 +71,7 @@ class RunTable:
                 seconds = moment - before
                 self._seconds.append(seconds)
                 self._own.append(0.0)
+                self._timed += 1
                 bucket = bisect.bisect_left(STEP_SECONDS, seconds)
                 self._buckets[bucket] += 1
                 totals.duration_sum += seconds
@@ -82,6 +86,8 @@ class RunTable:
             timed = 0 if record.since is None else self._taken
             for place in range(1, min(timed, RATIO_STEPS) + 1):
                 self._own[-place] = own / timed
+            if record.lent and timed:
+                self._lent.append((self._timed, own))
         return len(new)
 
     def observed(self, record: Observed, value: float) -> None:
@@ -119,6 +125,7 @@ class RunTable:
             exemplars=dict(totals.exemplars),
             slowest=max(islice(reversed(self._seconds), SLOWEST_STEPS), default=None) if recent else None,
             overhead_ratio=sum(self._own) / training if training else None,
+            lent_ratio=sum(own for step, own in self._lent if step > self._timed - RATIO_STEPS) / training if training else 0.0,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),

@@ -500,6 +500,16 @@ def test_parts_of_ranks(drawn: Page) -> None:
     drawn.keyboard.press("Escape")
 
 
+def test_the_first_samples_are_apart(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """Until they are paid back, the first samples stand beside the overhead."""
+    for startup, shown, note in ((0.019, 0.5, "of 1 % budget · 1.9 % at start"), (0.0, 2.4, "of 1 % budget")):
+        saved = drawn_run()
+        saved["status"].update(overhead_ratio=0.024, startup_overhead_ratio=startup, overhead_budget_ratio=0.01)
+        page = open_page(as_page(saved, tmp_path)).page
+        assert 100 * number(page, "overhead") == pytest.approx(shown)
+        assert page.get_by_test_id("overhead-note").inner_text().replace("\u00a0", " ") == note
+
+
 def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) -> None:
     """A saved run without activity is stalled; the other ranks are linked."""
     saved = drawn_run()

@@ -34,6 +34,7 @@ _NUMBERS: Mapping[str, Spec] = {
     "last_step": training.TRAIN_LAST_STEP_TIMESTAMP,
     "last_sample_step": gradients.GRAD_SAMPLE_STEP,
     "overhead_ratio": exporter.EXPORTER_OVERHEAD_RATIO,
+    "startup_overhead_ratio": exporter.EXPORTER_STARTUP_RATIO,
     "overhead_budget_ratio": exporter.EXPORTER_OVERHEAD_BUDGET,
     "sampling_interval_steps": exporter.EXPORTER_SAMPLING_INTERVAL,
     "series": exporter.EXPORTER_SERIES,

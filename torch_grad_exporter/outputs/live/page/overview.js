@@ -70,6 +70,17 @@
     return join(steps && elements ? numbers.counted(elements, "element") : "", skipped ? `${numbers.counted(skipped, "step")} skipped` : "");
   }
 
+  // Without the first samples until these are paid back: the budget is judged after that.
+  function overhead(status) {
+    const ratio = get(status, "overhead_ratio");
+    return ratio === null ? null : ratio - get(status, "startup_overhead_ratio");
+  }
+
+  function overheadNote(status) {
+    const startup = get(status, "startup_overhead_ratio");
+    return join(known(get(status, "overhead_budget_ratio"), (v) => `of ${numbers.percent(v)} budget`), startup ? `${numbers.percent(startup)} at start` : "");
+  }
+
   function join(...texts) { return texts.filter(Boolean).join(" · "); }
 
   function known(value, said) { return value === null ? "" : said(value); }
@@ -94,7 +105,7 @@
     { id: "spikes", label: "Spikes", raw: (s) => get(s, "spikes"), format: numbers.count, note: () => "of the norm", of: ["GradientExploding"],
       about: "Samples whose gradient norm was far above those shortly before, since the start." },
     { id: "dead-layers", label: "Dead layers", raw: (s) => get(s, "dead_layers"), format: numbers.count, note: (s) => known(get(s, "layers"), (v) => `of ${numbers.count(v)}`), of: ["LayerDead"] },
-    { id: "overhead", label: "Overhead", raw: (s) => get(s, "overhead_ratio"), format: numbers.percent, note: (s) => known(get(s, "overhead_budget_ratio"), (v) => `of ${numbers.percent(v)} budget`), bar: (s) => get(s, "overhead_ratio") / get(s, "overhead_budget_ratio") },
+    { id: "overhead", label: "Overhead", raw: overhead, format: numbers.percent, note: overheadNote, bar: (s) => overhead(s) / get(s, "overhead_budget_ratio") },
     { id: "interval", label: "Sampling", raw: (s) => get(s, "sampling_interval_steps"), format: (v) => (v === null ? numbers.ABSENT : v === 1 ? "each step" : `1 in ${numbers.count(v)}`), note: (s) => known(get(s, "last_sample_step"), (v) => `last at ${numbers.count(v)}`),
       about: "In how many steps gradients are measured. By default as often as the overhead budget allows." },
   ];
