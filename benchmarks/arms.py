@@ -8,7 +8,7 @@ arm runs as in a process without any exporter, and the exporter as in a process 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from benchmarks.apart import OptimizerHooks
@@ -45,15 +45,15 @@ class Arm:
         self.monitor.after_step(loss)
         self.steps += 1
 
-    def warm_up(self, seconds: float, least: int = 3) -> float:
-        """Steps for some seconds and returns how long one of the last of them took."""
+    def warm_up(self, seconds: float, least: int = 3, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Steps for some seconds and returns how long one of the last of them took by the clock."""
         end = time.perf_counter() + seconds
         durations: list[float] = []
         with self.running():
             while len(durations) < least or time.perf_counter() < end:
-                start = time.perf_counter()
+                start = clock()
                 self.step()
-                durations.append(time.perf_counter() - start)
+                durations.append(clock() - start)
         later = sorted(durations[len(durations) // 2 :])
         return later[len(later) // 2]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import prometheus_client
@@ -131,12 +132,20 @@ class Entry:
         return self.package is not None and installed(self.package) is None
 
 
+# At the same rate costs can be compared; each 1,000th step is wandb's default.
+RATES = {1000: "each 1,000th step", 100: "each 100th step", 1: "each step"}
+
 MONITORS = {
     "exporter": Entry("this exporter, defaults", ThisExporter, "all its metrics, of sampled steps"),
     "exporter_activations": Entry(
         "this exporter, `activations=True`", lambda: ThisExporter(activations=True), "the same and the outputs of all modules"
     ),
-    "exporter_every_1": Entry("this exporter, `every=1`", lambda: ThisExporter(1), "all its metrics, of each step"),
+    **{
+        f"exporter_every_{every}": Entry(
+            f"this exporter, `every={every}`", partial(ThisExporter, every), f"all its metrics, {rate}"
+        )
+        for every, rate in RATES.items()
+    },
     "foreach_norm": Entry("one `torch._foreach_norm`", ForeachNorm, "norms, unread"),
     "clip_grad_norm": Entry("`clip_grad_norm_`", ClipGradNorm, "the global norm, unread, and clipping"),
     "composer": Entry("Composer `OptimizerMonitor`", lambda: ComposerMonitor(10), "norms, each 10th step", "mosaicml"),
@@ -147,7 +156,8 @@ MONITORS = {
     "module_hooks": Entry("module hooks with `.item()`", ModuleHooks, "norms of the gradients of layers' outputs"),
     "parameter_hooks": Entry("parameter hooks into `prometheus_client`", ParameterHooks, "norms and their histograms"),
     "wandb_log": Entry("`wandb.log` of the loss alone", lambda: WandbWatch(None), "nothing of gradients", "wandb"),
-    "wandb_1000": Entry("`wandb.watch`", lambda: WandbWatch(1000), "histograms, each 1,000th step", "wandb"),
-    "wandb_100": Entry("`wandb.watch`, `log_freq=100`", lambda: WandbWatch(100), "histograms, each 100th step", "wandb"),
-    "wandb_1": Entry("`wandb.watch`, `log_freq=1`", lambda: WandbWatch(1), "histograms, each step", "wandb"),
+    **{
+        f"wandb_{every}": Entry(f"`wandb.watch`, `log_freq={every}`", partial(WandbWatch, every), f"histograms, {rate}", "wandb")
+        for every, rate in RATES.items()
+    },
 }

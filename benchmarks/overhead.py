@@ -57,6 +57,12 @@ class Plan:
     monitor: str
     seconds: float
     settling: float
+    cpu: bool = False
+    """Whether the CPU time of the training thread is measured, without its helpers, which other programs change less."""
+
+    def clock(self) -> float:
+        """Returns the seconds of what is measured."""
+        return time.thread_time() if self.cpu else time.perf_counter()
 
     @property
     def ours(self) -> bool:
@@ -72,7 +78,7 @@ def measure(plan: Plan) -> Cell:
     if plan.ours:
         arms["control"] = Arm(workload, Plain())
     try:
-        step = min(arms[name].warm_up(plan.seconds / 30) for name in ("plain", *arms))
+        step = min(arms[name].warm_up(plan.seconds / 30, clock=plan.clock) for name in ("plain", *arms))
         cycle = settle(arms["monitored"], monitor, plan.settling) if isinstance(monitor, ThisExporter) else monitor.cycle
         if plan.ours and cycle * step < DOUBLED_BELOW:
             cycle *= 2  # so that there is a sample in each block even if the interval doubles meanwhile
@@ -98,6 +104,7 @@ def _measured(plan: Plan, arms: dict[str, Arm], steps: int, rounds: int) -> Cell
         seconds=plan.seconds,
         least_rounds=rounds,
         around={name: count.around if arm is watched else arm.running for name, arm in arms.items()},
+        clock=plan.clock,
     )
     compared = {name: asdict(comparison) for name, comparison in compare(blocks).items()}
     training = watched.training
@@ -189,6 +196,7 @@ def main() -> None:
             monitor=monitor,
             seconds=seconds if monitor in OURS else OTHERS_SHARE * seconds,
             settling=seconds / 2,
+            cpu=options.cpu,
         )
         for workload in workloads
         for monitor in monitors
@@ -199,7 +207,7 @@ def main() -> None:
     found = overhead_tables.tables(cells)
     print("\n".join(map(overhead_tables.printed, found)))
     took = round(time.monotonic() - start)
-    complete = not (quick or options.workload or options.monitor or options.seconds)
+    complete = not (quick or options.workload or options.monitor or options.seconds or options.cpu)
     results = {"tables": found, "took_seconds": took, "cells": cells}
     path = record.save(options.save or ("overhead" if complete else "overhead-trial"), results)
     print(f"\n{took} s; written to {path.relative_to(record.ROOT)}")
@@ -210,6 +218,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="only this one; may be repeated")
     parser.add_argument("--monitor", action="append", choices=MONITORS, help="only this one; may be repeated")
     parser.add_argument("--seconds", type=float, help="of measuring the exporter, per workload; the others take 15 % of it each")
+    parser.add_argument("--cpu", action="store_true", help="CPU time of the training thread, where other programs run")
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json, for a part of the page of its own")
     parser.add_argument("--quick", action="store_true", help="one workload and few rounds, in about two minutes: a smoke test")
     return parser.parse_args()

@@ -95,7 +95,11 @@ def parameters_within(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 def _owned_in(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Parameters]]:
     """Return the modules of a model with their names and own parameters."""
-    names, modules = zip(*root.named_modules(), strict=True)
+    names: list[str] = []
+    modules: list[torch.nn.Module] = []
+    for name, module in root.named_modules():  # `zip(*...)` would make two containers for each, and the garbage collector come
+        names.append(name)
+        modules.append(module)
     return zip(names, modules, parameters_of_each(modules), strict=True)
 
 

@@ -134,7 +134,8 @@ def resolved(part: torch.Tensor) -> torch.Tensor:
 
 def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
     """Batch `(position in the table, gradient)`; empty gradients are left out."""
-    stacks: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
+    # In columns: a container for each gradient would make the garbage collector come in the middle of the first sample.
+    stacks: dict[tuple[object, ...], tuple[list[int], list[torch.Tensor]]] = {}
     for position, gradient in gradients:
         tracked = table.tracked[position]
         layout, values, implied = tracked.units, gradient, 0
@@ -153,12 +154,14 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
             yield Batch((position,), (values,), layout, implied)
         else:
             key = (values.device, values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
-            stacks.setdefault(key, []).append((position, values))
-    for pairs in stacks.values():
-        most = STACKED_ELEMENTS // pairs[0][1].numel()
-        for start in range(0, len(pairs), most):
-            positions, tensors = zip(*pairs[start : start + most], strict=True)
-            yield Batch(positions, tensors, table.tracked[positions[0]].units)
+            positions, tensors = stacks.setdefault(key, ([], []))
+            positions.append(position)
+            tensors.append(values)
+    for positions, tensors in stacks.values():
+        most = STACKED_ELEMENTS // tensors[0].numel()
+        for start in range(0, len(positions), most):
+            part = slice(start, start + most)
+            yield Batch(tuple(positions[part]), tuple(tensors[part]), table.tracked[positions[start]].units)
 
 
 Grouped = list[tuple[Group, tuple[Batch, ...]]]
