@@ -126,10 +126,10 @@ class _ShownDefault(str):
 
 def with_shown_defaults(function: F) -> F:
     """Let `help()` show the defaults that hold in place of `UNSET`."""
-    shown = {option.name: option.shown for option in options_of(Settings)}
+    defaults = {option.name: _ShownDefault(option.shown) for option in options_of(Settings)}
     signature = inspect.signature(function)
     parameters = [
-        parameter.replace(annotation=parameter.annotation.replace(" | Unset", ""), default=_ShownDefault(shown[name]))
+        parameter.replace(annotation=parameter.annotation.replace(" | Unset", ""), default=defaults[name])
         if parameter.default is UNSET
         else parameter
         for name, parameter in signature.parameters.items()
