@@ -7,7 +7,6 @@ failed, which is where a failure gets its text from.
 from __future__ import annotations
 
 import contextlib
-import logging
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
 from http import HTTPStatus
@@ -22,8 +21,6 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult,
 from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings
 from torch_grad_exporter.outputs.own_requests import mute, unheard
 
-REJECTED = "points were rejected"
-
 # What helps against a limit of a proxy, such as nginx with its 1 MB.
 SMALLER = "set OTEL_EXPORTER_OTLP_COMPRESSION=gzip, or raise the limit of the receiver and of the proxies before it"
 
@@ -32,9 +29,6 @@ OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-enc
 
 # Characters of what an exporter says.
 NAMED = 300
-
-# For lines that are kept out of the log, like those of OpenTelemetry itself.
-_logger = logging.getLogger("opentelemetry.torch_grad_exporter")
 
 
 class DeliveryError(Exception):
@@ -80,12 +74,13 @@ class Delivery:
             except Exception as error:  # noqa: BLE001 - some versions raise where others return a failure
                 said.append(f"{type(error).__name__}: {error}")
         text = _shown("; ".join(dict.fromkeys(said)) or "the export failed")
+        session = self._session
         if result is not MetricExportResult.SUCCESS:
-            if self._session is not None and self._session.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            if session is not None and session.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
                 raise TooLargeError(f"{text}; {SMALLER}")
             raise DeliveryError(text)
-        if said and REJECTED in said[-1]:
-            raise RejectedError(text)
+        if session is not None and session.rejected:
+            raise RejectedError(_shown(session.rejected))
 
     def close(self) -> None:
         """Give the connection back; ends a pause between two tries. From any thread."""
@@ -109,11 +104,14 @@ def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
 
 
 class _Session(requests.Session):
-    """Guards which headers and passwords are sent to a receiver, and looks at each answer. `status`: of the last, 0 for none."""
+    """Guards which headers and passwords are sent to a receiver, and looks at each answer.
+
+    `status`: of the last one, 0 for none. `rejected`: what it says of points that were not accepted, empty if all were.
+    """
 
     def __init__(self, settings: PushSettings) -> None:
         super().__init__()
-        self.status = 0
+        self.status, self.rejected = 0, ""
         self._sent = None if settings.headers is None else OWN_HEADERS.union(settings.headers)
         user = requests.utils.get_auth_from_url(settings.endpoint)
         self.auth = user if any(user) else None  # else a password from `~/.netrc` would replace it
@@ -129,7 +127,7 @@ class _Session(requests.Session):
             options["auth"] = lambda request: request
         if isinstance(self.verify, str):  # else `REQUESTS_CA_BUNDLE` would win
             options["verify"] = self.verify
-        self.status = 0
+        self.status, self.rejected = 0, ""
         response = super().request(*arguments, **options | {"allow_redirects": False})
         self.status = response.status_code
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -141,7 +139,7 @@ class _Session(requests.Session):
             with contextlib.suppress(DecodeError):
                 partial = ExportMetricsServiceResponse.FromString(response.content).partial_success
                 if partial.rejected_data_points > 0:
-                    _logger.warning("%d %s: %r", partial.rejected_data_points, REJECTED, partial.error_message)
+                    self.rejected = f"{partial.rejected_data_points} points were rejected: {partial.error_message!r}"
         return response
 
 
