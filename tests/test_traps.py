@@ -592,7 +592,7 @@ def test_float32_norm_of_tiny_and_huge_rows() -> None:
 
 @pytest.mark.slow
 def test_six_sigma_on_raw_norms_is_a_false_alarm() -> None:
-    """Norms vary by factors, so 6 sigma of raw ones are false alarms; on logarithms, with 3 x the median, real spikes count."""
+    """Norms vary by factors, so 6 sigma of raw ones are false alarms; on logarithms, with 5 x the median, real spikes count."""
     generator = np.random.default_rng(0)
     norms = np.exp(generator.normal(0.0, 0.9, 300)).astype(np.float32)
     raw = 0

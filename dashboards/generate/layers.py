@@ -79,7 +79,7 @@ def _largest() -> Panel:
 def _furthest() -> Panel:
     score = f"abs({last_known(of_run('torch_grad_norm_zscore'), 'run, layer')})"
     columns = [RUN, LAYER, Column("Value", "Sigmas", full=12, orange=6, width=160)]
-    text = "The norms furthest from their own last 128 samples, above or below, in robust sigmas; 6 and more count as a spike."
+    text = "The norms furthest from their own last 128 samples, above or below, in robust sigmas; spikes are beyond 6."
     query = Query(ask.top(15, score))
     return rows("Furthest from their own baseline", text, [query], columns, "Needs 20 samples", order=["Run", "-Sigmas"])
 
@@ -229,7 +229,7 @@ def _parts() -> Panel:
 def _chosen_deviation() -> Panel:
     selector = of_layer("torch_grad_norm_spikes_total", KEPT)
     spikes = ask.events(selector, "run, layer", "max")
-    text = "Samples in each interval with a norm beyond 6 robust sigmas and 3 times the median: which layer spiked, and when."
+    text = "Samples in each interval with a norm beyond 6 robust sigmas and 5 times the median: which layer spiked, and when."
     panel = draw.lines(
         "Spikes", text, "short", Query(spikes, "{{layer}} {{run}}"), nothing="No chosen layer spiked, or none is known", many=True
     )

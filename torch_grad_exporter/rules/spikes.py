@@ -93,10 +93,10 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
         "unusual inputs from wrong targets."
     ),
     why=(
-        "One spike, beyond 6 sigma and 3 times the median, may be a bad batch; three in 10 minutes are not. A "
+        "One spike, beyond 6 sigma and 5 times the median, may be a bad batch; three in 10 minutes are not. A "
         "quarter of the layers: this many may explode without an effect on the global norm, where other layers are "
-        "larger. 0.01: of 12,000 samples of a healthy demo in 10 minutes, up to 13 of a layer were spikes, so more "
-        "than a hundredth of the samples have to be. Models with up to 3 layers are not judged by layer. Clipped to "
+        "larger. 0.01: layers of a healthy run have a spike now and then, so more than a hundredth of the samples "
+        "have to be. Models with up to 3 layers are not judged by layer. Clipped to "
         "0.01 at each sample for 10 minutes: the learning rate is then in fact a hundredth."
     ),
     note="Cannot fire before 20 samples, nor with fewer than 3 samples in 10 minutes.",

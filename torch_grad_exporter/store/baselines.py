@@ -3,6 +3,9 @@
 For positive quantities that vary by factors, gradient norms above all, the logarithm is judged: on raw
 norms a healthy run gives hundreds of false alarms. The scale is the median absolute deviation, times 1.4826
 so that it estimates a normal distribution's standard deviation (Hampel, 1974; Rousseeuw and Croux, 1993).
+
+The logarithms of norms have tails that no deviation shows. So a norm beyond 6 sigmas and 3 times the median is unusual, and is
+not remembered; a spike is one that also exceeds 5 times the median and twice the largest that is remembered.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.store.histograms import Records
 
 WINDOW, ENOUGH = 128, 20  # samples that a baseline remembers, and before which there is no verdict
-SIGMAS, FACTOR = 6.0, 3.0  # a spike of a norm lies beyond 6 sigmas and 3 times the median
+SIGMAS, FACTOR = 6.0, 3.0  # an unusual norm lies beyond 6 sigmas and 3 times the median
+OF_MEDIAN, OF_LARGEST = 5.0, 2.0  # a spike is an unusual norm beyond 5 times the median and twice the largest remembered
 ESTIMATES_SIGMA = 1.4826  # a median absolute deviation, times this
-NEW_LEVEL = 32  # spikes in a row after which they are the new normal: the baseline starts again
+NEW_LEVEL = 32  # unusual values in a row after which they are the new normal: the baseline starts again
 
 # Smallest sigma of a norm's logarithm, and of a loss as a share of its median: a change of some percent must not alarm.
 LOG_FLOOR, RELATIVE_FLOOR = 0.1, 0.01
 
-ROW = np.dtype([("past", np.float64, (WINDOW,)), ("count", np.int64), ("spikes_in_a_row", np.int64)])
+ROW = np.dtype([("past", np.float64, (WINDOW,)), ("count", np.int64), ("unusual_in_a_row", np.int64)])
 
 
 class Baselines:
@@ -42,13 +46,14 @@ class Baselines:
         return baselines
 
     def judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
-        """Judge one sample for each of `rows`, and then take in those that are finite and no spike.
+        """Judge one sample for each of `rows`, and then take in those that are finite and not unusual.
 
         Returns:
             The z-score of each, NaN where there is none, and whether it is a spike. A zero has no logarithm: it gets
             no verdict and enters no baseline.
         """
-        in_a_row, zscore, spike = self._rows["spikes_in_a_row"], np.full(len(rows), np.nan), np.zeros(len(rows), dtype=np.bool_)
+        in_a_row, zscore = self._rows["unusual_in_a_row"], np.full(len(rows), np.nan)
+        unusual, spike = np.zeros((2, len(rows)), dtype=np.bool_)
         with np.errstate(over="ignore", invalid="ignore"):  # differences of values near the limit of float64
             usable = np.isfinite(samples) & (samples > 0)
             values = np.log(np.where(usable, samples, 1.0))
@@ -59,13 +64,15 @@ class Baselines:
                 deviation = ESTIMATES_SIGMA * _medians(np.abs(past - median[:, None]), count)
                 above = values[judged] - median
                 sigmas = above / np.maximum(deviation, LOG_FLOOR)
-                spike[judged] = (sigmas > SIGMAS) & (above > np.log(FACTOR))
+                unusual[judged] = (sigmas > SIGMAS) & (above > np.log(FACTOR))
+                largest = np.fmax.reduce(past, axis=1) - median
+                spike[judged] = unusual[judged] & (above > np.log(OF_MEDIAN)) & (above > largest + np.log(OF_LARGEST))
                 zscore[judged] = np.where(np.isfinite(sigmas), sigmas, np.nan)
-        if spike.any():
-            in_a_row[rows[spike]] += 1
+        if unusual.any():
+            in_a_row[rows[unusual]] += 1
             renewed = rows[in_a_row[rows] >= NEW_LEVEL]
             self._rows[renewed] = Baselines(len(renewed))._rows
-        accepted = usable & ~spike
+        accepted = usable & ~unusual
         rows, values = rows[accepted], values[accepted]
         in_a_row[rows] = 0
         count = self._rows["count"][rows]
@@ -77,7 +84,7 @@ class Baselines:
 class Baseline:
     """The baseline of one quantity of which each step has a value, so that one must cost little time.
 
-    Norms are judged like those of a row of `Baselines`. Losses (`loss`) have no factor, and are judged by their logarithm
+    Norms are judged like those of a row of `Baselines`. Losses (`loss`) have no factors, and are judged by their logarithm
     while the last `WINDOW` and this one are positive, else as they are: those of small batches vary by factors, too, and
     as they are one in five of a healthy run with a lognormal distribution of sigma 2 is a spike.
     """
@@ -85,11 +92,11 @@ class Baseline:
     def __init__(self, *, loss: bool = False) -> None:
         self._past: deque[float] = deque()
         self._ordered: list[float] = []  # the same in order
-        self._spikes_in_a_row = 0
+        self._unusual_in_a_row = 0
         self._loss, self._positive_in_a_row = loss, WINDOW
 
     def is_spike(self, sample: float) -> bool:
-        """Judge a finite sample and take it in, unless it is a spike or a norm of 0."""
+        """Judge a finite sample and take it in, unless it is unusual or a norm of 0."""
         self._positive_in_a_row = self._positive_in_a_row + 1 if sample > 0 else 0
         log = self._positive_in_a_row > WINDOW if self._loss else True
         if log and self._ordered and self._ordered[0] <= 0:  # older than those in a row, as some were spikes
@@ -98,20 +105,28 @@ class Baseline:
         if not (self._loss or sample > 0):
             return False
         if len(self._past) >= ENOUGH and self._is_far(sample, math.log if log else float):
-            self._spikes_in_a_row += 1
-            if self._spikes_in_a_row >= NEW_LEVEL:
-                self._past, self._ordered, self._spikes_in_a_row = deque(), [], 0
-            return True
-        self._spikes_in_a_row = 0
+            spike = self._loss or self._stands_out(sample)
+            self._unusual_in_a_row += 1
+            if self._unusual_in_a_row >= NEW_LEVEL:
+                self._past, self._ordered, self._unusual_in_a_row = deque(), [], 0
+            return spike
+        self._unusual_in_a_row = 0
         if len(self._past) == WINDOW:
             del self._ordered[bisect.bisect_left(self._ordered, self._past.popleft())]
         self._past.append(sample)
         bisect.insort(self._ordered, sample)
         return False
 
-    def _is_far(self, sample: float, key: Callable[[float], float]) -> bool:
+    def _stands_out(self, sample: float) -> bool:
+        least = max(self._median(math.log) + math.log(OF_MEDIAN), math.log(self._ordered[-1]) + math.log(OF_LARGEST))
+        return math.log(sample) > least
+
+    def _median(self, key: Callable[[float], float]) -> float:
         ordered, count = self._ordered, len(self._ordered)
-        median = key(ordered[(count - 1) // 2]) / 2 + key(ordered[count // 2]) / 2
+        return key(ordered[(count - 1) // 2]) / 2 + key(ordered[count // 2]) / 2
+
+    def _is_far(self, sample: float, key: Callable[[float], float]) -> bool:
+        ordered, count, median = self._ordered, len(self._ordered), self._median(key)
         above, floor = key(sample) - median, RELATIVE_FLOOR if self._loss else LOG_FLOOR
         if key is float:
             floor = max(floor * abs(median), 1e-12)
