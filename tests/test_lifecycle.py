@@ -320,12 +320,17 @@ LOGGER = 'logging.getLogger("torch_grad_exporter")'
     ids=["plain", "basicConfig", "WARNING", "ERROR", "root", "disabled", "handler", "rank 1"],
 )
 def test_the_address_is_the_first_line(starter: Starter, setup: str, served: str | None, noted: str | None) -> None:
-    """The page is named once, before the note on who reads it, as the program's logging asks; further ranks are silent."""
+    """The page is named once, before the note on who reads it, as the program's logging asks; further ranks are silent.
+
+    So is, at the end, how to keep a run that had no reader.
+    """
     program = starter.start(ANNOUNCED, setup)
     assert program.wait() == 0, program.err.read_text()
     page, url, port, in_repr = program.out.read_text().split()
     assert (page, url, in_repr) == (f"http://localhost:{port}/", f"http://localhost:{port}/metrics", "True")
     lines = program.err.read_text().splitlines()
+    if served is not None:
+        assert lines.pop().startswith(f"{served}torch_grad_exporter: nothing has read the metrics of this run; exporter.save(path)")
     expected = [] if served is None else [f"{served}torch_grad_exporter: serving {page} (metrics at /metrics)"]
     assert lines[: len(expected)] == expected
     notes = [] if noted is None else [f"{noted}torch_grad_exporter: metrics on port {port} are readable by every host that can"]

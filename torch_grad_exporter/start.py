@@ -198,7 +198,11 @@ def start_exporter(
         meter_provider=meter_provider,
     )  # fmt: skip
     exporter = start(models, checked)
-    exporter.announce()
+    try:
+        exporter.announce()
+    except BaseException as error:  # Ctrl-C: the caller gets no exporter that could be closed
+        exporter.end(error)
+        raise
     return exporter
 
 
