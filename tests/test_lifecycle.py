@@ -320,10 +320,7 @@ LOGGER = 'logging.getLogger("torch_grad_exporter")'
     ids=["plain", "basicConfig", "WARNING", "ERROR", "root", "disabled", "handler", "rank 1"],
 )
 def test_the_address_is_the_first_line(starter: Starter, setup: str, served: str | None, noted: str | None) -> None:
-    """The page is named once, before the note on who reads it, as the program's logging asks; further ranks are silent.
-
-    So is, at the end, how to keep a run that had no reader.
-    """
+    """The page is named first, how to keep an unread run last, as the program's logging asks; further ranks are silent."""
     program = starter.start(ANNOUNCED, setup)
     assert program.wait() == 0, program.err.read_text()
     page, url, port, in_repr = program.out.read_text().split()
