@@ -436,3 +436,33 @@ def test_a_weight_of_a_class_of_its_own(kind: str, caplog: pytest.LogCaptureFixt
 
     assert all(map(torch.equal, train(watched=True), train(watched=False)))
     assert caplog.text.count("layer 1 is left out") == (kind != "marked")
+
+
+class Routed(torch.nn.Module):
+    """A model that sends each batch through one of its experts, before and behind its gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.ModuleList(torch.nn.Linear(6, 4) for _ in range(4))
+        self.gate = torch.nn.Linear(4, 4)
+        self.last = torch.nn.ModuleList(torch.nn.Linear(4, 3) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.last[expert](self.gate(self.first[expert](x)))
+
+
+@pytest.mark.parametrize("every", [2, 7])
+def test_backwards_through_chosen_experts(every: int) -> None:
+    """Backwards count whichever experts they reach, once two samples have shown what is always reached."""
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = sgd(model)
+    with start_exporter(model, port=None, every=every) as exporter:
+        for expert in torch.randint(0, 4, (60,)).tolist():
+            optimizer.zero_grad()
+            model(batch(), expert).square().mean().backward()
+            optimizer.step()
+        missed = 60 - (value(exporter, "torch_train_backward_passes_total") or 0)
+        assert 0 <= missed < every
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 60
+        assert value(exporter, "torch_train_skipped_steps_total") == 0

@@ -62,6 +62,7 @@ class BackwardDetection:
         self._compiled_before = compiled_backwards()
         self._followed: tuple[ParameterTable, set[int]] | None = None
         self._detectors: dict[tuple[int, int, int], TrackedParameter] = {}  # by model, optimizer, and first or last
+        self._steady: dict[tuple[int, int], set[TrackedParameter]] = {}  # by model and optimizer, what each backward has reached
         self._replaced = False  # parameters were out of their places when the last forward began, or lazy
 
     @property
@@ -150,6 +151,9 @@ class BackwardDetection:
             self.probes.choose(model, [table.tracked[positions[place]] for place in spread])
             for owner in np.unique(owners[positions]).tolist():
                 owned = [i for i in positions if owners[i] == owner]
+                steady = self._steady.get((model, owner), set())  # not an expert, which others may be chosen instead of
+                owned = [i for i in owned if table.tracked[i] in steady] or owned
+                self._steady[model, owner] = {table.tracked[i] for i in owned}
                 for place, i in enumerate(dict.fromkeys((owned[0], owned[-1]))):
                     key = model, owner, place
                     if key in self._detectors or len(self._detectors) < DETECTORS:
