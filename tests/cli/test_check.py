@@ -248,12 +248,14 @@ def test_hostile_files_are_refused(name: str, tmp_path: Path, capsys: pytest.Cap
     assert peak < 100 * 2**20
 
 
-@pytest.mark.parametrize("claim", ["steps", "cells", "rules"])
+@pytest.mark.parametrize("claim", ["steps", "cells", "rules", "name"])
 def test_claims_beyond_any_run_are_refused(claim: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run with more steps, cells or rules than one can have is damaged."""
     run = json.loads(_text(runs / "healthy.json.gz"))
     if claim == "rules":
         run["judged"]["rules"] *= 1_000
+    elif claim == "name":
+        run["status"]["run"] = "a" * 100_000
     else:
         many = list(range(20_000 if claim == "steps" else 9_000))
         for course in (run["run"]["whole"], run["layers"]["norm"]["whole"]):
@@ -264,7 +266,7 @@ def test_claims_beyond_any_run_are_refused(claim: str, runs: Path, tmp_path: Pat
     (tmp_path / "run.json").write_text(json.dumps(run))
     code, out = checked(capsys, tmp_path / "run.json")
     assert code == 2
-    assert "has more than" in out
+    assert "has more than" in out or "is too long" in out
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

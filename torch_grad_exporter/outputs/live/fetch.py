@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Never
 from urllib.parse import unquote, urlsplit
 
-from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION, Saved, check
+from torch_grad_exporter.outputs.live.saved import FORMAT, LONGEST, VERSION, Saved, check
 
 # Seconds for the answer of a running exporter.
 TIMEOUT = 30.0
@@ -30,8 +30,7 @@ TIMEOUT = 30.0
 MOST_BYTES = 48 * 2**20
 MOST_VALUES = 1_000_000
 
-# A text may be this long, unless it has cells of a heatmap, in base64. The pattern takes any bytes in one pass.
-LONGEST = 2**16
+# A text may be longer than `LONGEST` only where it has cells of a heatmap, in base64. The pattern takes any bytes in one pass.
 TEXTS = re.compile(rb'"[\w+/]*+=*+"|"([^"\\]*+(?:\\.[^"\\]*+)*+)"?', re.DOTALL)
 
 # Bytes that are read at a time.
@@ -52,10 +51,12 @@ def loaded(source: str, cacert: str | None = None) -> Saved:
     Raises:
         PlotError: It cannot be read, or is not a saved run.
     """
-    content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(source)
-    source = _without_password(source)
+    address, source = source, _without_password(source)
     try:
-        saved = json.loads(_text(content, source), parse_constant=_refused)
+        # Without a name, none of it outlives its use: bytes, text and values are large.
+        saved = json.loads(
+            _text(_fetched(address, cacert) if re.match(r"https?://", address) else _read(address), source), parse_constant=_refused
+        )
     except (ValueError, zlib.error, RecursionError):
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:

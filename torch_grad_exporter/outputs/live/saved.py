@@ -25,6 +25,9 @@ NONFINITE, ZERO = 65535, 1
 # Records and bins, rules, actions; and cells of a heatmap, at most: far more than `History` and others keep.
 MOST_ROWS, MOST_CELLS = 10_000, 2_000_000
 
+# Characters of a name or a sentence.
+LONGEST = 2**16
+
 Saved = dict[str, Any]
 BoolArray = NDArray[np.bool_]
 
@@ -288,7 +291,7 @@ def _finite(content: object, name: str) -> FloatArray:
 
 
 def _bytes(text: str, length: int) -> bytes:
-    content = base64.b64decode(_text(text), validate=True)
+    content = base64.b64decode(text, validate=True)
     if len(content) != length:
         raise ValueError(f"{len(content)} bytes instead of {length}")
     return content
@@ -311,4 +314,6 @@ def _texts(content: Sequence[object]) -> tuple[str, ...]:
 def _text(content: object) -> str:
     if not isinstance(content, str):
         raise TypeError(f"{content!r:.40} is not a text")
+    if len(content) > LONGEST:
+        raise ValueError(f"{content[:20]!r}... is too long")
     return content
