@@ -142,7 +142,8 @@ class LayerTable:
             self._arrange(sample.read.table)
         owned, layers, whole = counted.owned(counted.shown), self.rows.values, sample.present
         unowned = (counted.owners == UNOWNED) & (sample.present | sample.read.at_step)  # a step reads what optimizers own
-        if unowned.any():  # as where a copy took the place of a part, but not in its optimizer: a norm of the rest means nothing
+        # As where a copy took the place of a part, but not in its optimizer: a norm of the rest means nothing.
+        if UNOWNED not in counted.shown and unowned.any():
             partly = np.isin(self.table.layer_of, self.table.layer_of[unowned])
             owned, whole = owned | partly, whole & ~partly
         shown = LayerValues(sample, self._selection(owned & whole))
