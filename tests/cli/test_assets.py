@@ -108,7 +108,7 @@ def test_job_name_is_applied(tmp_path: Path) -> None:
         assert jobs == ["gpu-farm/train.1", "prometheus"]
     for monitor in yaml.safe_load_all((tmp_path / "kubernetes" / "podmonitor.yaml").read_text()):
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-            assert endpoint["relabelings"][-1] == {"targetLabel": "job", "replacement": "gpu-farm/train.1"}
+            assert {"targetLabel": "job", "replacement": "gpu-farm/train.1"} in endpoint["relabelings"]
     for path in sorted((tmp_path / "grafana").glob("*.json")):
         variables = {each["name"]: each for each in json.loads(path.read_text())["templating"]["list"]}
         assert variables["job"]["current"]["value"] in ("gpu-farm/train.1", ["gpu-farm/train.1"])
