@@ -76,7 +76,7 @@ GRAD_NORM_ZSCORE = GRADIENTS.gauge(
 )
 GRAD_NORM_SPIKES = GRADIENTS.counter(
     "torch_grad_norm_spikes_total",
-    "Samples whose norm lay beyond 6 robust sigmas, 5 times the median and twice the largest of the layer's own last 128, over sampled steps; of a sharded layer, the norm of this rank's part.",
+    "Samples whose norm lay beyond 6 robust sigmas, 5 times the median and twice the largest of the layer's own last 128, or beyond ten times that largest, over sampled steps; of a sharded layer, the norm of this rank's part.",
     "layer",
 )
 GRAD_MAX_MAGNITUDE = GRADIENTS.gauge(
@@ -160,7 +160,7 @@ GRAD_GLOBAL_NORM_DISTRIBUTION = GRADIENTS.histogram(
 )
 GRAD_GLOBAL_NORM_SPIKES = GRADIENTS.counter(
     "torch_grad_global_norm_spikes_total",
-    "Samples whose global norm lay beyond 6 robust sigmas, 5 times the median and twice the largest of its own last 128, over sampled steps; of sharded gradients, the norm over this rank's parts, unless observe(grad_norm=) gives that of the whole.",
+    "Samples whose global norm lay beyond 6 robust sigmas, 5 times the median and twice the largest of its own last 128, or beyond ten times that largest, over sampled steps; of sharded gradients, the norm over this rank's parts, unless observe(grad_norm=) gives that of the whole.",
     "optimizer",
 )
 GRAD_NONFINITE_STEPS = GRADIENTS.counter(

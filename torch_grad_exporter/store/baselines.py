@@ -5,7 +5,8 @@ norms a healthy run gives hundreds of false alarms. The scale is the median abso
 so that it estimates a normal distribution's standard deviation (Hampel, 1974; Rousseeuw and Croux, 1993).
 
 The logarithms of norms have tails that no deviation shows. So a norm beyond 6 sigmas and 3 times the median is unusual, and is
-not remembered; a spike is one that also exceeds 5 times the median and twice the largest that is remembered.
+not remembered; a spike is one that also exceeds 5 times the median and twice the largest that is remembered. Where norms vary
+so much that 6 sigmas are out of reach, ten times the largest is unusual as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch_grad_exporter.store.histograms import Records
 WINDOW, ENOUGH = 128, 20  # samples that a baseline remembers, and before which there is no verdict
 SIGMAS, FACTOR = 6.0, 3.0  # an unusual norm lies beyond 6 sigmas and 3 times the median
 OF_MEDIAN, OF_LARGEST = 5.0, 2.0  # a spike is an unusual norm beyond 5 times the median and twice the largest remembered
+FAR_OF_LARGEST = 10.0  # a norm beyond 10 times the largest remembered is unusual, whatever the deviation
 ESTIMATES_SIGMA = 1.4826  # a median absolute deviation, times this
 NEW_LEVEL = 32  # unusual values in a row after which they are the new normal: the baseline starts again
 
@@ -64,8 +66,9 @@ class Baselines:
                 deviation = ESTIMATES_SIGMA * _medians(np.abs(past - median[:, None]), count)
                 above = values[judged] - median
                 sigmas = above / np.maximum(deviation, LOG_FLOOR)
-                unusual[judged] = (sigmas > SIGMAS) & (above > np.log(FACTOR))
                 largest = np.fmax.reduce(past, axis=1) - median
+                far = (sigmas > SIGMAS) | (above > largest + np.log(FAR_OF_LARGEST))
+                unusual[judged] = far & (above > np.log(FACTOR))
                 spike[judged] = unusual[judged] & (above > np.log(OF_MEDIAN)) & (above > largest + np.log(OF_LARGEST))
                 zscore[judged] = np.where(np.isfinite(sigmas), sigmas, np.nan)
         if unusual.any():
@@ -132,6 +135,8 @@ class Baseline:
             floor = max(floor * abs(median), 1e-12)
         if not (above / floor > SIGMAS and (self._loss or above > math.log(FACTOR))):
             return False
+        if not self._loss and math.log(sample) > math.log(ordered[-1]) + math.log(FAR_OF_LARGEST):
+            return True
         # The deviation is that small if more than half of the values are this close to the median: two searches, no sorting.
         near = above / SIGMAS / ESTIMATES_SIGMA
         closer = bisect.bisect_left(ordered, median + near, key=key) - bisect.bisect_right(ordered, median - near, key=key)
