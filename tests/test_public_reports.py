@@ -466,3 +466,47 @@ def test_backwards_through_chosen_experts(every: int) -> None:
         assert 0 <= missed < every
         assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 60
         assert value(exporter, "torch_train_skipped_steps_total") == 0
+
+
+class Experts(torch.nn.Module):
+    """Four experts, of which each forward uses one, below two nested re-entrant checkpoints or none."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert, hidden = self.experts[int(torch.randint(4, ()))], self.first(x)
+        if not self.reentrant:
+            return self.last(expert(hidden).tanh())
+        return self.last(checkpoint(lambda h: checkpoint(expert, h.tanh(), use_reentrant=True), hidden, use_reentrant=True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_experts_with_two_optimizers(reentrant: bool, every: int) -> None:
+    """Experts chosen at random in a module below the root, and nested checkpoints: each norm is that of its optimizer's step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Experts(reentrant=reentrant))
+    parts = {"a": [model[0].first, *model[0].experts[:2]], "b": [*model[0].experts[2:], model[0].last]}
+    optimizers = {name: torch.optim.SGD(torch.nn.ModuleList(part).parameters(), lr=0.02) for name, part in parts.items()}
+    truth: dict[tuple[str, float | None], float] = {}
+    shown = dict.fromkeys(parts, 0)
+    with start_exporter(model, port=None, every=every, optimizers=optimizers) as exporter:
+        for step in range(1, 31):
+            model.zero_grad()
+            model[0](batch()).square().mean().backward()
+            for name, part in parts.items():
+                gradients = [p.grad.double() for module in part for p in module.parameters() if p.grad is not None]
+                truth[name, step] = norm(gradients)
+                optimizers[name].step()
+            for name in parts:
+                if (whole := value(exporter, "torch_grad_global_norm", optimizer=name)) is not None:
+                    at = value(exporter, "torch_grad_sample_step", optimizer=name)
+                    assert whole == pytest.approx(truth[name, at], rel=1e-5)
+                    shown[name] += at == step
+        assert min(shown.values()) >= 28 // every
+        assert errors(exporter) == {}

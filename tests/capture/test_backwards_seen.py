@@ -155,7 +155,8 @@ def test_networks_that_are_frozen_in_turn(every: int) -> None:
                         assert norm_shown == pytest.approx(truth[name, number], rel=1e-5)
                         assert scrape[key("torch_grad_norm", layer=layer)] == pytest.approx(norm_shown, rel=1e-6)
         assert min(shown.values()) > 12
-        assert all((value(exporter, LAYER_CAPTURES, layer=layer) or 0) >= 4 for layer in names.values())
+        captures = [value(exporter, LAYER_CAPTURES, layer=layer) or 0 for layer in names.values()]
+        assert min(captures) >= (18 if every == 1 else 4)
         assert reads_after_backward(exporter)
 
 
