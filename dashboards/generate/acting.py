@@ -25,7 +25,7 @@ def _notifications() -> Panel:
         "Notifications of each notifier in each interval, over the chosen ranks: sent, failed after all tries, or dropped. A "
         "problem that begins is one, so is its end, and each repetition to an Alertmanager."
     )
-    nothing = "Nothing was told, or no run has start_exporter(alerts=...)"
+    nothing = "Nothing was sent, or no run has start_exporter(alerts=...)"
     return draw.bars(draw.lines("Notifications", text, "short", query, nothing=nothing, many=True))
 
 
@@ -36,10 +36,10 @@ def _problems() -> Panel:
         for name, number in by_severity.items()
     )
     text = (
-        "Alerts that processes have found by themselves and told through alerts=, at their gravest: of the chosen ranks. Those of "
+        "Alerts that processes have found by themselves and sent through alerts=, at their gravest: of the chosen ranks. Those of "
         "Prometheus, which knows more, are on the dashboard Training overview."
     )
-    nothing = "No problem was found, or no run has start_exporter(alerts=...)"
+    nothing = "No problem was found"
     return draw.timeline("Problems found by processes", text, Query(each, "{{run}} {{alert}}"), SEVERITIES, nothing)
 
 

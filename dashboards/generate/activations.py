@@ -15,11 +15,11 @@ def _sizes() -> Panel:
     selector = of_run("torch_activation_rms")
     text = (
         "Every module is a row, run by run, in the order of the names. The colour is the decimal logarithm of the root mean "
-        "square of its output: rows that darken from top to bottom are activations that vanish with the depth."
+        "square of its output: rows that turn blue towards the output are activations that vanish with the depth."
     )
     rms = f"log10(clamp_min({highest(selector, 'run, layer')}, 1e-12))"
     query = Query(ask.in_order(rms, "run", "layer"), BY)
-    return draw.field_of_rows("Size of every output", text, query, scheme="Viridis", limits=(-4, 4), nothing=NOTHING)
+    return draw.field_of_rows("Size of every output", text, query, scheme="Turbo", limits=(-4, 4), nothing=NOTHING)
 
 
 def _dead() -> Panel:
@@ -29,7 +29,7 @@ def _dead() -> Panel:
         "0 to 1. Units stay dead behind a ReLU whose inputs are all negative."
     )
     query = Query(ask.in_order(highest(selector, "run, layer"), "run", "layer"), BY)
-    return draw.field_of_rows("Dead units of every output", text, query, scheme="Viridis", limits=(0, 1), nothing=NOTHING)
+    return draw.field_of_rows("Dead units of every output", text, query, scheme="Turbo", limits=(0, 1), nothing=NOTHING)
 
 
 def _gradients() -> Panel:

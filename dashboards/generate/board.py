@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models import dashboard
+from grafana_foundation_sdk.models import common, dashboard
 
 from dashboards.generate.panels import DATASOURCE, Panel
-from dashboards.generate.queries import KEPT, firing, of_run
+from dashboards.generate.queries import KEPT, equal, firing, of_run
 
 TAG = "torch-grad-exporter"
 EVERYTHING = dashboard.VariableOption(selected=True, text="All", value="$__all")
+# Without it Grafana chooses the first by name.
+DEFAULT = dashboard.VariableOption(selected=False, text="default", value="default")
+
+# Panels narrower than this, of 24, have no room for a legend at the right.
+WIDE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,11 @@ class Event(dashboard.AnnotationQuery):
 
 
 class _Annotation(Builder[dashboard.AnnotationQuery]):
-    """`expression`: the moments, in seconds of Unix time."""
+    """`expression`: the moments, in seconds of Unix time; `shown`: from the start."""
 
-    def __init__(self, name: str, color: str, expression: str, title: str, text: str) -> None:
+    def __init__(self, name: str, color: str, expression: str, title: str, text: str, *, shown: bool) -> None:
         milliseconds = f"round(1000 * {expression})"
-        self._event = Event(name=name, datasource=DATASOURCE, enable=False, hide=False, icon_color=color, expr=milliseconds)
+        self._event = Event(name=name, datasource=DATASOURCE, enable=shown, hide=False, icon_color=color, expr=milliseconds)
         self._event.title, self._event.text = title, text
 
     def build(self) -> dashboard.AnnotationQuery:
@@ -55,15 +60,17 @@ class _Annotation(Builder[dashboard.AnnotationQuery]):
 
 
 def _annotations() -> list[_Annotation]:
-    begun = f'min by (alertname, severity, run) (ALERTS_FOR_STATE{{run=~"$run"}} and ignoring (alertstate) {firing()})'
+    # Of critical ones: with many runs the marks of all would be a comb.
+    critical = firing(equal("severity", "critical"))
+    begun = f'min by (alertname, severity, run) (ALERTS_FOR_STATE{{run=~"$run"}} and ignoring (alertstate) {critical})'
     over = of_run("torch_train_state", 'state=~"finished|failed"')
     last = of_run("torch_train_last_activity_timestamp_seconds")
     ends = f"min by (run, state) ({last} * on (job, instance, run, rank) group_left (state) ({over} == 1))"
     acted = f"max by (run, action) ({of_run('torch_grad_exporter_last_action_timestamp_seconds')})"
     return [
-        _Annotation("Actions", "green", acted, "{{action}}", "{{run}}"),
-        _Annotation("Alerts begin", "red", begun, "{{alertname}}", "{{severity}}: {{run}}"),
-        _Annotation("Runs end", "blue", ends, "{{run}} has {{state}}", ""),
+        _Annotation("Actions", "green", acted, "{{action}}", "{{run}}", shown=False),
+        _Annotation("Alerts begin", "red", begun, "{{alertname}}", "{{severity}}: {{run}}", shown=True),
+        _Annotation("Runs end", "blue", ends, "{{run}} has {{state}}", "", shown=True),
     ]
 
 
@@ -76,7 +83,7 @@ def _variable(name: str, label: str, description: str, query: str, sort: dashboa
 def _variables(*, layer: bool) -> list[Builder[dashboard.VariableModel]]:
     world, by_name = "torch_train_world_size", dashboard.VariableSort.ALPHABETICAL_ASC
     found: list[Builder[dashboard.VariableModel]] = [
-        builders.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        builders.DatasourceVariable("datasource").label("Data source").type("prometheus").current(DEFAULT),
         _variable("job", "Job", "Scrape job of Prometheus", f"label_values({world}, job)", by_name),
         _variable("run", "Run", "Training run", f'label_values({world}{{job=~"$job"}}, run)', by_name),
         _variable("rank", "Rank", "Process of the run, for panels about processes",
@@ -112,7 +119,7 @@ def board(uid: str, title: str, description: str, content: Sequence[Row], *, lay
     found.tooltip(dashboard.DashboardCursorSync.CROSSHAIR).time("now-1h", "now").refresh("30s").timezone("browser")
     found.variables(_variables(layer=layer)).annotations(list(_annotations()))
     links = builders.DashboardLink("Training dashboards").type(dashboard.DashboardLinkType.DASHBOARDS).tags([TAG])
-    found.links([links.include_vars(True).keep_time(True).as_dropdown(False).tooltip("Another view of the same runs")])
+    found.links([links.include_vars(True).keep_time(True).as_dropdown(True).tooltip("Another view of the same runs")])
     for place, row in enumerate(content, start=1):
         heading, shown = _numbered(place, row)
         for panel in shown if row.collapsed else ():
@@ -120,4 +127,17 @@ def board(uid: str, title: str, description: str, content: Sequence[Row], *, lay
         found.with_row(heading)
         for panel in () if row.collapsed else shown:
             found.with_panel(panel)
-    return found.build()
+    made = found.build()
+    for drawn in _panels(made):
+        legend = getattr(drawn.options, "legend", None)
+        if legend is not None and drawn.grid_pos is not None and drawn.grid_pos.w < WIDE:
+            legend.placement, legend.width = common.LegendPlacement.BOTTOM, None
+    return made
+
+
+def _panels(made: dashboard.Dashboard) -> Iterator[dashboard.Panel]:
+    for panel in made.panels or ():
+        if isinstance(panel, dashboard.RowPanel):
+            yield from panel.panels
+        else:
+            yield panel

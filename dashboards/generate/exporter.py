@@ -14,7 +14,7 @@ from dashboards.generate.tables import Column, rows
 UID = "torch-grad-exporter"
 RANK = "{{run}} rank {{rank}}"
 MODES = {1: ("After the backward", "green"), 2: ("At the step", "orange")}
-SUCCESS = {1: ("Succeeded", "green"), 0: ("Failed", "red")}
+FAILED = {0: ("Failed", "red")}
 ANSWER = {1: ("Up", "green"), 0: ("Down", "red")}
 
 
@@ -26,7 +26,7 @@ def _overhead() -> Panel:
     panel = draw.lines(
         "Overhead", text, "percentunit",
         Query(of_rank("torch_grad_exporter_overhead_ratio"), RANK),
-        Query(f"min by (run) ({of_rank('torch_grad_exporter_overhead_budget_ratio')})", "{{run}} budget"), many=True,
+        Query(f"max({of_rank('torch_grad_exporter_overhead_budget_ratio')})", "largest budget"), many=True,
     )  # fmt: skip
     budget = [
         draw.setting("custom.lineStyle", {"fill": "dash", "dash": [8, 8]}),
@@ -108,9 +108,10 @@ def _errors() -> Panel:
 
 
 def _collectors() -> Panel:
-    query = Query(f"min by (run, collector) ({of_rank('torch_grad_exporter_collector_success')})", "{{collector}} {{run}}")
-    text = "Whether each collector succeeded on all chosen ranks. A collector that fails costs only its own metrics."
-    return draw.timeline("Collectors", text, query, SUCCESS, draw.NO_RUN)
+    success = f"min by (run, collector) ({of_rank('torch_grad_exporter_collector_success')})"
+    text = "Collectors that failed on one of the chosen ranks, and when. A collector that fails costs only its own metrics."
+    query = Query(f"{success} == 0", "{{collector}} {{run}}")
+    return draw.timeline("Collectors", text, query, FAILED, "No collector fails")
 
 
 def _durations() -> Panel:
@@ -138,8 +139,9 @@ def _scrapes() -> Panel:
 
 
 def _targets() -> Panel:
-    known = f"max by (job, instance) (last_over_time({of_run('torch_train_world_size')}[$__range] @ end()))"
-    query = Query(f'up{{job=~"$job"}} and on (job, instance) {known}', "{{job}} {{instance}}")
+    known = f"group by (job, instance, run, rank) (last_over_time({of_run('torch_train_world_size')}[$__range] @ end()))"
+    answers = 'max by (job, instance) (up{job=~"$job"})'
+    query = Query(f"{known} * on (job, instance) group_left () {answers}", f"{RANK} {{{{instance}}}}")
     text = "Whether each target of the chosen runs answers. A gap is a time without the target."
     return draw.timeline("Targets", text, query, ANSWER, "No target in this time range; a run that only pushes has none")
 

@@ -38,18 +38,22 @@ def _in(name: str) -> str:
     return f"({of_run('torch_train_state', ask.equal('state', name))} == 1)"
 
 
-def down() -> str:
-    """How many ranks of each run cannot be scraped though they were at work, as alert TrainingTargetDown has it.
+def lost(*matchers: str) -> str:
+    """The ranks that cannot be scraped though they were at work, and that no other target shows at work.
 
     Of several runs that a target has had, one after the other, the last is meant.
     """
     started = _recent(of_run("torch_train_start_timestamp_seconds"))
     last = f"{started} >= on (job, instance) group_left () max by (job, instance) ({started})"
-    at_work = f"{_recent(of_run('torch_train_state', AT_WORK))} == 1 and on (job, instance, run, rank) ({last})"
-    lost = f'{at_work} and on (job, instance) up{{job=~"$job"}} == 0'
-    elsewhere = f"max by (run, rank) ({lost}) unless on (run, rank) {of_run('torch_train_state')} == 1"
+    at_work = f"{_recent(of_run('torch_train_state', AT_WORK, *matchers))} == 1 and on (job, instance, run, rank) ({last})"
+    silent = f'{at_work} and on (job, instance) up{{job=~"$job"}} == 0'
+    return f"max by (run, rank) ({silent}) unless on (run, rank) {of_run('torch_train_state')} == 1"
+
+
+def down() -> str:
+    """How many ranks of each run are lost, where the run needs them, as alert TrainingTargetDown has it."""
     alive = f"count by (run) (count by (run, rank) ({of_run('torch_train_state', AT_WORK)} == 1))"
-    return f"count by (run) ({elsewhere}) unless on (run) ({alive} >= max by (run) ({of_run('torch_train_world_size')}))"
+    return f"count by (run) ({lost()}) unless on (run) ({alive} >= max by (run) ({of_run('torch_train_world_size')}))"
 
 
 def failed() -> str:
@@ -120,14 +124,14 @@ def _state() -> stat.Panel:
 
 def _nonfinite() -> stat.Panel:
     text = (
-        "Steps with NaN or Inf in a gradient, and losses that were NaN or Inf, in the time range. A gradient scaler "
-        "skips a step after an overflow: a few skips at the start are normal. Any other such step may have spoilt the "
-        "weights, and counts as spoilt. Steps before the first scrape of a process show as 1."
+        "Sampled steps with NaN or Inf in a gradient, and all losses that were NaN or Inf, in the time range. A gradient scaler "
+        "skips a step after an overflow: a few skips at the start are normal. A step that was applied may have made the "
+        "weights NaN. Of steps between two samples only the loss tells. Steps before the first scrape of a process show as 1."
     )
     panel = draw.number(
         "NaN and Inf", text, "short",
-        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "steps spoilt"),
-        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome="skipped"'), "steps skipped"),
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "sampled, applied"),
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome="skipped"'), "sampled, skipped"),
         Query(nonfinite("torch_train_loss_nonfinite_total"), "losses"),
         nothing=TWO_SCRAPES,
     )  # fmt: skip
@@ -173,7 +177,7 @@ def _layers() -> stat.Panel:
         "global norm, or parameters without a gradient. Dead units are known from 20 samples on."
     )
     panel = draw.number(
-        "Layers in trouble", text, "short",
+        "Bad layers", text, "short",
         Query(ask.dead().how_many(), "dead"),
         Query(ask.vanished().how_many(), "vanished"),
         Query(ask.without_gradient().how_many(), "no gradient"),
@@ -188,9 +192,16 @@ def _waiting() -> stat.Panel:
         "Known under DistributedDataParallel on CPUs, by the recording rules: not of a single rank, on CUDA or under FSDP2. Alert "
         "StragglerRank asks for 1.33 times the own time of the fastest rank, a quarter of a step that waits for nothing else."
     )
+    alone = f"({ask.highest(of_run('torch_train_world_size'), 'run')} == 1) * {ask.NOTHING}"
     slowest = f"topk by (run) (1, {ask.recorded('rank:torch_train_own_seconds:excess_ratio')})"
     panel = draw.number(
-        "Waiting for the slowest rank", text, "percentunit", Query(slowest, "{{run}} rank {{rank}}"), nothing=draw.NO_OWN_TIME
+        "Straggler",
+        text,
+        "percentunit",
+        Query(slowest, "{{run}} rank {{rank}}"),
+        Query(alone, "{{run}}"),
+        nothing=draw.NO_OWN_TIME,
+        texts={ask.NOTHING: ("One rank", "transparent")},
     )
     return panel.decimals(0).thresholds(steps(("green", None), ("yellow", 0.1), ("orange", 0.25))).data_links([THIS_RUN])
 

@@ -33,7 +33,7 @@ def _trouble() -> Panel:
         "without gradient for the whole dead_window. Vanished: a norm below a ten-millionth of the global norm. No "
         "gradient: parameters without a gradient. NaN or Inf: within the last 5 minutes."
     )
-    nothing = "No layer was dead, vanished, without gradient or non-finite"
+    nothing = "No layer is in trouble"
     panel = draw.timeline(
         "Layers in trouble", text, Query(ask.in_order(trouble(), "run", "layer"), "{{layer}} {{run}}"), TROUBLE, nothing
     )
@@ -43,12 +43,12 @@ def _trouble() -> Panel:
 def _norms() -> Panel:
     text = (
         "Every layer is a row, run by run, in the order of the names. The colour is the decimal logarithm of the norm of its "
-        "gradient before clipping: -3 is 0.001. Rows that darken have a vanishing gradient, rows that light up an "
+        "gradient before clipping: -3 is 0.001. Rows that turn blue have a vanishing gradient, rows that turn red an "
         "exploding one."
     )
     query = Query(ask.in_order(f"log10(clamp_min({ask.layer_norm()}, 1e-12))", "run", "layer"), "{{layer}} {{run}}")
     nothing = "No layer was read; for sharded gradients this needs the recording rules"
-    return draw.field_of_rows("Norm of every layer", text, query, scheme="Viridis", limits=(-8, 4), nothing=nothing)
+    return draw.field_of_rows("Norm of every layer", text, query, scheme="Turbo", limits=(-8, 4), nothing=nothing)
 
 
 def _deviations() -> Panel:
@@ -113,7 +113,7 @@ def _broken() -> Panel:
         "NaN or Inf elements of gradients in the time range, before clipping spreads them to all layers, and parameters that "
         "require a gradient and got none."
     )
-    nothing = "Every gradient was there and finite"
+    nothing = "In the sampled steps every gradient was there and finite"
     query = Query(ask.top(50, found))
     return rows("NaN, Inf and missing gradients", text, [query], columns, nothing=nothing, order=["Run", "Layer"])
 
@@ -177,7 +177,7 @@ def _clipping() -> Panel:
 
 def _chosen_norms() -> Panel:
     exact, rule = of_layer("torch_grad_norm_recent_max"), ("run_layer:torch_grad_norm:rms5m", CHOSEN)
-    norms = f"{highest(exact, 'run, layer')} or on (run, layer) {ask.recorded(*rule)}"
+    norms = f"{highest(exact, 'run, layer')} or on (run, layer) {ask.of_parts(rule[0], 'run, layer', rule[1])}"
     lines = ask.steadily_top(20, norms, "run, layer", exact, ask.record(*rule))
     text = (
         "Largest norm within the last 60 s, so that no step between two scrapes is missed; for sharded layers the root mean square "

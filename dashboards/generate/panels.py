@@ -20,13 +20,18 @@ from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 
+from dashboards.generate.queries import NOTHING, or_nothing
+
 Named = tuple[str, str]
 """A word and a colour for a value."""
 
 NO_RUN = "No run in this time range"
 ONE_SCRAPE = ", or one scrape only"
-NO_OWN_TIME = "Own time or rules missing"
+NO_OWN_TIME = "Not measured here"
 """Short, since Grafana writes it as large as the number would be: in the width of the panel."""
+
+UNDRAWN = -1000
+"""The value of a row of a heatmap that has no cells."""
 
 CLICKED = "${__field.labels.run}"
 """The run of the line or number that is clicked, in a link."""
@@ -139,7 +144,7 @@ def lines(title: str, description: str, unit: str, *queries: Query, nothing: str
     """Lines over time. Where there are `many`, their names stand in a table on the right, the largest last value first."""
     legend = build.VizLegendOptions().show_legend(True)
     if many:
-        legend.display_mode(common.LegendDisplayMode.TABLE).placement(common.LegendPlacement.RIGHT).calcs(["lastNotNull", "max"])
+        legend.display_mode(common.LegendDisplayMode.TABLE).placement(common.LegendPlacement.RIGHT).calcs(["lastNotNull"])
         legend.sort_by("Last *").sort_desc(True).width(320)
     else:
         legend.display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM).calcs([])
@@ -185,6 +190,8 @@ def number(
     panel.reduce_options(build.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields(""))
     panel.color_mode(common.BigValueColorMode.BACKGROUND_SOLID).graph_mode(common.BigValueGraphMode.NONE)
     panel.mappings([*([names(texts)] if texts else []), _nothing(nothing)])
+    # Grafana shrinks the names with the panel, to 5 pixels if it is not stopped.
+    panel.text(build.VizTextDisplayOptions().title_size(12))
     return panel.text_mode(common.BigValueTextMode.VALUE_AND_NAME).wide_layout(True).thresholds(steps(("transparent", None)))
 
 
@@ -202,15 +209,17 @@ def ranking(title: str, description: str, unit: str, *queries: Query, full: floa
 
 
 def timeline(title: str, description: str, query: Query, texts: Mapping[int, Named], nothing: str) -> statetimeline.Panel:
-    """A row for each series whose colour says its state; 20 rows to a page.
+    """A row for each series whose colour says its state; 10 rows to a page. Without any there is a green row that says so.
 
     With the colour mode that Grafana takes otherwise, a continuous one, there is no legend.
     """
-    panel = about(statetimeline.Panel(), title, description, "short", _sentence(nothing, [query]))
-    panel = asking(panel, [query]).mappings([names(texts)])
+    panel = about(statetimeline.Panel(), title, description, "short", NO_RUN)
+    # Grafana draws no sentence for a timeline without series, but an error.
+    filled = Query(or_nothing(query.expression, query.legend, nothing), query.legend)
+    panel = asking(panel, [filled]).mappings([names({**texts, NOTHING: ("None", "green")})])
     panel.legend(build.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.LIST).placement(
         common.LegendPlacement.BOTTOM))  # fmt: skip
-    panel.show_value(common.VisibilityMode.NEVER).merge_values(True).row_height(0.85).per_page(20).fill_opacity(80)
+    panel.show_value(common.VisibilityMode.NEVER).merge_values(True).row_height(0.85).per_page(10).fill_opacity(80)
     tooltip = build.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE).sort(common.SortOrder.NONE)
     panel.color_scheme(builders.FieldColor().mode(dashboard.FieldColorModeId.FIXED).fixed_color("text"))
     return panel.thresholds(steps(("text", None))).tooltip(tooltip).max_data_points(120)
@@ -242,9 +251,10 @@ def field_of_rows(
 
     Grafana itself turns the schemes that end in blue, so that red is high.
     """
-    panel = asking(about(heatmap.Panel(), title, description, "short", nothing), [query])
+    filled = Query(or_nothing(query.expression, query.legend, nothing, value=UNDRAWN), query.legend)
+    panel = asking(about(heatmap.Panel(), title, description, "short", NO_RUN), [filled])
     color = _color(scheme).scale(HeatmapColorScale.LINEAR).min(limits[0]).max(limits[1]).reverse(False)
     axis = heatmap.YAxisConfig().unit("short").axis_placement(common.AxisPlacement.LEFT).axis_width(180)
     axis.reverse(True)  # the first row on top
-    panel = _heatmap(panel, color, hidden=-1000).y_axis(axis).cell_gap(0)
+    panel = _heatmap(panel, color, hidden=UNDRAWN).y_axis(axis).cell_gap(0)
     return panel.cell_values(heatmap.CellValues().unit("short").decimals(1))

@@ -16,6 +16,10 @@ LAYER = f'{RUN}, layer=~"$layer"'
 RECENTLY = "1h"
 
 
+NOTHING = -1
+"""The value of a row that says that there is none."""
+
+
 def equal(label: str, value: str) -> str:
     """A matcher for one value of a label."""
     return f'{label}="{value}"'
@@ -81,8 +85,9 @@ def highest(selector: str, by: str) -> str:
 
 
 def last_known(selector: str, by: str) -> str:
-    """The largest now for each `by`, else the last one within the hour: a run that has ended is still to be seen."""
-    return f"({highest(selector, by)} or {highest(f'last_over_time({selector}[{RECENTLY}])', by)})"
+    """The largest now for each `by`, else that of a run that has ended within the hour, and is still to be seen."""
+    last = highest(f"last_over_time({selector}[{RECENTLY}])", by)
+    return f"({highest(selector, by)} or {last} unless on (run) {of_run('torch_train_world_size')})"
 
 
 def record(name: str, *matchers: str) -> str:
@@ -128,6 +133,13 @@ def or_all(expression: str, *labels: str) -> str:
     return expression
 
 
+def or_nothing(expression: str, legend: str, text: str, value: int = NOTHING) -> str:
+    """The same, or where there are runs and no series, one whose first label in the legend is a sentence that says so."""
+    label = legend.partition("{{")[2].partition("}}")[0]
+    there = f"{value} * group({of_run('torch_train_world_size')})"
+    return f'{expression} or on () label_replace({there}, "{label}", "{text}", "", "")'
+
+
 def firing(*matchers: str) -> str:
     """The alerts of the chosen runs that fire; they have no job, but their runs have, within the hour."""
     alerts = f"ALERTS{{{', '.join((equal('alertstate', 'firing'), CHOSEN_RUN, *matchers))}}}"
@@ -145,22 +157,28 @@ def steadily_top(count: int, expression: str, by: str, *selectors: str) -> str:
     return f"({expression}) and on ({by}) topk({count}, {largest})"
 
 
+def of_parts(name: str, by: str, *matchers: str) -> str:
+    """A recording rule's norm by run or layer, only of sharded gradients: of others it is a second one beside that of the rank."""
+    return f"({highest(recorded(name, *matchers), by)} and on ({by}) {of_run('torch_grad_shard_norm')})"
+
+
 def global_norm() -> str:
     """The norm before clipping, by run and optimizer; of sharded gradients whose norm was not observed, the mean of 5 minutes."""
     exact = highest(of_run("torch_grad_global_norm"), "run, optimizer")
-    return f"({exact} or on (run) {recorded('run:torch_grad_norm:rms5m')})"
+    return f"({exact} or on (run) {of_parts('run:torch_grad_norm:rms5m', 'run')})"
 
 
 def layer_norm() -> str:
     """The norm of each layer; of sharded ones, of which no rank knows it, the mean of 5 minutes from the recording rule."""
     exact = highest(of_run("torch_grad_norm"), "run, layer")
-    return f"({exact} or on (run, layer) {recorded('run_layer:torch_grad_norm:rms5m')})"
+    return f"({exact} or on (run, layer) {of_parts('run_layer:torch_grad_norm:rms5m', 'run, layer')})"
 
 
 def last_layer_norm() -> str:
     """As `layer_norm`, or the last values within the hour."""
     exact = last_known(of_run("torch_grad_norm"), "run, layer")
-    return f"({exact} or on (run, layer) {last_recorded('run_layer:torch_grad_norm:rms5m')})"
+    rule, parts = last_recorded("run_layer:torch_grad_norm:rms5m"), f"last_over_time({of_run('torch_grad_shard_norm')}[{RECENTLY}])"
+    return f"({exact} or {highest(rule, 'run, layer')} and on (run, layer) {parts})"
 
 
 @dataclass(frozen=True, slots=True)

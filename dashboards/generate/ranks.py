@@ -9,6 +9,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
+from dashboards.generate.health import lost
 from dashboards.generate.panels import SCIENTIFIC, Panel, Query, steps, url
 from dashboards.generate.queries import KEPT, equal, highest, of_rank, of_run, over_range, recorded
 from dashboards.generate.tables import Column, rows
@@ -22,6 +23,7 @@ STATES = {
     3: ("Evaluating", "semi-dark-green"),
     4: ("Initialising", "yellow"),
     5: ("Failed", "red"),
+    6: ("Down", "dark-red"),
 }
 NO_OWN_TIME = "Own time is not known: one rank, CUDA, FSDP2, or no recording rules"
 NO_RULES = "Not known yet: this needs the recording rules, and steps in the last 5 minutes"
@@ -71,10 +73,11 @@ def _states() -> Panel:
     alive = f"max by (run, rank) ({those_in({'training': 2, 'evaluating': 3, 'initialising': 4})})"
     ended = f"max by (run, rank) ({those_in({'finished': 1, 'failed': 5})})"
     text = (
-        "State of each rank over time. A gap is a time without a scrape. For a rank that was restarted while the "
-        "text file of its last process remains, it is the state of the new process."
+        "State of each rank over time. Down: its target does not answer. A gap is a time without a target. For a rank that was "
+        "restarted while the text file of its last process remains, it is the state of the new process."
     )
-    query = Query(ask.in_order(f"({alive} or {ended})", "run", "rank"), RANK)
+    gone = f"0 * ({lost(CHOSEN)}) + 6"
+    query = Query(ask.in_order(f"({gone} or {alive} or {ended})", "run", "rank"), RANK)
     return draw.timeline("State of each rank", text, query, STATES, draw.NO_RUN)
 
 
@@ -171,7 +174,7 @@ def _whole_norm() -> Panel:
     )
     panel = draw.lines(
         "Norm over all ranks", text, SCIENTIFIC,
-        Query(recorded("run:torch_grad_norm:rms5m"), "{{run}} from all parts"),
+        Query(ask.of_parts("run:torch_grad_norm:rms5m", "run"), "{{run}} from all parts"),
         Query(highest(of_run("torch_grad_global_norm"), "run, optimizer"), "{{run}} {{optimizer}} as known to a rank"),
         nothing=NO_RULES,
     )  # fmt: skip
@@ -180,13 +183,11 @@ def _whole_norm() -> Panel:
 
 def _layer_norms() -> Panel:
     name = "run_layer:torch_grad_norm:rms5m"
-    lines = ask.steadily_top(20, recorded(name), "run, layer", ask.record(name))
-    text = (
-        "Root mean square of each layer's norm over 5 minutes, from all ranks' parts: the 20 largest. With one rank "
-        "it is that rank's norm."
-    )
+    parts = ask.of_parts(name, "run, layer")
+    lines = ask.steadily_top(20, parts, "run, layer", ask.record(name))
+    text = "Root mean square of each layer's norm over 5 minutes, from all ranks' parts: the 20 largest."
     query = Query(lines, "{{layer}} {{run}}")
-    panel = draw.lines("Norms of sharded layers", text, SCIENTIFIC, query, nothing=NO_RULES, many=True)
+    panel = draw.lines("Norms of sharded layers", text, SCIENTIFIC, query, nothing="No layer is sharded, or no rules", many=True)
     return draw.logarithmic(panel)
 
 

@@ -89,7 +89,7 @@ def _retries() -> Panel:
         Query(with_host(f"round({increase(of_rank('torch_cuda_ooms_total'))})"), f"{DEVICE} out of memory"),
         nothing=NO_CUDA, many=True,
     )  # fmt: skip
-    return draw.bars(panel)
+    return draw.bars(panel).override_by_query("B", [draw.setting("color", {"mode": "fixed", "fixedColor": "red"})])
 
 
 def _gpu(title: str, text: str, unit: str, name: str) -> Panel:
@@ -265,8 +265,8 @@ def dashboard() -> Dashboard:
     processes = [_processors(), _process_memory(), _tasks(), _storage(), _files(), _collections()]
     content = [
         Row("Hosts and containers", [panel.span(8) for panel in _hosts()]),
-        Row("GPUs", [panel.span(12) for panel in _gpus()]),
-        Row("CUDA allocator", [_devices().span(24).height(7), *(panel.span(12) for panel in cuda)]),
+        Row("GPUs", [panel.span(12) for panel in _gpus()], collapsed=True),
+        Row("CUDA allocator", [_devices().span(24).height(7), *(panel.span(12) for panel in cuda)], collapsed=True),
         Row("Processes and their data loaders", [panel.span(12) for panel in processes]),
     ]
     return board(UID, "Resources", "Memory of devices, GPUs, processes, hosts and containers.", content)

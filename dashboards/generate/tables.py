@@ -10,7 +10,11 @@ from grafana_foundation_sdk.builders import table
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from dashboards.generate.panels import SCIENTIFIC, Named, Query, about, asking, names, setting, steps
+from dashboards.generate.panels import NO_RUN, SCIENTIFIC, Named, Query, about, asking, names, setting, steps
+from dashboards.generate.queries import NOTHING, or_nothing
+
+# The columns of what the first query answers, which is asked whether there is anything.
+FIRST_VALUES = frozenset({"Value", "Value #A"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,16 @@ class Column:
 def rows(
     title: str, description: str, queries: Sequence[Query], columns: Sequence[Column], nothing: str, *, order: Sequence[str]
 ) -> table.Panel:
-    """A table: the answers to the queries side by side, with their labels in front.
+    """A table: the answers to the queries side by side, with their labels in front; one row with `nothing` where there is none.
 
     `order`: the titles of the columns that it is sorted by; a minus in front puts the largest on top. Names are sorted by Grafana,
     from 12 on with the numbers within them by their size.
     """
-    panel = about(table.Panel(), title, description, "short", nothing)
+    panel = about(table.Panel(), title, description, "short", NO_RUN)
+    # Grafana 12's table draws no sentence where it has no rows.
+    place = next(column.field for column in columns if column.width is None and not column.field.startswith("Value"))
+    first = Query(or_nothing(queries[0].expression, f"{{{{{place}}}}}", nothing))
+    queries = [first, *queries[1:]]
     if len(queries) > 1:
         panel.with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))
         queries = [_by_labels(query, columns) for query in queries]
@@ -75,6 +83,8 @@ def _arranged(columns: Sequence[Column]) -> dashboard.DataTransformerConfig:
 
 def _properties(column: Column) -> list[dashboard.DynamicConfigValue]:
     found: dict[str, object] = {"unit": column.unit}
+    if column.field in FIRST_VALUES:
+        found["mappings"] = [names({NOTHING: ("-", "text")})]
     if column.width is not None:
         found["custom.width"] = column.width
     if column.decimals is not None or column.unit == SCIENTIFIC:
@@ -85,7 +95,8 @@ def _properties(column: Column) -> list[dashboard.DynamicConfigValue]:
         colors = steps(("blue", None), *([("orange", column.orange)] if column.orange is not None else []))
         found |= {"color": {"mode": "thresholds"}, "thresholds": colors.build()}
     if column.texts:
-        found |= {"mappings": [names(column.texts)], "custom.cellOptions": common.TableColorTextCellOptions()}
+        found["mappings"] = [names({**column.texts, NOTHING: ("-", "text")})]
+        found["custom.cellOptions"] = common.TableColorTextCellOptions()
     if column.link:
         found["links"] = [{"title": "Look closer", "url": column.link}]
     return [setting(name, value) for name, value in found.items()]

@@ -1,4 +1,4 @@
-"""The dashboard "Training overview": is the run well, and if not, where to look."""
+"""The dashboard "Training overview": whether the run is healthy, and if not, where to look."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def _alerts() -> Panel:
     to_layer = url("torch-grad-layers", "var-layer=${__data.fields.layer}", run="${__data.fields.run}")
     to_rank = url("torch-grad-ranks", "var-rank=${__data.fields.rank}", run="${__data.fields.run}")
     columns = [
-        Column("Value #A", "Severity", "none", width=90, texts=SEVERITIES),
-        Column("alertname", "Alert", width=240),
-        Column("run", "Run", link=url(UID, run="${__data.fields.run}")),
-        Column("layer", "Layer", link=to_layer),
+        Column("Value #A", "Severity", "none", width=110, texts=SEVERITIES),
+        Column("alertname", "Alert"),
+        Column("run", "Run", width=240, link=url(UID, run="${__data.fields.run}")),
+        Column("layer", "Layer", width=240, link=to_layer),
         Column("rank", "Rank", link=to_rank, width=70),
         Column("device", "Device", width=80),
         Column("Value #B", "Since", unit="dateTimeFromNow", width=140),
     ]
     text = (
         "The alerts that fire for these runs, the gravest first: of one layer or rank each alert once. A layer or rank leads to "
-        "its own view."
+        "its own view. Without the alert rules none ever fires."
     )
-    nothing = "No alert is firing for these runs, or the alert rules are not loaded"
+    nothing = "No alert is firing"
     queries = [Query(ask.or_all(expression, "layer", "rank")) for expression in (severity, since)]
     return rows("Firing alerts", text, queries, columns, nothing, order=["-Severity", "Run", "Alert"])
 
@@ -135,7 +135,7 @@ def _mixed_precision() -> Panel:
     )  # fmt: skip
     right = [draw.setting("custom.axisPlacement", "right"), draw.setting("custom.scaleDistribution", {"type": "log", "log": 2}),
         draw.setting("unit", SCIENTIFIC), draw.setting("decimals", 1)]  # fmt: skip
-    return panel.override_by_query("B", right).min(0).decimals(0).data_links([TO_LAYERS])
+    return panel.override_by_query("B", right).min(0).axis_soft_max(1).decimals(0).data_links([TO_LAYERS])
 
 
 def _step_time() -> Panel:
@@ -144,11 +144,13 @@ def _step_time() -> Panel:
         "Time from one optimizer step to the next, over all steps of the chosen ranks: median, 99th percentile, "
         "longest of the last 128."
     )
+    # A quantile lies somewhere in its bucket, which may reach further than the longest step.
+    most, longest = ask.quantile(0.99, bucket, "run"), highest(of_rank("torch_train_slowest_step_seconds"), "run")
     panel = draw.lines(
         "Step time", text, "s",
         Query(ask.quantile(0.5, bucket, "run"), "{{run}} median"),
-        Query(ask.quantile(0.99, bucket, "run"), "{{run}} 99 %"),
-        Query(highest(of_rank("torch_train_slowest_step_seconds"), "run"), "{{run}} longest"),
+        Query(f"{most} < on (run) {longest} or {longest} and on (run) {most} or {most}", "{{run}} 99 %"),
+        Query(longest, "{{run}} longest"),
         nothing="No two steps in this time range",
     )  # fmt: skip
     return draw.logarithmic(panel).data_links([TO_RANKS])
@@ -218,21 +220,21 @@ def _slowest_ranks() -> Panel:
         "percentunit",
         Query(ask.top(5, share), "{{run}} rank {{rank}}"),
         full=1,
-        nothing="Own time is not known: one rank, CUDA, FSDP2, or no recording rules",
+        nothing="One rank, or not measured here",
     )
     found = link("This rank", "torch-grad-ranks", "var-rank=${__field.labels.rank}", run=CLICKED)
     return panel.thresholds(steps(("green", None), ("yellow", 0.1), ("orange", 0.25))).decimals(0).data_links([found])
 
 
 def dashboard() -> Dashboard:
-    """The whole dashboard. The first row is one screen, 20 rows of the grid, that says of a run whether it is well."""
+    """The whole dashboard. The first row is one screen, 20 rows of the grid, that says whether a run is healthy."""
     numbers = [panel.span(4).height(4) for panel in banner()]
     pictures = [panel.span(8).height(8) for panel in (_loss(), _norm(), _throughput())]
     content = [
-        Row("Is the run well?", [*numbers, *pictures, _alerts().span(24).height(7)]),
+        Row("Health", [*numbers, *pictures, _alerts().span(24).height(7)]),
         Row("All runs", [_runs().span(24).height(7)]),
         Row("Speed", [panel.span(8) for panel in (_step_time(), _step_heatmap(), _phases())]),
         Row("Learning rate, memory and ranks", [panel.span(6) for panel in (
             _learning_rate(), _mixed_precision(), _memory(), _slowest_ranks())]),
     ]  # fmt: skip
-    return board(UID, "Training overview", "Is the run well, and if not, where to look.", content)
+    return board(UID, "Training overview", "Whether the run is healthy, and if not, where to look.", content)

@@ -211,6 +211,8 @@ def variables(board: Json) -> Found:
         different = {key: variable.get(key) for key, value in wanted.items() if variable.get(key) != value}
         if different and name != "datasource":
             yield f"variable {name}: {different}"
+    if found.get("datasource", {}).get("current", {}).get("value") != "default":
+        yield "the data source is not the default one: Grafana takes the first by name"
     used = {match for text in _strings(board) for match in re.findall(r"\$\{?([A-Za-z]\w*)", text)}
     yield from (f"no variable {name}" for name in used - found.keys())
     yield from (f"variable {name} is not used" for name in found.keys() - used)
@@ -283,8 +285,33 @@ def links(board: Json) -> Found:
             yield f"/d/{uid}{rest}"
 
 
+def empty(board: Json) -> Found:
+    """A table, timeline or heatmap of rows has a row where nothing is wrong: Grafana 12 draws an error or bare headers there."""
+    for panel in each_panel(board):
+        rows = panel["type"] in {"table", "state-timeline"} or panel["options"].get("yAxis", {}).get("reverse")  # type: ignore[union-attr]
+        if rows and "or on () label_replace(" not in panel["targets"][0]["expr"]:  # type: ignore[index]
+            yield f"{panel['title']}: nothing to draw without series"
+
+
+def narrow(board: Json) -> Found:
+    """A narrow panel has its legend below."""
+    for panel in each_panel(board):
+        legend = panel["options"].get("legend", {})  # type: ignore[union-attr]
+        if legend.get("placement") == "right" and panel["gridPos"]["w"] < 12:  # type: ignore[index]
+            yield f"{panel['title']}: a legend at the right of a narrow panel"
+
+
+def schemes(board: Json) -> Found:
+    """A heatmap's colours are the same in both themes: Grafana inverts some schemes in the light one."""
+    for panel in each_panel(board):
+        scheme = panel["options"].get("color", {}).get("scheme", "Turbo")  # type: ignore[union-attr]
+        if scheme not in {"Turbo", "RdYlBu", "Oranges"}:
+            yield f"{panel['title']}: colours {scheme}"
+
+
 RULES: tuple[Callable[[Json], Found], ...] = (
     metrics, choices, rate_interval, kinds, totals, nan, datasource, variables, units, places, tables, thresholds, links,
+    empty, narrow, schemes,
 )  # fmt: skip
 
 

@@ -54,7 +54,15 @@ class Panel:
         return [target["refId"] for target in self.json["targets"]]
 
     def points(self, ref: str, step: float = 1.0, **chosen: str) -> list[tuple[Labels, list[tuple[float, float]]]]:
-        """Return times and values of a query by series, over the whole scene or of now."""
+        """Return times and values of a query by series, over the whole scene or of now, without the rows of `sentences`."""
+        return [(labels, values) for labels, values in self.answer(ref, step, **chosen) if not is_sentence(labels, values)]
+
+    def sentences(self, ref: str, **chosen: str) -> set[str]:
+        """Return what a query says where there is nothing."""
+        return {text for labels, values in self.answer(ref, **chosen) if is_sentence(labels, values) for text in labels.values()}
+
+    def answer(self, ref: str, step: float = 1.0, **chosen: str) -> list[tuple[Labels, list[tuple[float, float]]]]:
+        """Return the whole answer to a query."""
         (target,) = (target for target in self.json["targets"] if target["refId"] == ref)
         span = max(60.0, self.scene.seconds())
         asked = interpolated(target["expr"], EVERYTHING | chosen, RATE_INTERVAL, span=f"{span:.0f}s")
@@ -81,6 +89,11 @@ class Panel:
         mappings = self.json["fieldConfig"]["defaults"]["mappings"]
         words = {value: to["text"] for found in mappings if found["type"] == "value" for value, to in found["options"].items()}
         return str(words.get(f"{number:g}", number))
+
+
+def is_sentence(labels: Labels, values: list[tuple[float, float]]) -> bool:
+    """Return whether a series is the row that says that there is none."""
+    return labels.get("run", " ").count(" ") > 0 and {value for _, value in values} <= {-1.0, -1000.0}
 
 
 def runs_of(found: list[Series]) -> frozenset[str]:
@@ -144,8 +157,8 @@ OVERVIEW: dict[str, list[Shows]] = {
     "NaN and Inf": [Shows(NO_RUN, NAN_STEPS, NAN_STEPS), Shows(NO_RUN, 0, 0), Shows(NO_RUN, NAN_STEPS, NAN_STEPS)],
     "Stalled for": [Shows(LIVE, 0, 0)],
     "Spikes": [Shows(NO_RUN, 3, 20), Shows(NO_RUN, 0, 5)],
-    "Layers in trouble": [Shows(NO_RUN, 1, 1), Shows(NO_RUN, 0, 0), Shows(NO_RUN, 0, 0)],
-    "Waiting for the slowest rank": [Shows(RANKED, 0.2, 0.8)],
+    "Bad layers": [Shows(NO_RUN, 1, 1), Shows(NO_RUN, 0, 0), Shows(NO_RUN, 0, 0)],
+    "Straggler": [Shows(RANKED, 0.2, 0.8), Shows(LIVE - RANKED, -1, -1)],
     "Firing alerts": [Shows(TOLD, 2, 3), Shows(TOLD, 1e12, 1e14)],
     "Runs": [
         Shows(EVERY, 3, 9), Shows(EVERY, nine_runs.WARM_SAMPLES - 1, 1e5), Shows(LIVE, 0.5, 20), Shows(EVERY, 0, 1e3),
@@ -234,7 +247,7 @@ OF_RANKS: dict[str, list[Shows]] = {
     "Steps between first and last rank": [Shows(LIVE, 0, 100)],
     "Slowest rank": [Shows(RANKED, 1.33, 3)],
     "Longest without activity": [Shows(LIVE, 0, 30)],
-    "State of each rank": [Shows(EVERY, 1, 5)],
+    "State of each rank": [Shows(EVERY, 1, 6)],
     "Ranks side by side": [
         WELL, Shows(RANKED, 0.9, 3), Shows(LIVE, 0.05, SLOW), Shows(RANKED, 0.05, SLOW), Shows(LIVE, 0.01, SLOW),
         Shows(RANKED, 0, SLOW),
@@ -244,8 +257,8 @@ OF_RANKS: dict[str, list[Shows]] = {
     "Waiting for other ranks": [Shows(RANKED, 0, SLOW)],
     "Data and host time of a step": [Shows(EVERY, 0.01, SLOW)],
     "Steps behind": [Shows(EVERY, 0, 100)],
-    "Norm over all ranks": [NORM, NORM],
-    "Norms of sharded layers": [SOME_LAYERS],
+    "Norm over all ranks": [NOTHING, NORM],
+    "Norms of sharded layers": [NOTHING],
     "Steps with NaN or Inf by rank": [Shows(frozenset({"nan"}), 1, 2 * NAN_STEPS)],
     "Loss by rank": [Shows(EVERY, 1e-4, 10)],
     "Own norm of each rank": [Shows(RANKED, 1e-3, 100)],
@@ -253,13 +266,13 @@ OF_RANKS: dict[str, list[Shows]] = {
 }  # fmt: skip
 
 EXPORTER: dict[str, list[Shows]] = {
-    "Overhead": [Shows(EVERY, 0, 1), Shows(GPU, 0.05, 0.05)],
+    "Overhead": [Shows(EVERY, 0, 1), Shows(NO_RUN, 0.05, 0.05)],
     "Cost of a sample": [Shows(EVERY, 0, SLOW)],
     "Sampling interval": [Shows(EVERY, 1, 1e3), Shows(EVERY, 1, 1e3)],
     "Samples": [Shows(EVERY, 0, 20), Shows(EVERY, 0, 5)],
     "Steps since the last sample": [Shows(EVERY, 0, 1e3)],
     "Capture mode": [Shows(EVERY, 1, 1)],
-    "Collectors": [Shows(EVERY, 0, 1)],
+    "Collectors": [NOTHING],
     "Collectors' time": [Shows(EVERY, 0, SLOW)],
     "Errors": [Shows(frozenset({"explodes"}), 1, 5)],
     "Layers": [Shows(EVERY, 2, LAYERS), NOTHING],
@@ -276,7 +289,7 @@ EXPECTED: Mapping[str, Mapping[str, list[Shows]]] = {
 }  # fmt: skip
 LARGEST = {
     "Largest norms", "Furthest from their own baseline", "Zero and dead units", "Norm", "Largest element", "Zero units", "Spikes",
-    "Norms of sharded layers", "Longest without activity",
+    "Longest without activity",
 }  # fmt: skip
 """Panels of the largest few series, whose runs depend on the values."""
 EACH = [
@@ -364,7 +377,7 @@ def test_five_steps_that_explode_are_seen(panel: Callable[..., Panel], scene: Sc
 
 def test_a_dead_layer_is_called_dead(panel: Callable[..., Panel]) -> None:
     """A dead layer is shown as dead, not vanished, and no other layer is."""
-    numbers, timeline = panel("Training overview", "Layers in trouble"), panel("Gradients by layer", "Layers in trouble")
+    numbers, timeline = panel("Training overview", "Bad layers"), panel("Gradients by layer", "Layers in trouble")
     assert eventually(lambda: [finite(numbers.ask(ref, run="dead-layer")) for ref in ("A", "B", "C")] == [[1.0], [0.0], [0.0]])
     assert [finite(numbers.ask(ref, run="healthy")) for ref in ("A", "B", "C")] == [[0.0], [0.0], [0.0]]
 
@@ -381,7 +394,7 @@ def test_a_dead_layer_is_called_dead(panel: Callable[..., Panel]) -> None:
 def test_the_slow_rank_is_named(panel: Callable[..., Panel], run: str) -> None:
     """The slow rank is named, with about half of each step as its cost."""
     slow = str(RUNS[run].ranks - 1)
-    (lost,) = panel("Training overview", "Waiting for the slowest rank").ask("A", run=run)
+    (lost,) = panel("Training overview", "Straggler").ask("A", run=run)
     assert lost[0]["rank"] == slow
     assert 0.25 < lost[1][-1] < 0.75  # half of it on an idle machine; on a busy one all steps take longer
     shares = {labels["rank"]: values[-1] for labels, values in panel("Training overview", "Slowest ranks").ask("A", run=run)}
@@ -390,8 +403,25 @@ def test_the_slow_rank_is_named(panel: Callable[..., Panel], run: str) -> None:
     assert (labels["rank"], ratio) == (slow, pytest.approx(nine_runs.SLOWER, rel=0.33))
     waits = {labels["rank"]: values[-1] for labels, values in panel("Ranks", "Waiting for other ranks").ask("A", run=run)}
     assert min(waits, key=lambda rank: waits[rank]) == slow
-    for title in ("Waiting for the slowest rank", "Slowest ranks"):
-        assert panel("Training overview", title).all(run="healthy") == []
+    assert panel("Training overview", "Straggler").ask("A", run="healthy") == []
+    assert panel("Training overview", "Slowest ranks").all(run="healthy") == []
+
+
+@pytest.mark.parametrize(
+    ("board", "title", "run", "text"),
+    [
+        ("Training overview", "Firing alerts", "healthy", "No alert is firing"),
+        ("Gradients by layer", "Layers in trouble", "healthy", "No layer is in trouble"),
+        ("Gradients by layer", "Where a NaN began", "healthy", "Needs start_exporter(nan_origin=True), and a NaN or Inf"),
+        ("Gradients by layer", "Dead units of every output", "deep", "Needs start_exporter(activations=True)"),
+        ("Exporter", "Collectors", "healthy", "No collector fails"),
+    ],
+)
+def test_an_empty_panel_says_so(panel: Callable[..., Panel], board: str, title: str, run: str, text: str) -> None:
+    """A table, timeline or heatmap of a run without such a series has a row that says so."""
+    found = panel(board, title)
+    assert found.ask("A", run=run) == []
+    assert text in found.sentences("A", run=run)
 
 
 def test_a_gpu_that_is_held_back_is_seen(panel: Callable[..., Panel]) -> None:
@@ -465,8 +495,12 @@ def marks(scene: Scene, name: str) -> list[tuple[Labels, int, int]]:
 
 
 def test_alerts_are_marked_once(scene: Scene) -> None:
-    """Each onset of an alert is one mark, not a region, after the start."""
-    assert eventually(lambda: {labels["run"] for labels, _, _ in marks(scene, "Alerts begin")} >= TOLD)
+    """Each onset of a critical alert is one mark, not a region, after the start."""
+    critical = 'count by (run) (last_over_time(ALERTS{alertstate="firing", severity="critical"}[1h]))'
+    assert eventually(lambda: {labels["run"] for labels, _, _ in marks(scene, "Alerts begin")} >= {"nan", "raises-lingers"})
+    assert {labels["run"] for labels, _, _ in marks(scene, "Alerts begin")} == {
+        labels["run"] for labels, _ in scene.prometheus.query(critical)
+    }
     found = marks(scene, "Alerts begin")
     assert all(begin == end and 1000 * scene.started < begin for _, begin, end in found)
     onsets = [(tuple(sorted(labels.items())), begin) for labels, begin, _ in found]
@@ -548,7 +582,7 @@ CHOICES: dict[str, dict[str, str]] = {
 }
 
 
-OF_ALL_RANKS = {"Waiting for the slowest rank", "Firing alerts", "Targets"}
+OF_ALL_RANKS = {"Straggler", "Firing alerts", "Targets"}
 """Panels that name a rank and describe the run."""
 
 
