@@ -27,7 +27,7 @@ Named = tuple[str, str]
 
 NO_RUN = "No run in this time range"
 ONE_SCRAPE = ", or one scrape only"
-NO_OWN_TIME = "Not measured here"
+NO_OWN_TIME = "Not measured, or no rules"
 """Short, since Grafana writes it as large as the number would be: in the width of the panel."""
 
 UNDRAWN = -1000

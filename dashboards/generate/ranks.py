@@ -187,7 +187,9 @@ def _layer_norms() -> Panel:
     lines = ask.steadily_top(20, parts, "run, layer", ask.record(name))
     text = "Root mean square of each layer's norm over 5 minutes, from all ranks' parts: the 20 largest."
     query = Query(lines, "{{layer}} {{run}}")
-    panel = draw.lines("Norms of sharded layers", text, SCIENTIFIC, query, nothing="No layer is sharded, or no rules", many=True)
+    panel = draw.lines(
+        "Norms of sharded layers", text, SCIENTIFIC, query, nothing="No layer is sharded, or no recording rules", many=True
+    )
     return draw.logarithmic(panel)
 
 

@@ -46,9 +46,9 @@ def _alerts() -> Panel:
     ]
     text = (
         "The alerts that fire for these runs, the gravest first: of one layer or rank each alert once. A layer or rank leads to "
-        "its own view. Without the alert rules none ever fires."
+        "its own view."
     )
-    nothing = "No alert is firing"
+    nothing = "No alert is firing, or no alert rules are loaded"
     queries = [Query(ask.or_all(expression, "layer", "rank")) for expression in (severity, since)]
     return rows("Firing alerts", text, queries, columns, nothing, order=["-Severity", "Run", "Alert"])
 
@@ -220,18 +220,18 @@ def _slowest_ranks() -> Panel:
         "percentunit",
         Query(ask.top(5, share), "{{run}} rank {{rank}}"),
         full=1,
-        nothing="One rank, or not measured here",
+        nothing="One rank, not measured, or no rules",
     )
     found = link("This rank", "torch-grad-ranks", "var-rank=${__field.labels.rank}", run=CLICKED)
     return panel.thresholds(steps(("green", None), ("yellow", 0.1), ("orange", 0.25))).decimals(0).data_links([found])
 
 
 def dashboard() -> Dashboard:
-    """The whole dashboard. The first row is one screen, 20 rows of the grid, that says whether a run is healthy."""
+    """The whole dashboard. The first row is one screen of 1440 x 900, 18 rows of the grid, that says whether a run is healthy."""
     numbers = [panel.span(4).height(4) for panel in banner()]
-    pictures = [panel.span(8).height(8) for panel in (_loss(), _norm(), _throughput())]
+    pictures = [panel.span(8).height(7) for panel in (_loss(), _norm(), _throughput())]
     content = [
-        Row("Health", [*numbers, *pictures, _alerts().span(24).height(7)]),
+        Row("Health", [*numbers, *pictures, _alerts().span(24).height(6)]),
         Row("All runs", [_runs().span(24).height(7)]),
         Row("Speed", [panel.span(8) for panel in (_step_time(), _step_heatmap(), _phases())]),
         Row("Learning rate, memory and ranks", [panel.span(6) for panel in (

@@ -26,7 +26,7 @@ def scheme(panel: Json) -> Colormap:
     """The colours of a heatmap from low to high, on a light ground."""
     options = panel["options"]["color"]
     turned = (options["scheme"] in TURNED) != bool(options.get("reverse"))
-    name = options["scheme"] if options["scheme"] != "Viridis" else "viridis"
+    name = "turbo" if options["scheme"] == "Turbo" else options["scheme"]
     return colormaps[f"{name}_r" if turned else name]
 
 
