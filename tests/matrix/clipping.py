@@ -101,8 +101,9 @@ def clip_of_one_optimizer_of_two(run: Run) -> None:
 def clip_of_more_than_is_watched(run: Run, options: dict[str, list[str]]) -> None:
     """A limit of more than what is watched is unknown: there is neither a coefficient nor a number of clipped steps."""
     model = Perceptron()
-    optimizer, watched = sgd(model), {"first": model.first}
-    with run.watching(watched, optimizer, watched=model if options else watched, **options):
+    optimizer, part = sgd(model), {"first": model.first}
+    watched = torch.nn.ModuleDict(part) if options else part  # as the exporter names the layers
+    with run.watching(watched, optimizer, watched=model if options else part, **options):
         for step in range(6):
             optimizer.zero_grad()
             run.backward(model(batch()).square().mean() * 10)
