@@ -86,6 +86,18 @@ def test_the_first_rounds_are_sampled(cost: float, first: list[int]) -> None:
     assert len(sampled) > len(first) + 2
 
 
+def test_samples_go_on_where_following_takes_the_budget() -> None:
+    """Rounds that cost three times the budget without a sample, as of several optimizers, leave samples a quarter of it."""
+    schedule, taken = SamplingSchedule(), []
+    for number in range(20_000):
+        sampled = schedule.next_due(number) == number
+        if sampled:
+            schedule.sampled(0.003)
+        schedule.stepped(0.01, 0.0033 if sampled else 0.0003, sampled=sampled)
+        taken.append(sampled)
+    assert [sum(taken[start : start + 5_000]) for start in (5_000, 10_000, 15_000)] == pytest.approx([40, 40, 40], abs=25)
+
+
 @pytest.mark.parametrize(
     ("step", "cost", "rest"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dashboards.many_runs import GPU_RUN, running
-from tests.support.grafana import each_panel, interpolated, panels
+from tests.support.grafana import each_panel, interpolated, is_sentence, panels
 from tests.support.nine_runs import slowly
 from tests.support.real_prometheus import Prometheus
 from tests.support.real_prometheus import running as a_prometheus
@@ -85,9 +85,10 @@ def up(prometheus: Prometheus) -> int:
 
 
 def found(prometheus: Prometheus, query: Query, **variables: str) -> int:
-    """Return how many series a query has yielded so far, with all variables at All but for those given."""
+    """Return how many series a query has yielded so far, with all variables at All but for those given; no row that says so."""
     chosen = {"job": ".+", "run": ".+", "rank": ".+", "layer": ".+"} | variables
-    return len(prometheus.series(interpolated(query.expression, chosen, RATE_INTERVAL), so_far()))
+    answer = prometheus.series(interpolated(query.expression, chosen, RATE_INTERVAL), so_far())
+    return sum(not is_sentence(labels, [float(value) for _, value in values]) for labels, values in answer)
 
 
 def test_there_are_dashboards() -> None:

@@ -138,7 +138,7 @@ class SamplingSchedule:
             self.counting.stepped(seconds, None if sampled else own)
             self._rounds += 1
             self._trained += seconds
-        self._charge(own, seconds or 0.0)
+        self._charge(own, seconds or 0.0, sampled=sampled)
         if self.lending:
             self._end_loan()
 
@@ -149,12 +149,15 @@ class SamplingSchedule:
         self._trained += (trained := sum(seconds))
         self._charge(own, trained - own)
 
-    def _charge(self, own: float, trained: float = 0.0) -> None:
+    def _charge(self, own: float, trained: float = 0.0, *, sampled: bool = False) -> None:
         """Enter what the exporter took, besides this many seconds of training, into the account."""
         self._age += trained
         if self._age < LEARNT_SECONDS:
             self._due = 0, 0, -1
-        owed = self._owed + own - self.budget * (own + trained)
+        saved = self.budget * (own + trained) - own
+        if not sampled:  # where following alone takes more than the budget, as in short irregular rounds, samples still come
+            saved = max(saved, LEFT_AT_LEAST * self.budget * trained)
+        owed = self._owed - saved
         # A credit lasts for two samples, which may come close together.
         self._owed = min(max(owed, -2 * self._a_sample), OWED_SECONDS * self.budget)
         self.repaying &= (self.lending or self._owed > 0) and self._age < REPAID_SECONDS
@@ -166,7 +169,7 @@ class SamplingSchedule:
         if self.every is not None:
             return
         self._a_sample = min(fmean(costs.samples), OWED_SECONDS * self.budget)
-        self._charge(on_devices)
+        self._charge(on_devices, sampled=True)
         self._samples += 1
         self._spent += cost
         if self.lending:
