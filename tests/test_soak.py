@@ -35,7 +35,7 @@ def test_the_counters_are_exact(soaked: Soaked) -> None:
     """The last scrape has each step, backward, sample and token, and each duration but the first step's."""
     counts, steps = soaked.counts, soaked.steps
     assert counts == Counts(steps, steps, 4 * steps, 4 * steps, steps - 1, counts.captures, 0)
-    assert 10 <= counts.captures <= steps
+    assert 3 <= counts.captures <= steps  # the first ones, as far as the budget lends them, and later ones
 
 
 def test_no_container_of_the_exporter_grows(soaked: Soaked) -> None:
