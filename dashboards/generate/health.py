@@ -130,8 +130,8 @@ def _nonfinite() -> stat.Panel:
     )
     panel = draw.number(
         "NaN and Inf", text, "short",
-        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "sampled, applied"),
-        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome="skipped"'), "sampled, skipped"),
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "applied"),
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome="skipped"'), "skipped"),
         Query(nonfinite("torch_train_loss_nonfinite_total"), "losses"),
         nothing=TWO_SCRAPES,
     )  # fmt: skip

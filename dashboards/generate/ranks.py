@@ -83,7 +83,7 @@ def _states() -> Panel:
 
 def _behind() -> str:
     """How many steps a rank is behind the furthest of its run."""
-    counted = "rank:torch_train_steps:total"
+    counted = "rank:torch_train_steps:now"
     furthest = f"max by (run) ({recorded(counted)})"
     return f"{furthest} - on (run) group_right () {recorded(counted, CHOSEN)}"
 
