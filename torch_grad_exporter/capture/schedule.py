@@ -89,7 +89,7 @@ class SamplingSchedule:
         self.lending = self.repaying = False
 
     def next_due(self, number: int) -> int:
-        """Return the first round from this number, from 0, on that is sampled: exactly one of each `interval` in a row."""
+        """Return the first round from this number, from 0, on that is sampled: one of each `interval`, or later."""
         if self.interval == NEVER:
             return number + NEVER
         interval, first, last = self._due
@@ -109,8 +109,7 @@ class SamplingSchedule:
             return int(number == 1 and self._lent_enough)
         if self.every is not None or step is None:
             return 0
-        saved = max(self.budget * step - self.counting.not_sampled()[1], LEFT_AT_LEAST * self.budget * step)
-        return max(0, math.ceil((self._owed + self._a_sample) / saved))
+        return max(0, math.ceil((self._owed + self._a_sample) / (self._available * step)))
 
     def only_counted(self, number: int) -> int:
         """Return how many rounds from this number on need only be counted: up to the next that is sampled, if these are few.
@@ -150,7 +149,9 @@ class SamplingSchedule:
         self._charge(own, trained - own)
 
     def _charge(self, own: float, trained: float = 0.0, *, sampled: bool = False) -> None:
-        """Enter what the exporter took, besides this many seconds of training, into the account."""
+        """Enter what the exporter took, besides this many seconds of training, into the account. A fixed interval has none."""
+        if self.every is not None:
+            return
         self._age += trained
         if self._age < LEARNT_SECONDS:
             self._due = 0, 0, -1

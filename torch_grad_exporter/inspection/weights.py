@@ -55,7 +55,7 @@ class WeightProbe(Inspection):
         self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._next: dict[int, int] = {}
-        self._tried: dict[tuple[int, str], bool] = {}  # parameters that are no ordinary tensors: whether they can be measured
+        self._tried: dict[tuple[int, str], bool] = {}  # parameters of other classes: whether they can be measured
         # By optimizer: the positions of some parameters, and their copies from before its step.
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
 
@@ -111,7 +111,7 @@ class WeightProbe(Inspection):
         return chosen
 
     def _measurable(self, table: ParameterTable, position: int) -> bool:
-        """Return whether a parameter can be measured; one that is no ordinary tensor, such as a quantised one, is tried once."""
+        """Return whether a parameter can be measured; one of another class, such as a quantised one, is tried once."""
         tracked = table.tracked[position]
         parameter, place = tracked.parameter(), (tracked.model, f"{tracked.layer}.{tracked.attribute}")
         if parameter is None or type(parameter) is torch.nn.Parameter:
