@@ -277,9 +277,11 @@ def test_save_says_what_it_cannot_write(tmp_path: Path) -> None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if name in ("full.json", "there.json"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-        with pytest.raises(OSError, match=rf"save\(\) cannot write: .*{name}") as raised:
-            exporter.save(tmp_path / name)
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        try:
+            with pytest.raises(OSError, match=rf"save\(\) cannot write: .*{name}") as raised:
+                exporter.save(tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert raised.value.__cause__ is None
     with pytest.raises(TypeError):
         exporter.save(b"bytes")  # type: ignore[arg-type]
