@@ -388,6 +388,7 @@ def test_a_window_has_the_norms_of_the_last_steps() -> None:
 
     with start(net) as exporter:
         exporter.on(action)
+        assert eventually(lambda: action.state_dict()["norms"].keys() == norms.keys())  # it counts steps from its first look on
         for number in range(60):
             step(net, optimizer, number=number)
             for layer in LAYERS:
