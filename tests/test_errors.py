@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 import pytest
 
-from torch_grad_exporter.errors import LIMIT, BusyError, ErrorLog
+from torch_grad_exporter.errors import LIMIT, BusyError, ErrorLog, Guard, caught
 
 
 @pytest.fixture
@@ -67,8 +68,29 @@ def test_a_busy_machine_is_not_an_error(errors: ErrorLog, caplog: pytest.LogCapt
     errors = ErrorLog((), logging.getLogger("torch_grad_exporter"))
     for error in (BusyError("another drain did not finish within 5 s"), FileNotFoundError(2, "No such file", "/nowhere")):
         errors.count("history", error)
-        errors.tell("history", error)
-        errors.tell_once("push", error)
+        errors.report("history", error)
+        errors.report_first("push", error)
     assert errors.counts() == {"history": 2, "push": 1}
     assert [record.exc_info for record in caplog.records] == [None] * 3
     assert "drain" not in caplog.text
+
+
+def test_what_a_signal_handler_raises_passes() -> None:
+    """A guard passes on what a signal's handler raised meanwhile, whatever takes its own failures."""
+
+    class Stopped(Exception):
+        """What the handler raises."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise Stopped
+
+    failures: list[Exception] = []
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        guard = Guard(failures.append)
+        for call in (guard, guard.result, caught):
+            with pytest.raises(Stopped):
+                call(signal.raise_signal, signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not failures

@@ -86,7 +86,9 @@ class Guard:
         return results[0] if results else None
 
     def failed(self, error: Exception) -> None:
-        """Count a failure that was not raised in a call. What `on_error` raises passes, as if a signal's handler has failed."""
+        """Count a failure that was not raised in a call; one that a signal's handler raised is raised again."""
+        if raised_by_handler(error):
+            raise error
         self._on_error(error)
         self._in_a_row += 1
         if self._in_a_row == self._limit and self._gave_up is not None:
@@ -136,12 +138,12 @@ class ErrorLog:
             trace = None if isinstance(error, OSError) else error
             say(self._log, logging.WARNING, message, source, type(error).__name__, error, error=trace)
 
-    def tell(self, source: str, error: BaseException) -> None:
+    def report(self, source: str, error: BaseException) -> None:
         """Count one failure whose message is for the user, such as a wrong file, and log each of them, in a line."""
         if self._counted(source, error):
             say(self._log, logging.WARNING, "%s: %s; training goes on", source, error)
 
-    def tell_once(self, source: str, error: BaseException) -> None:
+    def report_first(self, source: str, error: BaseException) -> None:
         """Count one failure whose message is for the user, and log the first of a source, in a line."""
         if self._counted(source, error) == 1:
             message = "%s: %s; training goes on, further failures are only counted"
@@ -168,7 +170,7 @@ class ErrorLog:
 
 
 def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> Exception | None:
-    """Run `action` and return what it raised, None if nothing; for a failure that other code judges, such as another thread."""
+    """Run `action` and return what it raised, None if nothing, for code that judges it. What a signal's handler raised passes."""
     failures: list[Exception] = []
     Guard(failures.append)(action, *arguments)
     return failures[0] if failures else None

@@ -373,7 +373,7 @@ class Exporter:
             TypeError: `path` is not a path.
         """
         file = Path(path)
-        guard = Guard(functools.partial(self._stages.errors.tell, "history"))
+        guard = Guard(functools.partial(self._stages.errors.report, "history"))
         content = guard.result(lambda: self._stages.view.saved(packed=file.suffix == ".gz"))
         if content is None:
             return
@@ -447,7 +447,7 @@ class Exporter:
         ended_well = self._ending.error is None and not self._ending.hurried
         # Whoever started it for a script says more.
         if ended_well and not self._saved and self.gives_way is None and self._stages.outputs is not None:
-            self._stages.outputs.tell_unread()
+            self._stages.outputs.log_unread()
 
     def end(self, error: BaseException | None) -> None:
         """Close at the end of the training.

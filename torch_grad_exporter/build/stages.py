@@ -100,7 +100,7 @@ class Stages:
         self._start_outputs(checked)
         self._start_background()
         self._start_capture(models, checked)
-        lost.tell()
+        lost.warn()
 
     def _start_outputs(self, checked: Checked) -> None:
         """Start what shows the metrics."""

@@ -15,7 +15,7 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.errors import caught, raised_by_handler, say
+from torch_grad_exporter.errors import caught, say
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
@@ -118,8 +118,6 @@ class WeightProbe(Inspection):
             return True
         if place not in self._tried:
             failure = caught(_try, table, position, parameter)
-            if failure is not None and raised_by_handler(failure):
-                raise failure
             self._tried[place] = failure is None
             if failure is not None:
                 message = "weights: layer %s is left out, since its %s cannot be measured: %s: %s"

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.errors import Guard, raised_by_handler, say
+from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.integrations.common import require
 from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
@@ -169,9 +169,6 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         self._begin()
 
     def _failed(self, error: Exception) -> None:
-        # The script's own forward calls this; what a signal's handler raised passes.
-        if raised_by_handler(error):
-            raise error
         self._stop_waiting()
         message = "%s: nothing is watched: %s: %s"
         say(logger, logging.WARNING, message, type(self).__name__, type(error).__name__, error, error=error)

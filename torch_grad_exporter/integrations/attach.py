@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_grad_exporter.errors import Guard, caught, raised_by_handler
+from torch_grad_exporter.errors import Guard, caught
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, living_engines, optimizer_of
 from torch_grad_exporter.integrations.roots import living, named, trained_roots, wants_gradients
 from torch_grad_exporter.torch_compat.autograd import graph_task
@@ -136,7 +136,7 @@ class Attachment:
         self._stepped, self._next_look = True, 0  # the next forward is worth a look
         under_way = step_under_way(self._handles[-1], optimizer, args, kwargs) if self._handles and graph_task() == -1 else None
         if under_way is not None and not self._yields() and self._attach_to_trained():
-            under_way.begins_anew()
+            under_way.call_new_hooks()
 
     def _look(self, module: torch.nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
         """Attach at a forward with gradients, if it is one of a training."""
@@ -155,7 +155,7 @@ class Attachment:
             return
         began, under_way = time.monotonic(), forward_under_way(frame, module, args)
         if self._attach_to_trained():
-            under_way.begins_anew()
+            under_way.call_new_hooks()
         elif again:
             self.disarm()
         if again:
@@ -242,13 +242,8 @@ class Attachment:
                 self._arm_forwards()
 
     def _failed(self, error: Exception) -> None:
-        # The script's own forward calls this; what a signal's handler raised passes.
-        if raised_by_handler(error):
-            raise error
         self.given_up = True
-        failure = caught(self.disarm)
-        if failure is not None and raised_by_handler(failure):
-            raise failure
+        caught(self.disarm)
         self._owner.say(logging.WARNING, "nothing is watched: %s: %s", type(error).__name__, error)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 
-from torch_grad_exporter.errors import Guard, raised_by_handler, say
+from torch_grad_exporter.errors import Guard, say
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
@@ -133,6 +133,4 @@ def _push(chosen: dict[str, Any], environment: Mapping[str, str], names: set[str
 
 
 def _failed(error: Exception) -> None:
-    if raised_by_handler(error):
-        raise error
     say(logger, logging.WARNING, "no training is watched: %s: %s", type(error).__name__, error, error=error)

@@ -10,7 +10,7 @@ from typing import TypeVar, TypeVarTuple
 
 import torch
 
-from torch_grad_exporter.errors import Guard, raised_by_handler
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.torch_compat.modules import children_in
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -19,14 +19,12 @@ _Result = TypeVar("_Result")
 
 def _or(otherwise: _Result, look: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
     """Return what a look at an object of the script finds, or `otherwise`: it may be half made or dead, and runs its own code."""
-    result = Guard(_passes).result(look, *arguments)
+    result = Guard(_dropped).result(look, *arguments)
     return otherwise if result is None else result
 
 
-def _passes(error: Exception) -> None:
-    """Raise what a signal's handler has raised meanwhile."""
-    if raised_by_handler(error):
-        raise error
+def _dropped(_error: Exception) -> None:
+    """Do nothing: it is a failure of the script's own code."""
 
 
 def wants_gradients(module: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments
-from torch_grad_exporter.errors import Guard, raised_by_handler, say
+from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.exporter import open_exporters
 from torch_grad_exporter.integrations.common import TrainingInterrupted
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
@@ -215,8 +215,6 @@ class Session:
         return Guard(self._failed_before_start).result(look, *arguments)
 
     def _failed_before_start(self, error: Exception) -> None:
-        if raised_by_handler(error):
-            raise error
         if not self._failed_before:
             self._failed_before = True
             message = "%s: the trainer could not be read; the training begins without what it knows: %s: %s"

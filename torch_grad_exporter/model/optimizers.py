@@ -100,7 +100,7 @@ class Optimizers:
             return self._last[1]
         number = self._numbers.get(optimizer)
         if number is None and self.concerns(optimizer) and not self._is_tool(optimizer, inside):
-            number = self._numbered_anew(optimizer, within_backward=within_backward)
+            number = self._number_new(optimizer, within_backward=within_backward)
         if number is not None:
             self._silent.pop(number, None)
             self._last = weakref.ref(optimizer), number
@@ -118,7 +118,7 @@ class Optimizers:
             self._tools[optimizer] = answer
         return self._tools.get(optimizer) == answer
 
-    def _numbered_anew(self, optimizer: torch.optim.Optimizer, *, within_backward: bool) -> int | None:
+    def _number_new(self, optimizer: torch.optim.Optimizer, *, within_backward: bool) -> int | None:
         """Return the number of an optimizer that has not stepped before."""
         if not _owns_of(self._index.table, optimizer) and not _owns_of(self._index.refresh(within_step=within_backward), optimizer):
             return None

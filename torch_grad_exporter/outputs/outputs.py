@@ -120,13 +120,13 @@ class Outputs:
     def _started_push(self, settings: PushSettings) -> Push:
         from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415 - OpenTelemetry's exporters are slow to import
 
-        push = Push(self._scrape, settings, self._rank.labels, on_error=functools.partial(self._errors.tell_once, "otlp"))
+        push = Push(self._scrape, settings, self._rank.labels, on_error=functools.partial(self._errors.report_first, "otlp"))
         push.start()
         return push
 
     def _not_pushed(self, error: Exception) -> None:
         # Some variables are read by OpenTelemetry's exporters only.
-        self._errors.tell("otlp", RuntimeError(f"no metrics are pushed: {error}"))
+        self._errors.report("otlp", RuntimeError(f"no metrics are pushed: {error}"))
 
     def _serve(self, port: int, web_config: WebConfigFile | None) -> MetricsServer | None:
         addr, identity = self._options.addr, self._rank.identity
@@ -171,15 +171,15 @@ class Outputs:
     def announce(self) -> None:
         """Log where the live page is, for each address once in a way that is seen by default."""
         if (url := self.page_url) is not None:
-            self._tell(ADDRESS, url, once=url)
+            self._log(ADDRESS, url, once=url)
             self.warn_of_open_port()
 
-    def tell_unread(self) -> None:
+    def log_unread(self) -> None:
         """Log how a run is kept, if no client has read what was served, and nothing else gets it."""
         if self._server is not None and not self._was_read and self._push is None and self._last_values is None:
-            self._tell(UNREAD, once=UNREAD)
+            self._log(UNREAD, once=UNREAD)
 
-    def _tell(self, message: str, *arguments: object, once: str = "") -> None:
+    def _log(self, message: str, *arguments: object, once: str = "") -> None:
         """Log a line; on the first rank so that it is seen by default, of those with the same `once` the first."""
         if self._rank.number == 0 and once not in _said:
             _said.update([once] if once else [])
@@ -226,7 +226,7 @@ class Outputs:
         if self._options.linger != "auto":
             self._saw_end.wait(self._options.linger)
         elif (seconds := self._scrapers.seconds_to_wait()) > 0:
-            self._tell(WAITS, math.ceil(seconds))
+            self._log(WAITS, math.ceil(seconds))
             self._scrapers.wait()
 
     def after_fork_in_child(self) -> None:

@@ -42,7 +42,7 @@ missing: dict[str, bool] = {}
 """The names of `LOST` that were found to be missing, with whether that was logged."""
 
 
-def tell() -> None:
+def warn() -> None:
     """Log for each name that is gone, once per process, what the exporter does without."""
     for name, logged in missing.items():
         if not logged:
@@ -64,10 +64,10 @@ def find(path: str) -> Any:  # noqa: ANN401 - whatever PyTorch keeps there
 
 
 def gone(path: str) -> None:
-    """Remember, and logs at once, that a name is missing that is looked up while the training runs."""
+    """Remember and log that a name is missing that is looked up while the training runs."""
     if path not in missing:
         missing[path] = False
-        tell()
+        warn()
 
 
 def has(owner: object, *names: str) -> bool:

@@ -75,7 +75,7 @@ class ForwardUnderWay:
     kwargs: dict[str, Any] | None
     known: frozenset[Any]
 
-    def begins_anew(self) -> None:
+    def call_new_hooks(self) -> None:
         """Call the hooks that were set since: PyTorch has made its list of them before."""
         if self.kwargs is None:
             return

@@ -123,7 +123,7 @@ class StepUnderWay:
     arguments: tuple[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]]
     known: frozenset[int]
 
-    def begins_anew(self) -> None:
+    def call_new_hooks(self) -> None:
         """Call the hooks that were set since: PyTorch's iteration over them is at its end."""
         for key, hook in [*STEP_HOOKS[0].items()]:
             if key not in self.known:

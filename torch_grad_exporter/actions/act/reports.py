@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.users_code import without_addresses
 from torch_grad_exporter.collectors.outcomes import ActionOutcome, ActionTotals, Happened
-from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, raised_by_handler, say
+from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, say
 
 if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.trigger import Trigger
@@ -47,19 +47,17 @@ class ActionReports:
         return Guard(lambda error: self.failed(name, error, key), limit=LIMIT, gave_up=gave_up)
 
     def failed(self, name: str, error: Exception, key: object = None) -> None:
-        """Count a failure, and log the first one of the name, or of the key. Raises what a signal's handler raised."""
-        if raised_by_handler(error):
-            raise error
+        """Count a failure, and log the first one of the name, or of the key."""
         if (key or name) in self._logged:
             self.errors.count(SOURCE, error)
             return
         self._logged.add(key or name)
         reason = f"{type(error).__name__}: {without_addresses(str(error))}"
-        self.errors.tell(SOURCE, RuntimeError(f"{name}: {reason}; further failures of it are only counted"))
+        self.errors.report(SOURCE, RuntimeError(f"{name}: {reason}; further failures of it are only counted"))
 
     def disabled(self, name: str, reason: object) -> None:
         """Count and log what is disabled at once: a condition that can never be judged, an action in which ranks differ."""
-        self.errors.tell(SOURCE, RuntimeError(f"{name}: {reason}; it is switched off"))
+        self.errors.report(SOURCE, RuntimeError(f"{name}: {reason}; it is switched off"))
 
     def note(self, trigger: Trigger, outcome: ActionOutcome) -> None:
         """Count the outcome of an action, and mark it on the live page."""

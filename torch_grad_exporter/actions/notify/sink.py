@@ -144,7 +144,7 @@ class Sink:
             self._errors.count(SOURCE, error)
         else:
             self._logged = True
-            self._errors.tell(SOURCE, RuntimeError(f"{self.name}: {error}; further failures of it are only counted"))
+            self._errors.report(SOURCE, RuntimeError(f"{self.name}: {error}; further failures of it are only counted"))
         return not passing
 
     def _over(self, batch: Sequence[Notification], result: NotifyResult) -> None:

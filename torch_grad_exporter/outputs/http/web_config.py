@@ -151,7 +151,7 @@ class WebConfigFile:
             failure = caught(self._follow)
             if failure is not None:  # the server keeps the configuration that it has
                 self._refused = True
-                errors.tell("web_config", failure)
+                errors.report("web_config", failure)
         finally:
             self._reloading.release()
 
