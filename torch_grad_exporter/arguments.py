@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def near(name: str, names: Iterable[str], *, prefix: str = "") -> str:
@@ -17,6 +17,12 @@ def shown(value: object) -> str:
     """Return a wrong argument as an error shows it: of one that is as long as a model its class."""
     text = repr(value)
     return text if isinstance(value, str) or (len(text) <= 200 and "\n" not in text) else type(value).__name__
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Return the names with a number from the second time of one on: `Linear`, `Linear-2`."""
+    counts = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
 
 
 def check_number(

@@ -18,6 +18,7 @@ from textwrap import indent
 import torch_grad_exporter
 from torch_grad_exporter.cli.arguments import matching
 from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.files import replace
 
 JOB = "training"
 """The name of the scrape job in the files as they are shipped."""
@@ -189,4 +190,4 @@ def _write(files: dict[str, str], out: Path, *, force: bool) -> None:
         raise AssetsError(f"{out} has files that differ: {names}; take another folder, or overwrite them with --force")
     for path, content in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        replace(path, content)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.files import replace
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import limit
 from torch_grad_exporter.gate.rows import GateError, RunVerdict
@@ -87,6 +88,6 @@ def run(values: argparse.Namespace) -> int:
 
 def _write(path: Path, verdicts: Sequence[RunVerdict]) -> None:
     try:
-        path.write_bytes(junit(verdicts))
+        replace(path, junit(verdicts))
     except OSError as error:
         raise GateError(f"cannot write {path}: {error}") from None

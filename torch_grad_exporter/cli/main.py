@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -50,6 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         chosen = commands.choices[values.command]
-        meant = near(unknown[0].partition("=")[0], chosen._option_string_actions, prefix="--")
+        known = re.findall(r"--[\w.-]+", chosen.format_usage())
+        meant = near(unknown[0].partition("=")[0], known, prefix="--")
         chosen.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     return values

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -61,18 +61,14 @@ _PANELS = (
 )
 
 
-def draw(run: Saved, quantity: str, view: str, out: Path, moments: Sequence[str] = ()) -> None:
-    """Write the picture of a history that has been checked.
+def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = ()) -> bytes:
+    """Return the picture of a history that has been checked, as a PNG.
 
     Args:
         run: The history.
         quantity: Of the heatmap.
         view: "whole" or "recent".
-        out: The file.
         moments: Layers that get a panel with the mean and the standard deviation of their gradient.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     grid, lines = saved.grid(run, quantity, view), saved.lines(run, view)
     known = {name for name in lines.values if np.isfinite(lines.values[name]).any() or lines.nonfinite[name].any()}
@@ -96,7 +92,9 @@ def draw(run: Saved, quantity: str, view: str, out: Path, moments: Sequence[str]
         figure.supxlabel(textwrap.fill("".join(f"{note}. " for note in notes), 190), x=0.01, ha="left", fontsize=7.5)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph", UserWarning)  # the font may lack a script: boxes
-            figure.savefig(out)
+            content = io.BytesIO()
+            figure.savefig(content, format="png")
+        return content.getvalue()
 
 
 def _step_axis(axes: Axes, grid: Grid, lines: Lines) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.files import replace
 from torch_grad_exporter.outputs.live.fetch import PlotError, loaded
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
@@ -56,10 +57,7 @@ def run(values: argparse.Namespace) -> int:
     """
     saved = loaded(values.source, values.cacert)
     try:
-        if values.out.suffix == ".html":
-            values.out.write_text(page(saved), encoding="utf-8")
-        else:
-            _draw(saved, values)
+        replace(values.out, page(saved).encode() if values.out.suffix == ".html" else _drawn(saved, values))
     except OSError as error:
         raise PlotError(f"cannot write {values.out}: {error}") from None
     except RecursionError:
@@ -68,13 +66,13 @@ def run(values: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(saved: Saved, values: argparse.Namespace) -> None:
+def _drawn(saved: Saved, values: argparse.Namespace) -> bytes:
     try:
         from torch_grad_exporter.cli import picture  # noqa: PLC0415 - matplotlib is optional
     except ImportError:
         raise PlotError("a PNG needs matplotlib; pip install matplotlib, or write a .html") from None
     _check_moments(saved, values.moments)
-    picture.draw(saved, values.quantity, "recent" if values.recent else "whole", values.out, values.moments)
+    return picture.drawn(saved, values.quantity, "recent" if values.recent else "whole", values.moments)
 
 
 def _check_moments(saved: Saved, layers: Sequence[str]) -> None:

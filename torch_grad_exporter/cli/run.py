@@ -59,17 +59,24 @@ def main(arguments: Sequence[str]) -> int:
     if options.save is not None:
         options.save.resolve().unlink(missing_ok=True)  # else the file of an earlier run would stand for a run that saves none
     watch = ScriptExporter(options)
-    script.run(options.target, watch.ended)
+    try:
+        script.run(options.target)
+    except BaseException as error:
+        watch.error = error
+        raise
     return 0
 
 
 class ScriptExporter:
-    """The exporter of a script, from before its first line to the end of the process."""
+    """The exporter of a script, from before its first line to the end of the process.
+
+    `error`: what has ended the script; threads of it may still train then.
+    """
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options
         self._exporter: Exporter | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._over = False
         self._replacements = 0
         self._log = _log()
@@ -99,10 +106,6 @@ class ScriptExporter:
         self._replacements += 1
         self._save(exporter, f"-{self._replacements}")
 
-    def ended(self, error: BaseException | None) -> None:
-        """Note that the script has come to its end; threads of it may still train."""
-        self._error = error
-
     def close(self) -> None:
         """End the exporter with the process, by what has ended the script. Idempotent."""
         if self._over or os.getpid() != self._process:
@@ -111,7 +114,7 @@ class ScriptExporter:
         attachment, exporter = self._attachment, self._exporter
         attachment.disarm()
         if exporter is not None:
-            exporter.end(self._error)
+            exporter.end(self.error)
             saved = self._save(exporter)
             if (conclusion := exporter.conclusion()) is not None:
                 self.say(logging.INFO, "%s", summary(*conclusion, saved))

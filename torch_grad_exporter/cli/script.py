@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -70,7 +71,7 @@ def _near(path: Path) -> str:
 
 
 def _check_module(name: str) -> None:
-    with _path(_working_directory()):
+    with _in_path(_working_directory()):
         try:
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.submodule_search_locations is not None and name != "__main__":
@@ -82,12 +83,10 @@ def _check_module(name: str) -> None:
         raise ScriptError(f"there is no module {name!r}")
 
 
-def run(target: Target, ended: Callable[[BaseException | None], None]) -> None:
+def run(target: Target) -> None:
     """Run the target as `__main__`. Raises what it raises; the interpreter then shows only the frames of the script.
 
-    Args:
-        target: The script or module. What it leaves in the process stays there.
-        ended: Called with the exception that has ended it, None for none.
+    What it leaves in the process stays there.
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -101,11 +100,9 @@ def run(target: Target, ended: Callable[[BaseException | None], None]) -> None:
         else:
             _run_file(target, main)
     except BaseException as error:
-        ended(error)
         leave_traceback(error)
         _show_without_us(error, _own(error.__traceback__))
         raise
-    ended(None)
 
 
 # The module `__main__` of this command, whose code still runs.
@@ -130,18 +127,15 @@ def _insert(folder: str) -> None:
         sys.path[0] = folder
 
 
-class _path:  # noqa: N801 - used as a function
-    """A folder at the front of the path for the time of a block."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        self._before = list(sys.path)
-        _insert(self._folder)
-
-    def __exit__(self, *_: object) -> None:
-        sys.path[:] = self._before
+@contextlib.contextmanager
+def _in_path(folder: str) -> Iterator[None]:
+    """Put a folder at the front of the path for the time of a block."""
+    before = list(sys.path)
+    _insert(folder)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _own(trace: types.TracebackType | None) -> types.TracebackType | None:

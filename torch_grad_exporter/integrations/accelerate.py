@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torch_grad_exporter import Exporter
+from torch_grad_exporter.arguments import numbered
 from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.integrations.common import require
 from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
@@ -140,9 +141,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         unique = list({id(model): model for model in models}.values())
         if len(unique) < 2:
             return unique[0] if unique else None
-        kinds = [type(model).__name__ for model in unique]
-        counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
-        return {f"{kind}-{n + 1}" if n else kind: model for kind, n, model in zip(kinds, counts, unique, strict=True)}
+        return dict(zip(numbered([type(model).__name__ for model in unique]), unique, strict=True))
 
     def _search(self) -> weakref.ref[Accelerator] | None:
         """Return the accelerator that has this tracker, from all objects of the process, which takes a tenth of a second."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from torch_grad_exporter.arguments import shown
+from torch_grad_exporter.arguments import numbered, shown
 
 
 def models(model: object) -> dict[str, torch.nn.Module]:
@@ -46,10 +46,7 @@ def optimizers(value: object, *, otherwise: str = "") -> dict[str, torch.optim.O
     """Return the optimizers by name, by default that of their class. `otherwise`: what to do with a value of another type."""
     several = [value] if isinstance(value, torch.optim.Optimizer) else value
     if isinstance(several, list | tuple):
-        kinds = [type(optimizer).__name__ for optimizer in several]
-        counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
-        names = [f"{kind}-{count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
-        several = dict(zip(names, several, strict=True))
+        several = dict(zip(numbered([type(optimizer).__name__ for optimizer in several]), several, strict=True))
     if not isinstance(several, Mapping | None):
         raise TypeError(f"optimizers={shown(value)}: expected an optimizer, a list of them or a mapping of names to them")
     for key, optimizer in (several or {}).items():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 LONGEST_SECONDS, MOST_SAMPLES = 86_400.0, 100_000  # the largest windows
 
@@ -73,7 +75,8 @@ class SeriesWindow:
             self._spans.extend(_Span(now, 1, value, value, value, value) for value in values)
             return
         if values:
-            self._spans.append(_Span(now, len(values), mean(values), extreme(min, values), extreme(max, values), values[-1]))
+            low, high = float(np.min(values)), float(np.max(values))  # of NumPy: NaN if one of them is
+            self._spans.append(_Span(now, len(values), mean(values), low, high, values[-1]))
         while len(self._spans) > 1 and self._spans[1].at <= now - self._size.seconds:
             self._spans.popleft()
 
@@ -85,11 +88,13 @@ class SeriesWindow:
 
     def max(self, now: float) -> float:
         """Return the largest value; NaN if one of them is NaN."""
-        return extreme(max, [span.high for span in self._inside(now)])
+        highs = [span.high for span in self._inside(now)]
+        return float(np.max(highs)) if highs else math.nan
 
     def min(self, now: float) -> float:
         """Return the smallest value; NaN if one of them is NaN."""
-        return extreme(min, [span.low for span in self._inside(now)])
+        lows = [span.low for span in self._inside(now)]
+        return float(np.min(lows)) if lows else math.nan
 
     def before(self, now: float) -> float:
         """Return the value right before the window."""
@@ -112,11 +117,6 @@ def mean(values: Sequence[float]) -> float:
     """Return the mean of the values, NaN if there are none."""
     # The sum of the values may be more than a float holds.
     return _sum([value / len(values) for value in values]) if values else math.nan
-
-
-def extreme(of: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
-    """Return the extreme of the values; NaN if there are none or one of them is NaN."""
-    return of(values) if values and not any(map(math.isnan, values)) else math.nan
 
 
 def _sum(parts: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from torch_grad_exporter.actions.notify.job import Announced, Job
 from torch_grad_exporter.actions.notify.notification import Notification
 from torch_grad_exporter.actions.notify.notifiers import Notifier
 from torch_grad_exporter.actions.notify.sink import SOURCE, Sink
+from torch_grad_exporter.arguments import numbered
 from torch_grad_exporter.collectors.outcomes import NotifyTotals
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
@@ -42,9 +43,7 @@ class NotificationOrigin:
 
 def names(notifiers: Iterable[Notifier]) -> list[str]:
     """Return the name of each in metrics: its kind, with a number from the second of a kind on."""
-    kinds = [notifier.kind for notifier in notifiers]
-    counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
-    return [f"{kind}-{count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
+    return numbered([notifier.kind for notifier in notifiers])
 
 
 def totals(notifiers: Sequence[Notifier], rules: Iterable[Rule] = RULES) -> NotifyTotals:

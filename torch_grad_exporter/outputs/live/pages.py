@@ -6,7 +6,7 @@ import gzip
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
@@ -95,13 +95,6 @@ class Pages:
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        self._answers: Mapping[str, Callable[[Mapping[str, str]], Json]] = {
-            "status": lambda _: live.status(),
-            "run": lambda query: live.run(_window(query)),
-            "layers": lambda query: live.layers(_quantity(query, live.quantities), _window(query)),
-            "saved": lambda _: live.everything(),
-            "layer": lambda query: live.layer(query.get("name", "")),
-        }
 
     def answer(self, request: Request) -> Response | None:
         """Return the response; None if the path does not belong to the page."""
@@ -114,19 +107,33 @@ class Pages:
         return None
 
     def _data(self, request: Request, name: str) -> Response:
-        if name not in self._answers:
-            return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
         try:
-            query = _query(request.query)
-            answer = self._answers[name](query)
+            answer = self._json(name, request.query)
         except UnknownLayerError:
             return plain(HTTPStatus.NOT_FOUND, "there is no such layer", HEADERS)
         except WrongQueryError as error:
             return plain(HTTPStatus.BAD_REQUEST, f"this cannot be answered: {error}", HEADERS)
+        if answer is None:
+            return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
         body = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
         if not accepts_gzip(request.headers.get("accept-encoding", "")):
             return _response("application/json", body, compressed=False)
         return _response("application/json", gzip.compress(body, 1, mtime=0), compressed=True)
+
+    def _json(self, name: str, query_text: str) -> Json | None:
+        live, query = self._live, _query(query_text)
+        match name:
+            case "status":
+                return live.status()
+            case "run":
+                return live.run(_window(query))
+            case "layers":
+                return live.layers(_quantity(query, live.quantities), _window(query))
+            case "layer":
+                return live.layer(query.get("name", ""))
+            case "saved":
+                return live.everything()
+        return None
 
 
 class WrongQueryError(Exception):
