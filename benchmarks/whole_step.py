@@ -1,7 +1,8 @@
 """What a whole step costs more with the exporter, in CPU time of the training thread: `python -m benchmarks.whole_step`.
 
-Two equal trainings in one process, one with an exporter, run in blocks by turns: plain, with, plain. A row has the median of
-the differences, and that of the two plain blocks as a control. Norms by `torch._foreach_norm` are measured in the same process.
+Two equal trainings in one process take steps by turns. Their tensors lie at different places in memory, which alone makes up to
+2 % of a step: what they differ by before the exporter starts on one of them and after it has closed is subtracted, and half of
+what changes in that meanwhile is the control. Norms by `torch._foreach_norm` are measured in the same process.
 """
 
 from __future__ import annotations
@@ -20,24 +21,23 @@ OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), Fals
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A training. `every`: the interval between samples, None for the defaults; `block`: steps; `blocks`: measured."""
+    """A training. `every`: the interval between samples, None for the defaults; `pairs`: measured steps of each training."""
 
     name: str
     layers: int
     size: int
     every: int | None
-    block: int
-    blocks: int
+    pairs: int
     warm_up: int = 20
 
 
 CASES = (
-    Case("2 layers of 8x8, not sampled", 2, 8, 4096, 200, 60, 400),
-    Case("2 layers of 8x8, defaults", 2, 8, None, 200, 60, 400),
-    Case("48 layers of 256x256, defaults", 48, 256, None, 128, 10, 1200),
-    Case("48 layers of 256x256, each step sampled", 48, 256, 1, 5, 40),
-    Case("24 layers of 1024x1024, each step sampled", 24, 1024, 1, 3, 20),
-    Case("6,000 layers of 4x4 with biases, each step sampled", 6000, 4, 1, 1, 8, 3),
+    Case("2 layers of 8x8, not sampled", 2, 8, 4096, 12_000, 400),
+    Case("2 layers of 8x8, defaults", 2, 8, None, 12_000, 400),
+    Case("48 layers of 256x256, defaults", 48, 256, None, 3000, 1200),
+    Case("48 layers of 256x256, each step sampled", 48, 256, 1, 200),
+    Case("24 layers of 1024x1024, each step sampled", 24, 1024, 1, 60),
+    Case("6,000 layers of 4x4 with biases, each step sampled", 6000, 4, 1, 16, 3),
 )
 
 
@@ -58,12 +58,23 @@ def training(case: Case) -> tuple[torch.nn.Module, Callable[[], None]]:
     return model, step
 
 
-def microseconds(action: Callable[[], object], times: int = 1) -> float:
+def microseconds(action: Callable[[], object]) -> float:
     """Return the CPU time of this thread for one call."""
     start = time.thread_time_ns()
-    for _ in range(times):
-        action()
-    return (time.thread_time_ns() - start) / times / 1e3
+    action()
+    return (time.thread_time_ns() - start) / 1e3
+
+
+def by_turns(plain: Callable[[], None], step: Callable[[], None], pairs: int) -> tuple[float, float]:
+    """Return the mean CPU time of a plain step, and how much more the other takes, in microseconds."""
+    plain_time = more = 0.0
+    for number in range(pairs):
+        first, second = (plain, step) if number % 2 else (step, plain)
+        times = {first: microseconds(first)}
+        times[second] = microseconds(second)
+        plain_time += times[plain]
+        more += times[step] - times[plain]
+    return plain_time / pairs, more / pairs
 
 
 def measure(case: Case) -> str:
@@ -71,16 +82,15 @@ def measure(case: Case) -> str:
     plain_model, plain = training(case)
     model, step = training(case)
     options = {} if case.every is None else {"every": case.every}
+    by_turns(plain, step, 20)
+    _, before = by_turns(plain, step, case.pairs // 2)
     with start_exporter(model, port=None, collectors=OFF, **options):
-        for _ in range(case.warm_up):
-            plain()
-            step()
-        rows = [[microseconds(one, case.block) for one in (plain, step, plain)] for _ in range(case.blocks)]
+        by_turns(plain, step, case.warm_up)
+        plain_step, during = by_turns(plain, step, case.pairs)
+    _, after = by_turns(plain, step, case.pairs // 2)
     gradients = [parameter.grad for parameter in plain_model.parameters()]
     norms = median(microseconds(lambda: torch.stack(torch._foreach_norm(gradients))) for _ in range(20))
-    more = median(middle - (before + after) / 2 for before, middle, after in rows)
-    control = median(after - before for before, _, after in rows)
-    plain_step = median(before for before, _, _ in rows)
+    more, control = during - (before + after) / 2, (after - before) / 2
     shares = f"{more / plain_step:.2%} | {control / plain_step:+.2%}"
     return f"| {case.name} | {plain_step:,.0f} | {more:,.1f} | {shares} | {norms:,.0f} | {more / norms:.2f} |"
 
