@@ -21,7 +21,7 @@ PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager", "amtool", "vict
 """What tests with the marker `server` run."""
 
 TRAINERS = (
-    "transformers", "lightning", "accelerate", "peft", "timm", "mmengine", "ignite", "ray", "deepspeed", "tensorboard",
+    "transformers", "lightning", "accelerate", "peft", "timm", "opacus", "mmengine", "ignite", "ray", "deepspeed", "tensorboard",
 )  # fmt: skip
 collect_ignore = [] if all(map(importlib.util.find_spec, TRAINERS)) else ["trainers"]
 """What `make trainers` runs, in an environment of its own; named on the command line it is never left out."""

@@ -43,7 +43,7 @@ class Wrapper(nn.Module):
 # Names
 
 
-@pytest.mark.parametrize("names", [["module"], ["_orig_mod", "module"]], ids=str)
+@pytest.mark.parametrize("names", [["module"], ["_orig_mod", "module"], ["_module"]], ids=str)
 def test_the_names_of_wrappers_are_left_out(names: list[str]) -> None:
     """A wrapped model has the labels of the model itself, however often and wherever it is wrapped."""
     wrapped: nn.Module = Root()

@@ -125,7 +125,7 @@ def named_parameters(models: Mapping[str, torch.nn.Module], *, frozen: bool = Fa
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
             owner, _, own = name.rpartition(".")
-            for wrapper in ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+            for wrapper in ("_orig_mod", "module", "_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
                 owner = ".".join(part for part in owner.split(".") if part != wrapper)
             layer = ".".join(part for part in (prefix, owner or own) if part)
             full = f"{prefix}.{name}" if prefix else name

@@ -11,8 +11,8 @@ import torch
 
 from torch_grad_exporter.torch_compat.modules import Parameters, parameters_of_each
 
-WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
+WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Name parts that DataParallel and DDP, `torch.compile`, Opacus, FSDP1 and checkpoint wrappers put before the user's."""
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
