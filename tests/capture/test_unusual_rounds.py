@@ -179,6 +179,8 @@ def test_passes_are_no_skipped_steps(train: Round, share: int, regime: str) -> N
         loop.check(exporter)
         if share == 1:
             assert value(exporter, BACKWARDS) == loop.backwards
+        if regime == "sampled":
+            assert value(exporter, CAPTURES) == loop.steps
 
 
 @pytest.mark.slow

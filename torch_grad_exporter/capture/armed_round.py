@@ -68,6 +68,8 @@ class ArmedRound:
 
     # The sample
 
+    counted: bool = False
+    """Whether gradients were read of it, also if they were thrown away since."""
     captured: bool = False
     lost: bool = False
     """Whether there were gradients that could not be read."""

@@ -152,8 +152,9 @@ class RoundTracker:
         """The round's gradients were read, or could not be. `why`: not."""
         current = self.current
         if taken:
-            self.samples += not current.captured
-            current.captured, current.again = True, False
+            self.samples += not current.counted
+            current.counted = current.captured = True
+            current.again = False
         else:
             self.withdraw(why)
 
