@@ -69,6 +69,8 @@ def test_values_can_be_chosen() -> None:
     with start_exporter(model, port=None, every=1) as exporter:
         training(2, exporter, model)
         assert set(exporter.values(r"^torch_grad_norm/")) == {"torch_grad_norm/0", "torch_grad_norm/1"}
+        (info,) = exporter.values("^torch_train_info/")  # facts in labels: only where they are asked for
+        assert f"/{torch.__version__}" in info
         with pytest.raises(re.error):
             exporter.values("(")
 

@@ -342,8 +342,9 @@ class Exporter:
 
         Returns:
             Numbers by the name of the metric and the values of its labels, such as
-            `torch_grad_global_norm` or `torch_grad_norm/encoder.0`, without histograms. Empty if
-            the scrape failed, or after the end.
+            `torch_grad_global_norm` or `torch_grad_norm/encoder.0`, without histograms, and without
+            metrics called `_info` unless `match` contains that. Empty if the scrape failed, or
+            after the end.
 
         Raises:
             re.error: `match` is not a regular expression.

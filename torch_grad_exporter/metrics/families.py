@@ -168,12 +168,14 @@ def flat(families: Iterable[Family], match: str | re.Pattern[str] = "") -> dict[
     """Return gauges and counters as one mapping, for loggers that know no labels, such as TensorBoard and MLflow.
 
     Each is under the name of its metric and the values of its labels, such as `torch_grad_norm/encoder.0`. Left out are
-    histograms, which are not single numbers, metrics that are facts in labels (`..._info`), and the sums over removed layers.
+    histograms, which are not single numbers, the sums over removed layers, and metrics that are facts in labels (`..._info`),
+    whose labels no logger takes as a name, unless `match` contains "_info".
     `match`: a regular expression that is searched in these names.
     """
     pattern, values = re.compile(match), {}
     for family in families:
-        if family.spec.kind is Kind.HISTOGRAM or family.spec.name.endswith("_info"):
+        fact = family.spec.name.endswith("_info") and "_info" not in pattern.pattern
+        if family.spec.kind is Kind.HISTOGRAM or fact:
             continue
         for row in family.row_numbers:
             labels = family.labels.rows[row]
