@@ -107,6 +107,15 @@ def test_a_spike_is_far_above_those_before(sigmas: float, spike: bool) -> None:
     assert found[-1] == (pytest.approx(sigmas, rel=1e-9), spike)
 
 
+@pytest.mark.parametrize(("factor", "spike"), [(9.9, False), (10.1, True)])
+def test_an_explosion_of_a_noisy_run(factor: float, spike: bool) -> None:
+    """Where 6 sigmas are a factor of 100,000, a spike begins at ten times the largest."""
+    norms = noisy(60, seed=2, sigma=2.0)
+    exploded = judged([*norms, factor * max(norms)])[-1]
+    assert exploded[0] < 6
+    assert exploded[1] is spike
+
+
 def test_rows_do_not_touch_each_other() -> None:
     """Rows judged together, a varying part of them at a time, get the verdicts that each would get alone."""
     generator = np.random.default_rng(7)
