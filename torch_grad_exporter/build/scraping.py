@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,7 +62,7 @@ def build_scrape(
         snapshots=snapshots, clock=stage.clock, optimizers=stage.optimizers.names, capture=stage.capture,
         schedule=stage.schedule, memory=stage.memory, errors=errors, identity=identity,
         expected_devices=device_kinds(checked.index, models.values()),
-        waits=totals.waits, ended=lambda: ending.state, dead_window=settings.dead_window, moments=settings.moments,
+        waits=totals.waits, ending=ending, dead_window=settings.dead_window, moments=settings.moments,
         weights=totals.weights if settings.weights else None, local_norms=totals.local_norms,
         notified=notified, acted=acted, clip=None if clip is None else clip.reports, frozen=frozen,
         activations=totals.activations, watched=totals.watched, origins=totals.origins, layer_times=totals.layer_times,
@@ -81,10 +80,10 @@ def build_scrape(
     )  # fmt: skip
     view = View(
         Run(checked.run, checked.rank, identity.world_size, hostname(), __version__), worker,
-        stage.steps, scrape, targets=announcement.body, happened=acted.happened.latest,
+        stage.clock, scrape, targets=announcement.body, happenings=acted.happened,
         of_sample=OfSample(REGISTRY, settings.enabled_collectors, context),
-        dead_from=dead_from(settings.dead_window), moments=settings.moments, now=time.time,
-        errors=errors, activations=totals.activations,
+        dead_from=dead_from(settings.dead_window), moments=settings.moments, errors=errors,
+        activations=totals.activations,
     )  # fmt: skip
     return ScrapeStage(
         worker=worker, context=context, frozen=frozen, acted=acted, notified=notified, scrape=scrape,

@@ -133,7 +133,7 @@ class Stages:
             announcement=self._announcement,
             web_config=checked.web_config,
             push=checked.push,
-            page=self.view.page,
+            view=self.view,
         )
         self.at_end(functools.partial(self._close_outputs, outputs, automatic=settings.linger == "auto"))
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
     from torch_grad_exporter.inspection.watch_totals import WatchTotals
     from torch_grad_exporter.inspection.weight_totals import WeightTotals
+    from torch_grad_exporter.lifecycle import Ending
     from torch_grad_exporter.resources.devices import DeviceMemory
     from torch_grad_exporter.store.snapshots import Snapshot
 
@@ -61,7 +62,7 @@ class CollectorContext:
         errors: Counts failures.
         identity: The place of this process in its job.
         expected_devices: The kinds of devices that the parameters were on at the start.
-        ended: Returns "finished" or "failed" once the run is over, else None.
+        ending: How the run has ended, if it has.
         dead_window: The option.
         moments: The option.
         weights: Norms and updates of weights.
@@ -86,7 +87,7 @@ class CollectorContext:
     errors: ErrorLog
     identity: Identity
     expected_devices: frozenset[str]
-    ended: Callable[[], str | None]
+    ending: Ending
     dead_window: int
     moments: bool
     weights: WeightTotals | None

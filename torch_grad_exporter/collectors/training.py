@@ -156,7 +156,7 @@ class TrainingCollector:
     def _state(self) -> Family:
         clock = self._context.clock
         running = "evaluating" if clock.evaluating else "training" if clock.last_step is not None else "initialising"
-        current = self._context.ended() or running
+        current = self._context.ending.state or running
         return self._rows.family(TRAIN_STATE, {(state,): float(state == current) for state in STATES})
 
     def _phase_seconds(self) -> Iterator[Family]:

@@ -19,6 +19,7 @@ from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer, candidate_ports
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
+from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 from torch_grad_exporter.outputs.prometheus.textfile import LastValues, text_file
@@ -65,7 +66,7 @@ class Outputs:
         announcement: Publishes where the server is, from its start until `close`.
         web_config: TLS, users and the rest of the server.
         push: What to push and where, None for nothing.
-        page: Returns the live page, and the answers that it asks for.
+        view: The live page, and the answers that it asks for.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Outputs:
         *,
         health: Callable[[], Mapping[str, object]],
         announcement: Announcement,
-        page: Callable[[Request], Response | None],
+        view: View,
         web_config: WebConfigFile | None = None,
         push: PushSettings | None = None,
     ) -> None:
@@ -93,7 +94,7 @@ class Outputs:
         self._last_values: LastValues | None = None
         self._push: Push | None = None
         self._server: MetricsServer | None = None
-        self.health, self.targets, self._page = health, announcement.body, page
+        self.health, self.targets, self._view = health, announcement.body, view
         try:
             self._start(web_config, push)
         except BaseException:  # such as Ctrl-C while the name service is asked
@@ -152,7 +153,7 @@ class Outputs:
 
     def page(self, request: Request) -> Response | None:
         """See `Content`: the live page, and the answers that it asks for."""
-        answer = self._page(request)
+        answer = self._view.page(request)
         self._was_read |= answer is not None
         return answer
 

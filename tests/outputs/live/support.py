@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from tests.support.tools import FOREVER, PATIENCE
+from torch_grad_exporter.collectors.outcomes import Happenings
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
+from torch_grad_exporter.rules import Record
 
 NOW = 1_800_000_000.0
 NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -80,7 +82,9 @@ class Made:
         self.holding = threading.Event()
         self.history = History(self.moment, now=lambda: self.now)
         run = Run("run", 0, 3, "node0", "0.1.0")
-        self.live = Live(run, self.history, self.scrape, targets=lambda: self.targets, now=lambda: self.now)
+        self.live = Live(
+            run, self.history, self, targets=lambda: self.targets, happenings=Happenings(), record=Record(), now=lambda: self.now
+        )
         self.pages = Pages(self.live)
 
     def moment(self) -> Moment:
@@ -89,7 +93,8 @@ class Made:
         scalars = np.array(self.scalars, dtype=np.float32)
         return Moment(self.steps, self.steps, self.names, rows.astype(np.float32), scalars, sharded=self.sharded)
 
-    def scrape(self) -> list[Family]:
+    def __call__(self) -> list[Family]:
+        """Scrape, as `Live` does."""
         self.scrapes += 1
         families, hold, self.hold = self.families, self.hold, None
         if hold is not None:
@@ -98,6 +103,8 @@ class Made:
         if self.failure is not None:
             raise self.failure
         return families
+
+    for_rules = __call__
 
     def record(self, times: int = 1) -> Made:
         for _ in range(times):

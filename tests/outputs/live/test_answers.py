@@ -15,7 +15,7 @@ from tests.outputs.live.support import NOW, Made, decoded, family, held
 import tests.support.properties  # isort: skip  # noqa: F401 - the profile
 from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO, GRAD_GLOBAL_NORM, GRAD_NORM
 from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE, TRAIN_LOSS, TRAIN_STATE, TRAIN_STEPS
-from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
+from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.rows import SCALARS
 
@@ -121,6 +121,6 @@ def test_a_hanging_scrape_shows_the_one_before() -> None:
         assert made.json("status")["loss"] == 7.0
     new = Made().record()
     with held(new):
-        with pytest.raises(ScrapeBusyError):
+        with pytest.raises(BusyError):
             new.json("status")
         assert new.json("run")["steps"] == [1]

@@ -27,9 +27,11 @@ from tests.support.models import Perceptron
 from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
+from torch_grad_exporter.collectors.outcomes import Happenings
 from torch_grad_exporter.outputs.live.history import History, Moment
 from torch_grad_exporter.outputs.live.live import Live
 from torch_grad_exporter.outputs.live.live import Run as Identity
+from torch_grad_exporter.rules import Record
 
 pytestmark = pytest.mark.server
 
@@ -455,7 +457,11 @@ def drawn_run() -> dict[str, Any]:
     history = History(moment, now=lambda: next(looks))
     for _ in range(N):
         history.record_if_due()
-    result = json.loads(json.dumps(Live(Identity("drawn", 0, 1, "host", "1"), history, list, now=lambda: SECONDS[-1]).everything()))
+    live = Live(
+        Identity("drawn", 0, 1, "host", "1"), history, list, targets=lambda: b"[]", happenings=Happenings(), record=Record(),
+        now=lambda: SECONDS[-1],
+    )  # fmt: skip
+    result = json.loads(json.dumps(live.everything()))
     result["layers"]["norm"]["whole"]["sharded"] = ["b"]
     result["layer"]["b"].update(sharded=True, shard_norm=0.25)
     over = {"state": "failed", "ended": SECONDS[0] + 7 * 60, "ended_by": "<i>OutOfMemoryError"}

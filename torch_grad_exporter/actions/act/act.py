@@ -21,8 +21,8 @@ from torch_grad_exporter.actions.act.trigger import Event, Timing, Trigger, caus
 from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.rules import RULES, Problem
 from torch_grad_exporter.rules.episodes import Episodes
 
@@ -214,13 +214,13 @@ class Act:
             return  # woken by another `on`, or before Notify has judged
         self._due = start + self._pause
         # Others may be busy with the same values: the next evaluation has them.
-        with contextlib.suppress(ScrapeBusyError, TimeoutError):
+        with contextlib.suppress(BusyError):
             self.evaluate()
         # Conditions take their time as well, and with it that of the training: one thread at a time runs Python.
         self._due = max(self._due, self._clock() + (self._clock() - start) / SHARE)
 
     def _judge_last(self) -> None:
-        with contextlib.suppress(ScrapeBusyError, TimeoutError):
+        with contextlib.suppress(BusyError):
             self.evaluate(last=True)
 
     def evaluate(self, *, last: bool = False) -> None:

@@ -14,7 +14,7 @@ from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.arguments import check_number, check_whole, near, shown
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import BusyError, say
 from torch_grad_exporter.rules import Rule
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -181,7 +181,7 @@ class Freeze(StepAction):
         try:
             # One rank alone does not know the norm of a layer of which it has a part.
             self._norms.read(layers.labels.frozen | layers.sharded(), revived)
-        except TimeoutError:  # the worker is busy: the next evaluation has them
+        except BusyError:  # the worker is busy: the next evaluation has them
             self._revived.extend(revived)
             return False
         due = self._norms.below(self.threshold)

@@ -84,7 +84,7 @@ class LayerNorms:
             restarted: Layers whose windows begin now.
 
         Raises:
-            TimeoutError: The worker is busy; what is new is then still new.
+            BusyError: The worker is busy; what is new is then still new.
         """
         if self._worker is None:
             return

@@ -17,9 +17,8 @@ from torch_grad_exporter.actions.notify.notifiers import Notifier
 from torch_grad_exporter.actions.notify.sink import SOURCE, Sink
 from torch_grad_exporter.arguments import numbered
 from torch_grad_exporter.collectors.outcomes import NotifyTotals
-from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.rules import RULES, Problem, Rule
 from torch_grad_exporter.rules.actions import notifications_failing
 from torch_grad_exporter.rules.episodes import Episode, Episodes
@@ -118,12 +117,12 @@ class Notify:
     def _in_turn(self) -> None:
         self._due = self._clock() + EVALUATION_SECONDS
         # Other readers may hold up the scrape; the next evaluation has its values.
-        with contextlib.suppress(ScrapeBusyError, TimeoutError):
+        with contextlib.suppress(BusyError):
             self.evaluate()
         self._due = max(self._due, self._clock() + self._took / SHARE)
 
     def _judge_last(self) -> None:
-        with contextlib.suppress(ScrapeBusyError, TimeoutError):
+        with contextlib.suppress(BusyError):
             self.evaluate(last=True)
 
     def evaluate(self, *, last: bool = False) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from http import HTTPStatus
 
-from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import THREAD_TIME
 from torch_grad_exporter.outputs.http.admission import Admission
 from torch_grad_exporter.outputs.http.message import Content, Request, Response, plain
-from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape, Workers
+from torch_grad_exporter.outputs.http.shared import SharedScrape, Workers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile, WebSettings
 from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
 from torch_grad_exporter.outputs.scrapers import is_scraper
@@ -78,7 +78,7 @@ class Endpoints:
             if request.path == "/metrics":
                 return await self._metrics(request, sock)
             return await self._workers.run(self._other, request)
-        except ScrapeBusyError:
+        except BusyError:
             return plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running")
         except Exception as error:  # noqa: BLE001 - the boundary
             self._errors.count("request", error)

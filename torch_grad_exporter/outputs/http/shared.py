@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Content
@@ -88,10 +89,6 @@ class _Taken(NamedTuple):
     saw_end: bool
 
 
-class ScrapeBusyError(Exception):
-    """Raised where too many clients wait for a scrape already."""
-
-
 class SharedScrape:
     """The last scrape and its bodies, made when first asked for. Belongs to the thread of the event loop.
 
@@ -118,9 +115,9 @@ class SharedScrape:
         self._waiting = 0
 
     async def body(self, form: Format, *, compressed: bool) -> Body:
-        """Return the body in this format. Raises what the scrape has raised, or `ScrapeBusyError` where too many wait."""
+        """Return the body in this format. Raises what the scrape has raised, or `BusyError` where too many wait."""
         if self._waiting >= MAX_WAITING:
-            raise ScrapeBusyError
+            raise BusyError("too many wait for a scrape that is still running")
         if self._running is None or (self._running.done() and not self._is_young(self._running)):
             self._running, self._bodies = asyncio.create_task(self._take()), {}
         scrape, key = self._running, (form, compressed)

@@ -10,15 +10,15 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
-from torch_grad_exporter.collectors.outcomes import Happened
-from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
+from torch_grad_exporter.collectors.outcomes import Happenings
+from torch_grad_exporter.collectors.scrape import Scrape
+from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.outputs.live.encoding import Json, cells, columns, frame, judged, metrics, number
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
 from torch_grad_exporter.outputs.live.rows import SCALARS
@@ -39,8 +39,6 @@ FIRST_SECONDS = 1.0
 
 # How long a scrape of everything is shown while another one is under way, instead of a newer one of what rules read.
 SHOWN_SECONDS = 30.0
-
-Scrape = Callable[[], Iterable[Family]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +68,10 @@ class Live:
         history: Its samples.
         scrape: Returns all metrics.
         targets: Returns the ranks in the form of http_sd.
-        happened: Returns what actions have done.
-        now: Returns Unix time.
-        activations: The history of the outputs of inner modules, if there is one.
+        happenings: What actions have done.
         record: What was wrong until now.
-        for_rules: Returns the metrics that the package's rules read; by default all.
+        activations: The history of the outputs of inner modules, if there is one.
+        now: Returns Unix time.
     """
 
     def __init__(
@@ -83,27 +80,24 @@ class Live:
         history: History,
         scrape: Scrape,
         *,
-        targets: Callable[[], bytes] = lambda: b"[]",
-        happened: Callable[[], Sequence[Happened]] = tuple,
-        now: Callable[[], float] = time.time,
+        targets: Callable[[], bytes],
+        happenings: Happenings,
+        record: Record,
         activations: History | None = None,
-        record: Record | None = None,
-        for_rules: Scrape | None = None,
+        now: Callable[[], float] | None = None,
     ) -> None:
         self._run = run
-        self._record = record or Record()
+        self._record = record
         self._concluded = False
         self._activations = activations
-        self._happened = happened
+        self._happenings = happenings
         self._targets = targets
         self._history = history
         self._scrape = scrape
-        self._now = now
+        self._now = now or time.time
         self._watch = Watch()
         self._lock = threading.Lock()  # of the watch, held for moments
-        # Rules of other packages may read any metric.
-        narrow = scrape if self._watch.has_foreign or for_rules is None else for_rules
-        self._latest = LatestScrape(scrape, narrow, self._watch, self._lock, now)
+        self._latest = LatestScrape(scrape, self._watch, self._lock, self._now)
         self._ended: float | None = None
         self._ended_by: str | None = None
 
@@ -165,7 +159,7 @@ class Live:
             **numbers(values),
             "problems": [_problem(problem) for problem in problems],
             "quantities": list(self.quantities),
-            "actions": [asdict(action) for action in self._happened()],
+            "actions": [asdict(action) for action in self._happenings.latest()],
             "ranks": list(self._others()),
         }
 
@@ -216,7 +210,7 @@ class Live:
     def everything(self, *, fresh: bool = False) -> Json:
         """Return everything, as it is saved. `fresh`: by a new scrape, as the run may have ended within the last second."""
         values = self._latest.values(fresh=fresh)
-        with contextlib.suppress(TimeoutError):  # another thread judges, which is as good
+        with contextlib.suppress(BusyError):  # another thread judges, which is as good
             self._judge(values)
         return {
             "format": FORMAT,
@@ -261,14 +255,13 @@ def _problem(problem: Problem) -> Json:
 
 
 class LatestScrape:
-    """The last scrapes, which the page and the judging by rules share; one at a time. From any thread. `now` is Unix time.
+    """The last scrapes, which the page and the judging by rules share; one at a time. From any thread.
 
-    `scrape`: of everything; `for_rules`: of what rules read. `watch`: remembers each, under `lock`.
+    `watch`: remembers each, under `lock`. `now`: returns Unix time.
     """
 
-    def __init__(self, scrape: Scrape, for_rules: Scrape, watch: Watch, lock: threading.Lock, now: Callable[[], float]) -> None:
+    def __init__(self, scrape: Scrape, watch: Watch, lock: threading.Lock, now: Callable[[], float]) -> None:
         self._scrape = scrape
-        self._for_rules = for_rules
         self._watch = watch
         self._lock = lock
         self._now = now
@@ -281,7 +274,7 @@ class LatestScrape:
         """Return everything, no older than `MAX_AGE`, or the scrape before while another thread scrapes. `fresh`: a new one.
 
         Raises:
-            ScrapeBusyError: There was none yet and the first one is slow: the server has few workers.
+            BusyError: There was none yet and the first one is slow: the server has few workers.
         """
         now, values = self._now(), self._values
         if values is not None and not fresh and 0 <= now - self._at < MAX_AGE:
@@ -294,16 +287,17 @@ class LatestScrape:
         now = self._now()
         if 0 <= now - self._at < MAX_AGE:
             return self.values()
-        return self._taken(now, self.newest, whole=False)
+        # Rules of other packages may read any metric.
+        return self._taken(now, self.newest, whole=self._watch.has_foreign)
 
     def _taken(self, now: float, otherwise: Values | None, *, whole: bool) -> Values:
         """Return a new scrape; while another thread scrapes, `otherwise`."""
         if not self._scraping.acquire(timeout=0 if otherwise is not None else FIRST_SECONDS):
             if otherwise is None:
-                raise ScrapeBusyError
+                raise BusyError("the first scrape is still running")
             return otherwise
         try:
-            self.newest = values = Values(self._scrape() if whole else self._for_rules())
+            self.newest = values = Values(self._scrape() if whole else self._scrape.for_rules())
             with self._lock:
                 self._watch.remember(values, now)
             if whole:

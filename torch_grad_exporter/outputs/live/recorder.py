@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
@@ -46,29 +47,20 @@ class Recorder(BackgroundLoop):
     Args:
         histories: Each takes a record every second or less often.
         live: Judges every 15 seconds, and at the end.
-        steps: Returns the number of optimizer steps.
+        clock: Counts steps.
         errors: Counts failures.
-        clock: Returns seconds.
     """
 
-    def __init__(
-        self,
-        histories: Sequence[History],
-        live: Live,
-        steps: Callable[[], int],
-        errors: ErrorLog,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._histories, self._live = histories, live
-        self._steps, self._clock = steps, clock
+    def __init__(self, histories: Sequence[History], live: Live, clock: StepClock, errors: ErrorLog) -> None:
+        self._histories, self._live, self._clock = histories, live, clock
         self._judge_at, self._open_until = -math.inf, -math.inf
-        self._stepped, self._fast = (clock(), 0), False  # time and number of the last new step
+        self._stepped, self._fast = (time.monotonic(), 0), False  # time and number of the last new step
         guard = errors.boundary(SOURCE, limit=None)
         super().__init__("history", self._record, self._judge_now_and_then, guard=guard, pause=self._pause, last=self._finish)
 
     def looked_at(self) -> None:
         """Note that the page is open. From any thread."""
-        now = self._clock()
+        now = time.monotonic()
         if now > self._open_until:
             self.wake()
         self._open_until = now + OPEN_SECONDS
@@ -78,7 +70,7 @@ class Recorder(BackgroundLoop):
             history.record_if_due()
 
     def _judge_now_and_then(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if now >= self._judge_at:
             self._judge_at = now + JUDGE_SECONDS
             self._live.remember()
@@ -89,7 +81,7 @@ class Recorder(BackgroundLoop):
         self._live.conclude()
 
     def _pause(self) -> float:
-        now, steps = self._clock(), self._steps()
+        now, steps = time.monotonic(), self._clock.number
         before, known = self._stepped
         if steps != known:
             self._fast, self._stepped = steps - known >= FAST * (now - before), (now, steps)
@@ -106,8 +98,7 @@ class Looks:
         host: The worker.
         moments: Of gradients.
         activations: Of activations, if they are seen.
-        steps: Returns the steps of the optimizer that took the most.
-        now: Returns Unix time.
+        clock: Counts steps.
         of_sample: Returns the metrics of a sample.
         record: Judges each of the first samples.
         errors: Counts failures of that.
@@ -118,8 +109,7 @@ class Looks:
         host: Worker,
         moments: GradientMoments,
         activations: ActivationMoments | None,
-        steps: Callable[[], int],
-        now: Callable[[], float],
+        clock: StepClock,
         *,
         of_sample: OfSample,
         record: Record,
@@ -127,7 +117,7 @@ class Looks:
     ) -> None:
         self._of_sample, self._record, self._judging = of_sample, record, errors.boundary(SOURCE, limit=None)
         self._host, self._moments, self._activations = host, moments, activations
-        self._steps, self._now = steps, now
+        self._clock = clock
         self._samples: deque[tuple[float, Moment]] = deque()
         self._inner: deque[tuple[float, Moment]] = deque()
         self._last = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())  # of activations
@@ -145,7 +135,7 @@ class Looks:
 
     def _sampled(self, at: float, reading: Reading) -> None:
         """Take a sample."""
-        moment = self._moments.of_sample(reading, self._steps())
+        moment = self._moments.of_sample(reading, self._clock.number)
         self._judging(self._of_sample.take, reading)
         self._judging(self._record.of_sample, moment.samples, moment.steps, self._of_sample)
         self._samples.append((at, moment))
@@ -153,8 +143,8 @@ class Looks:
 
     def _present(self, reading: Reading) -> Moment:
         by_step = self._each.left > 0
-        moment = self._moments.of(reading, self._steps())
-        self._look_inside(self._now(), moment)
+        moment = self._moments.of(reading, self._clock.number)
+        self._look_inside(time.time(), moment)
         return replace(moment, earlier=_taken(self._samples), by_step=by_step)
 
     def _look_inside(self, at: float, moment: Moment) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.of_sample import OfSample
-from torch_grad_exporter.collectors.outcomes import Happened
+from torch_grad_exporter.collectors.outcomes import Happenings
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
@@ -30,13 +32,12 @@ class View:
     Args:
         run: The process.
         host: The worker.
-        steps: Returns the steps of the optimizer that took the most.
+        clock: Counts steps.
         scrape: All metrics, or those that rules read.
         targets: Returns the ranks in the form of http_sd.
-        happened: Returns what actions have done.
+        happenings: What actions have done.
         of_sample: Returns the metrics of a sample.
         dead_from: Samples from which on a dead ratio means anything.
-        now: Returns Unix time.
         errors: Counts failures.
         moments: Whether mean and standard deviation are measured.
         activations: What was seen of inner modules, if the option is on.
@@ -46,14 +47,13 @@ class View:
         self,
         run: Run,
         host: Worker,
-        steps: Callable[[], int],
+        clock: StepClock,
         scrape: Scrape,
         *,
         targets: Callable[[], bytes],
-        happened: Callable[[], Sequence[Happened]],
+        happenings: Happenings,
         of_sample: OfSample,
         dead_from: int,
-        now: Callable[[], float],
         errors: ErrorLog,
         moments: bool = False,
         activations: ActivationTotals | None = None,
@@ -62,23 +62,13 @@ class View:
         inside = None if activations is None else ActivationMoments(activations)
         record = Record()
         gradients = GradientMoments(dead_from, quantities)
-        looks = Looks(host, gradients, inside, steps, now, of_sample=of_sample, record=record, errors=errors)
-        self.history = History(looks.gradients, now=now, quantities=quantities)
-        inner = None if inside is None else History(looks.activations, now=now, quantities=ACTIVATIONS)
-        self.live = Live(
-            run,
-            self.history,
-            scrape,
-            targets=targets,
-            happened=happened,
-            now=now,
-            activations=inner,
-            record=record,
-            for_rules=scrape.for_rules,
-        )
+        looks = Looks(host, gradients, inside, clock, of_sample=of_sample, record=record, errors=errors)
+        self.history = History(looks.gradients, now=time.time, quantities=quantities)
+        inner = None if inside is None else History(looks.activations, now=time.time, quantities=ACTIVATIONS)
+        self.live = Live(run, self.history, scrape, targets=targets, happenings=happenings, record=record, activations=inner)
         self._pages = Pages(self.live)
         # In this order: a look at gradients takes the activations as well.
-        self._recorder = Recorder([self.history] if inner is None else [self.history, inner], self.live, steps, errors)
+        self._recorder = Recorder([self.history] if inner is None else [self.history, inner], self.live, clock, errors)
 
     def start(self) -> None:
         """Start to record. Raises `RuntimeError` if no thread can be started."""
