@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import traceback
 import weakref
@@ -17,6 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scrape import value
 from tests.support.torch_hooks import global_step_hooks
 from torch_grad_exporter import Exporter
+from torch_grad_exporter.errors import PREFIX
 from torch_grad_exporter.integrations.attach import Attachment
 
 pytestmark = pytest.mark.process
@@ -32,6 +34,8 @@ class Listener:
         self.exporters: list[Exporter] = []
         self.asked = 0
         self._options = options
+        self.log = logging.Logger("listener")  # noqa: LOG001 - one for each
+        self.log.addFilter(lambda record: self.lines.append(record.getMessage().removeprefix(PREFIX)))
         self.attachment = Attachment(self)
         self.attachment.arm()
         self.made.append(self)
@@ -39,9 +43,6 @@ class Listener:
     def options(self) -> dict[str, object]:
         self.asked += 1
         return {"port": None, "every": 1, **self._options}
-
-    def say(self, level: int, message: str, *arguments: object) -> None:
-        self.lines.append(message % arguments)
 
     def attached(self, exporter: Exporter) -> None:
         self.exporters.append(exporter)

@@ -81,9 +81,14 @@ class World:
         self.errors = ErrorLog(("action", "close"))
         self.totals = ActionTotals()
         self.stop = threading.Event()
-        reports = ActionReports(self.errors, self.totals, lambda: self.step, lambda: 1_700_000_000.0 + self.at)
+        reports = ActionReports(self.errors, self.totals, self, lambda: 1_700_000_000.0 + self.at)
         self.runner = StepActionRunner(Training(self.trained, self.stop), reports, job, clock=lambda: self.at)
         self.act = Act(self, self.runner, reports, clock=lambda: self.at, loop=Still)
+
+    @property
+    def number(self) -> int:
+        """The steps so far, as a `StepClock` has them."""
+        return self.step
 
     @property
     def stopped(self) -> bool:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -155,8 +156,8 @@ class Judged:
         self.clock, self.totals = Clock(), notify.totals(notifiers, [RULE])
         self.errors = ErrorLog(("notify", "close"))
         self.notify = notify.Notify(
-            notifiers, lambda _last: self.problems, notify.NotificationOrigin("r", rank, lambda: 7), self.totals, self.errors,
-            job=job, rules=[RULE], clock=self.clock, now=lambda: begun + self.clock(),
+            notifiers, lambda _last: self.problems, notify.NotificationOrigin("r", rank, SimpleNamespace(number=7)), self.totals,
+            self.errors, job=job, rules=[RULE], clock=self.clock, now=lambda: begun + self.clock(),
         )  # fmt: skip
 
     def at(self, now: float, *problems: Problem, last: bool = False) -> None:

@@ -43,7 +43,7 @@ class ActionStage:
             feed = SampleFeed(shown.worker, of_samples, errors.boundary(SOURCE, "reading samples", limit=None))
         self._view = shown.view
         self.stop_requested = threading.Event()
-        reports = ActionReports(errors, shown.acted, stage.steps)
+        reports = ActionReports(errors, shown.acted, stage.clock)
         layers = FrozenLayers(checked.index, stage.optimizers, shown.frozen)
         training = Training(stage.optimizers, self.stop_requested, layers, shown.worker)
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size) if several else None
@@ -52,7 +52,7 @@ class ActionStage:
         self._notify = None
         if shown.notified is not None:
             self._notify = Notify(
-                checked.arguments.alerts, self._problems, NotificationOrigin(checked.run, checked.rank, stage.steps),
+                checked.arguments.alerts, self._problems, NotificationOrigin(checked.run, checked.rank, stage.clock),
                 shown.notified, errors, job=Job(checked.store, checked.rank, identity.world_size) if several else None,
             )  # fmt: skip
         self._notify_guard = errors.boundary("notify", limit=None)

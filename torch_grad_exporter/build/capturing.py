@@ -47,10 +47,6 @@ class CaptureStage:
     requests: Requests
     capture: Capture
 
-    def steps(self) -> int:
-        """Return the steps so far, of the optimizer that took the most."""
-        return self.clock.number
-
 
 def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
     """Make what watches the training. Nothing is hooked yet."""

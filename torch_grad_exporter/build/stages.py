@@ -115,8 +115,7 @@ class Stages:
         self.at_end(scrape.close)
         scrape.start()
         if (provider := checked.arguments.meter_provider) is not None:
-            on_error = functools.partial(errors.count, "request")
-            self._instruments = Instruments(provider, scrape, checked.labels, on_error=on_error)
+            self._instruments = Instruments(provider, scrape, checked.labels, errors)
             self.at_end(self._instruments.close)
         self.outputs = outputs = Outputs(
             scrape,

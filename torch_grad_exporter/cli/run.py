@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 class ScriptExporter:
     """The exporter of a script, from before its first line to the end of the process.
 
-    `error`: what has ended the script; threads of it may still train then.
+    `log`: takes the lines for the user. `error`: what has ended the script; threads of it may still train then.
     """
 
     def __init__(self, options: RunOptions) -> None:
@@ -79,7 +79,7 @@ class ScriptExporter:
         self.error: BaseException | None = None
         self._over = False
         self._replacements = 0
-        self._log = _log()
+        self.log = _log()
         self._process = os.getpid()
         self._attachment = Attachment(self)
         self._attachment.arm()
@@ -88,10 +88,6 @@ class ScriptExporter:
     def options(self) -> Mapping[str, Any]:
         """Return the options of `start_exporter`."""
         return self._options.options
-
-    def say(self, level: int, message: str, *arguments: object) -> None:
-        """Log a line for the user."""
-        say(self._log, level, message, *arguments)
 
     def attached(self, exporter: Exporter) -> None:
         """Take the exporter of the script from now on."""
@@ -117,9 +113,9 @@ class ScriptExporter:
             exporter.end(self.error)
             saved = self._save(exporter)
             if (conclusion := exporter.conclusion()) is not None:
-                self.say(logging.INFO, "%s", summary(*conclusion, saved))
+                say(self.log, logging.INFO, "%s", summary(*conclusion, saved))
         elif not attachment.given_up:
-            say(self._log, logging.WARNING, "nothing was watched: %s", attachment.why_not())
+            say(self.log, logging.WARNING, "nothing was watched: %s", attachment.why_not())
 
     def _save(self, exporter: Exporter, number: str = "") -> Path | None:
         """Write the history; return where it is.
@@ -135,7 +131,7 @@ class ScriptExporter:
         try:
             exporter.save(file)
         except OSError as error:
-            self.say(logging.ERROR, "%s", error)
+            say(self.log, logging.ERROR, "%s", error)
         return file if file.exists() else None
 
 

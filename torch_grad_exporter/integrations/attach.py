@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_grad_exporter.errors import Guard, caught
+from torch_grad_exporter.errors import Guard, caught, say
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, living_engines, optimizer_of
 from torch_grad_exporter.integrations.roots import living, named, trained_roots, wants_gradients
 from torch_grad_exporter.torch_compat.autograd import graph_task
@@ -44,13 +44,12 @@ LONGEST_WAIT = 1024
 
 
 class AttachmentOwner(Protocol):
-    """Whoever attaches, such as the command `run`."""
+    """Whoever attaches, such as the command `run`. `log`: takes the lines for the user."""
+
+    log: logging.Logger
 
     def options(self) -> Mapping[str, Any]:
         """Return the options of `start_exporter`, when a training begins."""
-
-    def say(self, level: int, message: str, *arguments: object) -> None:
-        """Log a line for the user."""
 
     def attached(self, exporter: Exporter) -> None:
         """Take the exporter that watches the training from now on; it may be the script's own."""
@@ -145,7 +144,7 @@ class Attachment:
         if os.getpid() != self._process:
             self.disarm()
             message = "a process that the script has forked trains: it is not watched; call start_exporter in it"
-            self._owner.say(logging.WARNING, message)
+            say(self._owner.log, logging.WARNING, message)
             return
         self._trained = True
         again = self.exporter is not None
@@ -186,7 +185,7 @@ class Attachment:
         self._gave_way = True
         self._owner.attached(other)
         message = "the script starts an exporter of its own, which has the models and the port: %r"
-        self._owner.say(logging.INFO, message, other)
+        say(self._owner.log, logging.INFO, message, other)
 
     # Attaching
 
@@ -226,13 +225,13 @@ class Attachment:
         shown = ", ".join(f"{name} ({type(model).__name__})" if name else type(model).__name__ for name, model in models.items())
         late = "" if before is None else "from now on "
         where = f"; serving {exporter.page_url} (metrics at /metrics)" if exporter.page_url else ""
-        self._owner.say(logging.INFO, "%swatching %s, trained by %s%s", late, shown, optimizers, where)
+        say(self._owner.log, logging.INFO, "%swatching %s, trained by %s%s", late, shown, optimizers, where)
         exporter.warn_of_open_port()
 
     def _follow_engines(self, exporter: Exporter, models: Mapping[str, torch.nn.Module]) -> None:
         """Follow DeepSpeed's engine if it trains what is watched."""
         if engines := followed_engines(models.values()):
-            FollowedEngines(exporter, engines, number_steps=True, tell=self._owner.say)
+            FollowedEngines(exporter, engines, number_steps=True, log=self._owner.log)
 
     def _foreign_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Look again at the next forward: an optimizer has stepped that owns nothing of what is watched."""
@@ -244,7 +243,7 @@ class Attachment:
     def _failed(self, error: Exception) -> None:
         self.given_up = True
         caught(self.disarm)
-        self._owner.say(logging.WARNING, "nothing is watched: %s: %s", type(error).__name__, error)
+        say(self._owner.log, logging.WARNING, "nothing is watched: %s: %s", type(error).__name__, error)
 
 
 def _roots(optimizers: list[torch.optim.Optimizer], modules: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -39,7 +39,7 @@ class FollowedEngines:
         exporter: To which it reports.
         engines: Those that train what the exporter watches.
         number_steps: Whether the engine's own count numbers the steps.
-        tell: Takes a line for the user instead of the log.
+        log: Takes the line for the user.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class FollowedEngines:
         engines: Iterable[Any],
         *,
         number_steps: bool,
-        tell: Callable[..., object] | None = None,
+        log: logging.Logger = logger,
     ) -> None:
         followed = [*engines]
         self._exporter = exporter
@@ -64,7 +64,7 @@ class FollowedEngines:
         self._reporter: object = None
         if elsewhere:
             exporter.gradients_elsewhere()
-            _tell_elsewhere(elsewhere[0], tell or functools.partial(say, logger))
+            _log_elsewhere(elsewhere[0], log)
         for engine in followed:
             engine.backward = self._around_backward(engine.backward)
             engine.step = self._around_step(engine, engine.step)
@@ -188,8 +188,9 @@ def _trains(engine: Any) -> bool:
     return engine.__dict__.get("basic_optimizer") is not None
 
 
-def _tell_elsewhere(engine: Any, tell: Callable[..., object]) -> None:
-    tell(
+def _log_elsewhere(engine: Any, log: logging.Logger) -> None:
+    say(
+        log,
         logging.INFO,
         "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, %d ranks, %s): layers are not shown; the norm is the engine's",
         engine.zero_optimization_stage(), engine.dp_world_size,

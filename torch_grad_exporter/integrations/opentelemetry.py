@@ -67,6 +67,7 @@ class _Program:
     def __init__(self, chosen: Mapping[str, Any]) -> None:
         from torch_grad_exporter.integrations.attach import Attachment  # noqa: PLC0415 - it imports torch
 
+        self.log = logger
         self._chosen = chosen
         self._attachment = Attachment(self)
         self._attachment.arm()
@@ -78,10 +79,6 @@ class _Program:
         from opentelemetry.metrics import get_meter_provider  # noqa: PLC0415 - a program that never trains does not pay for it
 
         return {**self._chosen, "meter_provider": get_meter_provider()}
-
-    def say(self, level: int, message: str, *arguments: object) -> None:
-        """Log a line for the user."""
-        say(logger, level, message, *arguments)
 
     def attached(self, exporter: Exporter) -> None:
         """Nothing depends on it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import threading
@@ -121,7 +120,7 @@ class Outputs:
     def _started_push(self, settings: PushSettings) -> Push:
         from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415 - OpenTelemetry's exporters are slow to import
 
-        push = Push(self._scrape, settings, self._rank.labels, on_error=functools.partial(self._errors.report_first, "otlp"))
+        push = Push(self._scrape, settings, self._rank.labels, self._errors)
         push.start()
         return push
 

@@ -50,7 +50,7 @@ def pushing(
         settings = resolve(endpoint, protocol, headers, 0.1)
         assert settings is not None
         failures: list[BaseException] = []
-        push = Push(scrape, settings, labels, on_error=failures.append)
+        push = Push(scrape, settings, labels, mock.Mock(report_first=lambda _source, failure: failures.append(failure)))
         push.start()
         try:
             yield failures

@@ -267,7 +267,7 @@ class Act:
         if trigger.rule is not None:
             values = {problem.layer or "": problem.value for problem in problems if problem.value is not None}
         event = Event(
-            name=trigger.name, alert=trigger.rule, values=values, step=self._reports.steps(), time=self._reports.now(),
+            name=trigger.name, alert=trigger.rule, values=values, step=self._reports.steps, time=self._reports.now(),
             problems=problems,
         )  # fmt: skip
         trigger.timing.acted(now)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.users_code import without_addresses
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.outcomes import ActionOutcome, ActionTotals, Happened
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, say
 
@@ -27,18 +28,21 @@ class ActionReports:
     Args:
         errors: Where failures are counted.
         totals: What became of actions, by their names.
-        steps: Returns the number of optimizer steps.
+        clock: Counts optimizer steps.
         now: Returns Unix time.
     """
 
-    def __init__(
-        self, errors: ErrorLog, totals: ActionTotals, steps: Callable[[], int], now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, errors: ErrorLog, totals: ActionTotals, clock: StepClock, now: Callable[[], float] = time.time) -> None:
         self.errors = errors
         self.totals = totals
-        self.steps = steps
         self.now = now
+        self._clock = clock
         self._logged: set[object] = set()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._clock.number
 
     def guard(self, name: str) -> Guard:
         """Return a guard of the user's code, which disables it after ten failures in a row."""
@@ -66,6 +70,6 @@ class ActionReports:
             return
         changes_training = isinstance(trigger.action, StepAction)
         action = repr(trigger.action) if changes_training else trigger.counted
-        self.totals.happened.add(Happened(self.now(), self.steps(), trigger.name, action, outcome.value), trigger.counted)
+        self.totals.happened.add(Happened(self.now(), self.steps, trigger.name, action, outcome.value), trigger.counted)
         if changes_training and outcome is ActionOutcome.DONE:
-            say(logger, logging.WARNING, "%s: %s changed the training at step %d", trigger.name, action, self.steps())
+            say(logger, logging.WARNING, "%s: %s changed the training at step %d", trigger.name, action, self.steps)

@@ -100,7 +100,7 @@ class StepActionRunner:
         with self._lock:
             action.begin(self._training, own=trigger.by_itself)
             # The same step has the same number on all ranks only if they have counted from the same one.
-            counted_from = self._reports.steps() - (0 if self._decisions is None else self._decisions.steps)
+            counted_from = self._reports.steps - (0 if self._decisions is None else self._decisions.steps)
             what = f"{action!r}, with steps counted from {counted_from}"
             each = self._reports.guard(f"{trigger.name}: {action!r}")
             slot = ActionSlot(trigger, action, each, next(self._numbers), what)

@@ -16,6 +16,7 @@ from torch_grad_exporter.actions.notify.notification import Notification
 from torch_grad_exporter.actions.notify.notifiers import Notifier
 from torch_grad_exporter.actions.notify.sink import SOURCE, Sink
 from torch_grad_exporter.arguments import numbered
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.outcomes import NotifyTotals
 from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
@@ -33,11 +34,11 @@ CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class NotificationOrigin:
-    """The run and the rank of this process; `step` returns the optimizer steps so far."""
+    """The run and the rank of this process. `clock`: counts optimizer steps."""
 
     run: str
     rank: int
-    step: Callable[[], int]
+    clock: StepClock
 
 
 def names(notifiers: Iterable[Notifier]) -> list[str]:
@@ -155,7 +156,7 @@ class Notify:
             summary=problem.text,
             layer=problem.layer,
             value=problem.value,
-            step=self._origin.step(),
+            step=self._origin.clock.number,
             run=self._origin.run,
             rank=self._origin.rank,
             first_steps=problem.first_steps,

@@ -12,18 +12,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 from torch_grad_exporter.collectors import clipping, cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.points import SCOPE, UNITS
 from torch_grad_exporter.outputs.prometheus import series
-from torch_grad_exporter.version import __version__
 
 # The metrics of the instruments, under the names that they have everywhere.
 SPECS = (
@@ -73,16 +72,13 @@ class Instruments:
         provider: MeterProvider,
         scrape: Scrape,
         labels: Mapping[str, str],
-        *,
-        on_error: Callable[[BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
+        errors: ErrorLog,
     ) -> None:
         self._scrape = scrape
         self._labels = dict(labels)
         self._left: dict[Spec, list[list[Observation]]] | None = None
         self._process = os.getpid()
-        self._guard = Guard(on_error)
-        self._clock = clock
+        self._guard = errors.boundary("request", limit=None)
         self._scraping = threading.Lock()
         self._families: dict[Spec, list[Family]] = {}
         self._scraped = -float("inf")
@@ -133,9 +129,9 @@ class Instruments:
 
     def _latest(self) -> dict[Spec, list[Family]]:
         with self._scraping:
-            if self._clock() - self._scraped >= MAX_AGE:
+            if time.monotonic() - self._scraped >= MAX_AGE:
                 self._families = by_spec(self._scrape())
-                self._scraped = self._clock()
+                self._scraped = time.monotonic()
             return self._families
 
     def _of(self, families: Mapping[Spec, Iterable[Family]], spec: Spec) -> list[Observation]:
@@ -157,7 +153,7 @@ def _sources(provider: MeterProvider) -> list[Instruments]:
     with _lock:
         if provider not in _of_provider:
             sources = _of_provider[provider] = []
-            meter = provider.get_meter(SCOPE, __version__)
+            meter = provider.get_meter(SCOPE.name, SCOPE.version)
             for spec in SPECS:
                 make = meter.create_observable_counter if spec.kind is Kind.COUNTER else meter.create_observable_gauge
                 callback = functools.partial(_observe, spec, sources)

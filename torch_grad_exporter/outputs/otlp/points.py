@@ -5,7 +5,7 @@ Metrics have their full Prometheus names, so that no receiver has anything to ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,12 +29,16 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, Kind, LabelRows
 from torch_grad_exporter.outputs.otlp.delta import Deltas
+from torch_grad_exporter.version import __version__
 
-# The name of the instrumentation scope.
-SCOPE = "torch_grad_exporter"
+# The instrumentation scope.
+SCOPE = InstrumentationScope("torch_grad_exporter", __version__)
+
+# Of failures.
+SOURCE = "otlp"
 
 # Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours become one.
 WIDTH = 160
@@ -80,37 +84,34 @@ class Points:
     Args:
         constant_labels: Of every point.
         resource: Attributes of the process.
-        version: Of the instrumentation scope.
         delta: The kinds of metrics that are sent as differences.
-        on_error: Gets the failure to encode a metric, which costs that metric alone.
+        errors: Counts failures to encode a metric, each of which costs that metric alone.
     """
 
     def __init__(
         self,
         constant_labels: Mapping[str, str],
         resource: Mapping[str, Any],
-        *,
-        version: str,
         delta: Collection[Kind],
-        on_error: Callable[[BaseException], None],
+        errors: ErrorLog,
     ) -> None:
         self._constant_labels = constant_labels
         self._delta = delta
-        self._on_error = on_error
+        self._errors = errors
         self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in resource.items()})
-        self._scope = InstrumentationScope(SCOPE, version)
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
     def portion(self, rows: Iterable[tuple[Family, slice]], times: ExportTimes) -> Portion:
         """Return a request with these rows, without metrics that cannot be encoded."""
         encoded = [(self._guarded(family, piece, times), (family, piece)) for family, piece in rows]
-        scope = ScopeMetrics(self._scope, [metric for metric, _ in encoded if metric is not None], "")
+        scope = ScopeMetrics(SCOPE, [metric for metric, _ in encoded if metric is not None], "")
         sent = tuple(row for metric, row in encoded if metric is not None)
         return Portion(MetricsData([ResourceMetrics(self._resource, [scope], "")]), sent)
 
     def _guarded(self, family: Family, piece: slice, times: ExportTimes) -> Metric | None:
         def left_out(error: Exception) -> None:
-            self._on_error(ValueError(f"{family.spec.name} cannot be encoded: {type(error).__name__}: {error}"))
+            text = f"{family.spec.name} cannot be encoded: {type(error).__name__}: {error}"
+            self._errors.report_first(SOURCE, ValueError(text))
 
         return Guard(left_out).result(self._metric, family, piece, times)
 

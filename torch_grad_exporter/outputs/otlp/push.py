@@ -13,21 +13,20 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
 
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.errors import Guard, caught, say
+from torch_grad_exporter.errors import ErrorLog, Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError, TooLargeError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
+from torch_grad_exporter.outputs.otlp.points import SOURCE, ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.outputs.otlp.unsent import POINTS, RequestSize, Unsent
-from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -60,30 +59,17 @@ class Push:
         scrape: Returns the metrics.
         settings: Where to, and how often.
         labels: Of every point.
-        on_error: Gets the failure of an export.
+        errors: Counts failures of exports.
 
     Raises:
         Exception: See `Delivery`.
     """
 
-    def __init__(
-        self,
-        scrape: Scrape,
-        settings: PushSettings,
-        labels: Mapping[str, str],
-        *,
-        on_error: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, scrape: Scrape, settings: PushSettings, labels: Mapping[str, str], errors: ErrorLog) -> None:
         self._scrape = scrape
         self._settings = settings
-        self._on_error = on_error
-        self._points = Points(
-            labels,
-            resource(labels["run"], labels["rank"]),
-            version=__version__,
-            delta=settings.delta,
-            on_error=on_error,
-        )
+        self._errors = errors
+        self._points = Points(labels, resource(labels["run"], labels["rank"]), settings.delta, errors)
         self._size = RequestSize()
         self._began = self._at = time.time_ns()
         self._deltas = Deltas(settings.delta, began=self._began)
@@ -92,7 +78,7 @@ class Push:
             say(logger, logging.WARNING, "OpenTelemetry's exporter: %s", warning)
         self._hanging: list[BackgroundThread] = []
         self._due = math.inf
-        guard = Guard(on_error)
+        guard = Guard(functools.partial(errors.report_first, SOURCE))
         self._thread = BackgroundLoop("push", self._export_in_turn, guard=guard, pause=self._until_due, last=self._export_last)
 
     def start(self) -> None:
@@ -182,7 +168,7 @@ class Push:
             self._deltas.arrived(family, rows)
         failures = [failure for _, failure in [*outcomes, (None, late)] if failure is not None]
         if failures:
-            self._on_error(failures[0])
+            self._errors.report_first(SOURCE, failures[0])
 
 
 # A request, and its failure if it has failed.
