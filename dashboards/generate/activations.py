@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.panels import SCIENTIFIC, Panel, Query
-from dashboards.generate.queries import KEPT, highest, increase, of_run
+from dashboards.generate.queries import KEPT, counted, highest, of_run
 
 NOTHING = "Needs start_exporter(activations=True)"
 BY = "{{layer}} {{run}}"
@@ -19,7 +19,7 @@ def _sizes() -> Panel:
     )
     rms = f"log10(clamp_min({highest(selector, 'run, layer')}, 1e-12))"
     query = Query(ask.in_order(rms, "run", "layer"), BY)
-    return draw.field_of_rows("Size of every output", text, query, scheme="Turbo", limits=(-4, 4), nothing=NOTHING)
+    return draw.field_of_rows("Size of every output", text, query, scheme="Turbo", limits=(-4, 4), nothing=NOTHING, unit=draw.POWER)
 
 
 def _dead() -> Panel:
@@ -45,14 +45,15 @@ def _gradients() -> Panel:
 
 def _nonfinite() -> Panel:
     selector = of_run("torch_activation_nonfinite_elements_total", KEPT)
-    found = f"round(sum by (run, layer, kind) ({increase(selector)}))"
+    found = f"sum by (run, layer, kind) ({counted(selector)})"
     most = f"topk(20, sum by (run, layer, kind) (increase({selector}[$__range] @ end())))"
     text = (
         "Elements of outputs that were NaN or Inf, over sampled steps, the 20 modules with the most. The first in the order of the "
         "model is where it began."
     )
     query = Query(f"{found} and on (run, layer, kind) {most}", "{{layer}} {{kind}} {{run}}")
-    return draw.lines("NaN and Inf in outputs", text, "short", query, nothing=NOTHING, many=True).min(0).decimals(0)
+    panel = draw.lines("NaN and Inf in sampled outputs", text, "short", query, nothing=NOTHING, many=True)
+    return panel.min(0).axis_soft_max(1).decimals(0)
 
 
 def _watched() -> Panel:

@@ -29,16 +29,16 @@ def _thresholds() -> Panel:
 
 
 def _candidates() -> Panel:
-    would = f"max by (run, policy) ({rate(of_run('torch_grad_clip_candidates_total'))})"
-    steps = f"max by (run) (sum by (run, rank) ({rate(of_run('torch_train_steps_total'))}))"
     text = (
-        "Share of the steps that each policy of dry_run= would have clipped, or left out: over all steps, on the same run. Compare "
-        "with the share that was clipped, in the panel Clipping."
+        "Share of the steps that each policy of dry_run= would have clipped, or left out, and that the policy of clip= did: over "
+        "all steps, on the same run. MaxValue is counted only as a candidate."
     )
-    query = Query(f"clamp_max({would} / on (run) group_left () ({steps} > 0), 1)", "{{policy}} {{run}}")
     panel = draw.lines(
-        "Would have been clipped", text, "percentunit", query, nothing="Needs start_exporter(dry_run=[...])", many=True
-    )
+        "Would have been clipped", text, "percentunit",
+        Query(ask.share_clipped("torch_grad_clip_candidates_total"), "{{policy}} {{run}}"),
+        Query(ask.share_clipped("torch_grad_clip_policy_steps_total"), "{{policy}} {{run}} in force"),
+        nothing="Needs start_exporter(dry_run=[...])", many=True,
+    )  # fmt: skip
     return panel.min(0).max(1)
 
 
@@ -51,7 +51,7 @@ def _layers_left() -> Panel:
         "for the whole model leaves the same of all."
     )
     query = Query(f"{left} and on (run, layer) {least}", "{{layer}} {{run}}")
-    return draw.lines("Norm left by layer", text, "percentunit", query, nothing=NOTHING, many=True).min(0).max(1)
+    return draw.lines("Norm left by layer in the last sample", text, "percentunit", query, nothing=NOTHING, many=True).min(0).max(1)
 
 
 def _layers_clipped() -> Panel:

@@ -21,11 +21,12 @@ ANSWER = {1: ("Up", "green"), 0: ("Down", "red")}
 def _overhead() -> Panel:
     text = (
         "Share of the training time over the last 1,000 steps, and the budget. The interval adapts to stay below "
-        "the budget; a fixed `every` has none."
+        "the budget; a fixed `every` has none. Without what the first samples took, until that is paid back."
     )
+    ratio, lent = of_rank("torch_grad_exporter_overhead_ratio"), of_rank("torch_grad_exporter_startup_overhead_ratio")
     panel = draw.lines(
         "Overhead", text, "percentunit",
-        Query(of_rank("torch_grad_exporter_overhead_ratio"), RANK),
+        Query(f"clamp_min({ratio} - {lent}, 0) or {ratio}", RANK),
         Query(f"max({of_rank('torch_grad_exporter_overhead_budget_ratio')})", "largest budget"), many=True,
     )  # fmt: skip
     budget = [
@@ -132,9 +133,9 @@ def _scrapes() -> Panel:
     )
     panel = draw.lines(
         "Scrapes", text, "s",
-        Query(_scrape("scrape_duration_seconds"), RANK), Query(_scrape("scrape_samples_scraped"), f"{RANK} samples"),
+        Query(_scrape("scrape_duration_seconds"), RANK), Query(_scrape("scrape_samples_scraped"), f"{RANK} samples"), many=True,
     )  # fmt: skip
-    right = [draw.setting("custom.axisPlacement", "right"), draw.setting("unit", "short")]
+    right = [draw.setting("custom.axisPlacement", "right"), draw.setting("unit", "count:samples")]
     return panel.min(0).override_by_query("B", right)
 
 

@@ -7,13 +7,17 @@ from grafana_foundation_sdk.builders import stat
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.panels import CLICKED, Query, link, steps
-from dashboards.generate.queries import of_run, over_range
+from dashboards.generate.queries import counted_over_range, of_run
 
 TO_LAYERS = link("Which layer", "torch-grad-layers")
-THIS_RUN = link("Ranks of this run", "torch-grad-ranks", run=CLICKED)
+THIS_RUN, ALL_RUNS = link("Ranks of this run", "torch-grad-ranks", run=CLICKED), link("Ranks", "torch-grad-ranks")
+
+# Of more runs than these the names cannot be read in a panel of this size.
+NAMED = 4
 
 # By how much a person should care; of ranks in different states the run shows the highest.
 STATES = {
+    0: ("Stopped by Stop()", "blue"),
     1: ("Finished", "blue"),
     2: ("Evaluating", "green"),
     3: ("Training", "green"),
@@ -73,11 +77,15 @@ def state() -> str:
     """A number of STATES for each run: of the ranks that are scraped, else of those last seen within the hour."""
     numbers = {"finished": 1, "evaluating": 2, "training": 3, "initialising": 4}
     now = " or ".join(f"{_in(name)} * {number}" for name, number in numbers.items())
+    stop = f"{_recent(of_run('torch_grad_exporter_actions_total', ask.equal('action', 'Stop'), ask.equal('result', 'done')))} > 0"
+    ended = f"{_recent(of_run('torch_train_state', ask.equal('state', 'finished')))} == 1"
+    stopped = f"0 * ({ended} and on (run, rank, job, instance) {stop})"
     lasts = {"finished": 1, "evaluating": 5, "training": 6, "initialising": 7}
     last = " or ".join(
         f"({_recent(of_run('torch_train_state', ask.equal('state', name)))} == 1) * {number}" for name, number in lasts.items()
     )
-    return f"max by (run) ({now} or 0 * ({down()}) + 8 or 0 * ({failed()}) + 9) or max by (run) ({last})"
+    here = f"{stopped} and {_in('finished')} or {now} or 0 * ({down()}) + 8 or 0 * ({failed()}) + 9"
+    return f"max by (run) ({here}) or max by (run) ({stopped} or {last})"
 
 
 def idle() -> str:
@@ -108,7 +116,7 @@ def nonfinite(name: str, *matchers: str) -> str:
     young = f"{started} > scalar(clamp_max({begin}, time() - 600))"
     # By instance as well: `or` has to keep it beside the increase of the same rank.
     at_first = f"group by (run, rank, instance) (last_over_time({counter}[$__range]) > 0 and on (run, rank, job, instance) {young})"
-    return f"round(sum(max by (run) (sum by (run, rank) ({over_range(counter)}) or {at_first})))"
+    return f"sum(max by (run) (sum by (run, rank) ({counted_over_range(counter)}) or {at_first}))"
 
 
 def _state() -> stat.Panel:
@@ -116,21 +124,33 @@ def _state() -> stat.Panel:
         "State of the run, as far as its last scrape tells. Down: a rank that was running does not answer, no other "
         "target serves it, and the run needs it; an end that no scrape has shown looks like this too, and the log of the "
         "run says more. Failed: an exception ended a rank, and no process was started since. Gone: the target is no longer "
-        "known, and this is what it did last; a run that ended well between two scrapes looks like this."
+        "known, and this is what it did last; a run that ended well between two scrapes looks like this. Of more than four runs: "
+        "how many are in each state; their names are in the table Runs."
     )
-    panel = draw.number("State", text, "short", Query(state(), "{{run}}"), nothing="No run in this range", texts=STATES)
-    return panel.data_links([THIS_RUN])
+    each = f"({state()})"
+    panel = draw.number(
+        "State", text, "short",
+        Query(f"{each} and on () count({each}) <= {NAMED}", "{{run}}"),
+        Query(f'count_values("state", {each}) and on () count({each}) > {NAMED}', "{{state}}"),
+        nothing="No run in this range", texts=STATES,
+    )  # fmt: skip
+    panel.data_links([THIS_RUN]).override_by_query("B", [draw.setting("mappings", []), draw.setting("links", [ALL_RUNS.build()])])
+    for number, (name, color) in STATES.items():
+        fixed = {"mode": "fixed", "fixedColor": color}
+        panel.override_by_name(str(number), [draw.setting("displayName", name), draw.setting("color", fixed)])
+    return panel
 
 
 def _nonfinite() -> stat.Panel:
     text = (
-        "Sampled steps with NaN or Inf in a gradient, and all losses that were NaN or Inf, in the time range. A gradient scaler "
-        "skips a step after an overflow: a few skips at the start are normal. A step that was applied may have made the "
-        "weights NaN. Of steps between two samples only the loss tells. Steps before the first scrape of a process show as 1."
+        "Sampled steps that were applied with NaN or Inf in a gradient, those that were skipped, and all losses that were NaN or "
+        "Inf, in the time range. A gradient scaler skips a step after an overflow: a few skips at the start are normal. A step "
+        "that was applied may have made the weights NaN. Of steps between two samples only the loss tells. Steps before the first "
+        "scrape of a process show as 1."
     )
     panel = draw.number(
         "NaN and Inf", text, "short",
-        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "applied"),
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "sampled"),
         Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome="skipped"'), "skipped"),
         Query(nonfinite("torch_train_loss_nonfinite_total"), "losses"),
         nothing=TWO_SCRAPES,
@@ -147,28 +167,33 @@ def _stalled() -> stat.Panel:
         "and, in an evaluation, 30 minutes. Typical causes are a hang in a collective, in the data loader or in a "
         "checkpoint."
     )
-    panel = draw.number(
-        "Stalled for", text, "s", Query(idle(), "{{run}}"), nothing="No run is training", texts={0: ("No", "green")}
-    )
+    worst = Query(f"topk({NAMED}, {idle()})", "{{run}}")
+    panel = draw.number("Stalled for", text, "s", worst, nothing="No run is training", texts={0: ("No", "green")})
     return panel.thresholds(steps(("green", None), ("red", 1))).data_links([THIS_RUN])
 
 
 def _spikes() -> stat.Panel:
     def count(name: str) -> str:
-        return f"round(sum(max by (run) ({over_range(of_run(name))})))"
+        return f"sum(max by (run) ({counted_over_range(of_run(name))}))"
 
     text = (
         "Sampled steps in the time range with a global gradient norm or a loss beyond 6 robust sigmas of its own "
         "last 128 values. A single spike heals by itself; several in ten minutes are GradientExploding or "
-        "LossSpike."
+        "LossSpike. Largest: the largest global norm over the median, of the run in which that is most, by the buckets of the "
+        "histogram."
     )
+    buckets = f"sum by (run, optimizer, le) ({ask.over_range(of_run('torch_grad_global_norm_distribution_bucket'))})"
+    size = f"max(histogram_quantile(1, {buckets}) / (histogram_quantile(0.5, {buckets}) > 0))"
     panel = draw.number(
         "Spikes", text, "short",
         Query(count("torch_grad_global_norm_spikes_total"), "gradient norm"),
         Query(count("torch_train_loss_spikes_total"), "loss"),
+        Query(size, "largest"),
         nothing=TWO_SCRAPES,
     )  # fmt: skip
-    return panel.decimals(0).thresholds(steps(("green", None), ("yellow", 1), ("orange", 3))).data_links([TO_LAYERS])
+    panel.decimals(0).thresholds(steps(("green", None), ("yellow", 1), ("orange", 3))).data_links([TO_LAYERS])
+    large = steps(("green", None), ("yellow", 10), ("orange", 100)).build()
+    return panel.override_by_query("C", [draw.setting("unit", "suffix: x"), draw.setting("thresholds", large)])
 
 
 def _layers() -> stat.Panel:
@@ -198,8 +223,8 @@ def _waiting() -> stat.Panel:
         "Straggler",
         text,
         "percentunit",
-        Query(slowest, "{{run}} rank {{rank}}"),
-        Query(alone, "{{run}}"),
+        Query(f"topk({NAMED}, {slowest})", "{{run}} rank {{rank}}"),
+        Query(f"topk({NAMED}, {alone}) unless on () {slowest}", "{{run}}"),
         nothing=draw.NO_OWN_TIME,
         texts={ask.NOTHING: ("One rank", "transparent")},
     )

@@ -9,7 +9,7 @@ from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import CLICKED, SCIENTIFIC, Panel, Query, link, url
-from dashboards.generate.queries import KEPT, highest, increase, last_known, of_layer, of_rank, of_run, over_range, rate
+from dashboards.generate.queries import KEPT, counted_over_range, highest, last_known, of_layer, of_rank, of_run, rate
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-layers"
@@ -48,7 +48,7 @@ def _norms() -> Panel:
     )
     query = Query(ask.in_order(f"log10(clamp_min({ask.layer_norm()}, 1e-12))", "run", "layer"), "{{layer}} {{run}}")
     nothing = "No layer was read; for sharded gradients this needs the recording rules"
-    return draw.field_of_rows("Norm of every layer", text, query, scheme="Turbo", limits=(-8, 4), nothing=nothing)
+    return draw.field_of_rows("Norm of every layer", text, query, scheme="Turbo", limits=(-6, 2), unit=draw.POWER, nothing=nothing)
 
 
 def _deviations() -> Panel:
@@ -65,7 +65,7 @@ def _deviations() -> Panel:
 
 
 def _largest() -> Panel:
-    spikes = f"round(max by (run, layer) ({over_range(of_run('torch_grad_norm_spikes_total', KEPT))}))"
+    spikes = f"max by (run, layer) ({counted_over_range(of_run('torch_grad_norm_spikes_total', KEPT))})"
     largest = ask.top(15, ask.last_layer_norm())
     columns = [RUN, LAYER, Column("Value #A", "Norm", SCIENTIFIC, width=110), Column("Value #B", "Spikes", width=80, decimals=0)]
     queries = [Query(largest), Query(f"{spikes} and on (run, layer) {largest}")]
@@ -73,7 +73,7 @@ def _largest() -> Panel:
         "The layers with the largest gradients, and how often their norm spiked in the time range. A layer's name "
         "leads to its view below."
     )
-    return rows("Largest norms", text, queries, columns, nothing="No layer was read", order=["Run", "-Norm"])
+    return rows("Largest norms", text, queries, columns, nothing="No layer was read", order=["-Norm"])
 
 
 def _furthest() -> Panel:
@@ -81,7 +81,7 @@ def _furthest() -> Panel:
     columns = [RUN, LAYER, Column("Value", "Sigmas", full=12, orange=6, width=160)]
     text = "The norms furthest from their own last 128 samples, above or below, in robust sigmas; spikes are beyond 6."
     query = Query(ask.top(15, score))
-    return rows("Furthest from their own baseline", text, [query], columns, "Needs 20 samples", order=["Run", "-Sigmas"])
+    return rows("Furthest from their own baseline", text, [query], columns, "Needs 20 samples", order=["-Sigmas"])
 
 
 def _dead() -> Panel:
@@ -100,13 +100,13 @@ def _dead() -> Panel:
         "and the share of single elements. Units that are zero and not dead are normal with sparse activations and "
         "padding."
     )
-    return rows("Zero and dead units", text, queries, columns, nothing="No layer was read", order=["Run", "-Zero units"])
+    return rows("Zero and dead units", text, queries, columns, nothing="No layer was read", order=["-Zero units"])
 
 
 def _broken() -> Panel:
-    elements = over_range(of_run("torch_grad_nonfinite_elements_total", KEPT))
+    elements = counted_over_range(of_run("torch_grad_nonfinite_elements_total", KEPT))
     missing = f"{last_known(of_run('torch_grad_missing_parameters'), 'run, layer')} > 0"
-    counted = f"round(sum by (run, layer, kind) ({elements})) > 0"
+    counted = f"sum by (run, layer, kind) ({elements}) > 0"
     found = f'{counted} or label_replace({missing}, "kind", "parameters without gradient", "", "")'
     columns = [RUN, LAYER, Column("kind", "What", width=180), Column("Value", "How many", "locale", width=100, decimals=0)]
     text = (
@@ -136,12 +136,12 @@ def _origin() -> Panel:
 
 
 def _global_distribution() -> Panel:
-    query = Query(f"sum by (le) ({increase(of_rank('torch_grad_global_norm_distribution_bucket'))})", "{{le}}")
+    query = Query(ask.buckets(of_rank("torch_grad_global_norm_distribution_bucket")), "{{le}}")
     text = (
         "Norm over all parameters at every sampled step of the chosen ranks, also between two scrapes: one outlier in fifty "
         "steps shows here and not in a line."
     )
-    return draw.distribution("Distribution of the global norm", text, "short", query, nothing="No gradient was sampled")
+    return draw.distribution("Distribution of the global norm", text, SCIENTIFIC, query, nothing="No gradient was sampled")
 
 
 def _balance() -> Panel:
@@ -162,14 +162,17 @@ def _balance() -> Panel:
 def _clipping() -> Panel:
     samples = f"max by (run) ({rate(of_run('torch_grad_exporter_captures_total'))})"
     clipped = f"max by (run, optimizer) ({rate(of_run('torch_grad_clipped_steps_total'))})"
+    every = ask.share_clipped("torch_grad_clip_policy_steps_total")
     text = (
-        "Share of the sampled steps that were clipped, where that is known of all of them, and the share of the norm that was left "
-        "at the last one: 1 is all of it."
+        "Share of the steps that were clipped: of all steps by the policy of clip=, else of the sampled ones, where that is known "
+        "of all of them. And the share of the norm that was left in the last sample: 1 is all of it."
     )
+    sampled = f"clamp_max({clipped} / on (run) group_left () ({samples} > 0), 1)"
     panel = draw.lines(
         "Clipping", text, "percentunit",
-        Query(f"clamp_max({clipped} / on (run) group_left () ({samples} > 0), 1)", "{{run}} {{optimizer}} steps clipped"),
-        Query(f"min by (run, optimizer) ({of_run('torch_grad_clip_coefficient')})", "{{run}} {{optimizer}} norm left"),
+        Query(f"{sampled} unless on (run) {every}", "{{run}} {{optimizer}} samples clipped"),
+        Query(every, "{{run}} {{policy}} steps clipped"),
+        Query(f"min by (run, optimizer) ({of_run('torch_grad_clip_coefficient')})", "{{run}} {{optimizer}} norm left in a sample"),
         nothing="No gradient was sampled in this time range",
     )  # fmt: skip
     return panel.min(0).max(1)
@@ -188,10 +191,10 @@ def _chosen_norms() -> Panel:
 
 
 def _chosen_distribution() -> Panel:
-    query = Query(f"sum by (le) ({increase(of_layer('torch_grad_norm_distribution_bucket', KEPT))})", "{{le}}")
+    query = Query(ask.buckets(of_layer("torch_grad_norm_distribution_bucket", KEPT)), "{{le}}")
     text = "Norms of the chosen layers at every sampled step, by decade. A sharded layer has none: no rank knows the whole norm."
     nothing = "No distribution: the gradients are sharded, or none was sampled"
-    return draw.distribution("Distribution of the norm", text, "short", query, nothing=nothing)
+    return draw.distribution("Distribution of the norm", text, SCIENTIFIC, query, nothing=nothing)
 
 
 def _chosen_elements() -> Panel:
@@ -254,13 +257,13 @@ def _weights() -> Panel:
 
 
 def _elements_of_weights() -> Panel:
-    query = Query(f"sum by (le) ({increase(of_layer('torch_weight_distribution_bucket', KEPT))})", "{{le}}")
+    query = Query(ask.buckets(of_layer("torch_weight_distribution_bucket", KEPT)), "{{le}}")
     text = (
         "Magnitudes of the elements of the chosen layers' weights, by half a decade: all elements, each time that a layer is "
         "measured. The lowest bucket has those up to 1e-5, zeros among them. With start_exporter(weights=True)."
     )
     nothing = "Needs start_exporter(weights=True)"
-    return draw.distribution("Distribution of the weights", text, "short", query, nothing=nothing)
+    return draw.distribution("Distribution of the weights", text, SCIENTIFIC, query, nothing=nothing)
 
 
 def _moments() -> Panel:
@@ -302,7 +305,7 @@ def _chosen() -> list[Panel]:
 
 def dashboard() -> Dashboard:
     """The whole dashboard."""
-    whole = [_global_distribution().span(12), _clipping().span(12), _balance().span(24)]
+    whole = [_global_distribution().span(12), _clipping().span(12)]
     tables = [panel.span(12).height(10) for panel in (_largest(), _furthest(), _dead(), _broken())]
     more = [panel.span(12) for panel in (_updates(), _weights(), _elements_of_weights(), _moments(), _extremes())]
     tables.append(_origin().span(24).height(6))
@@ -315,6 +318,7 @@ def dashboard() -> Dashboard:
         Row("Clipping policies and frozen layers", clipping.row(), collapsed=True),
         Row("Activations and watched tensors", activations.row(), collapsed=True),
         Row("Time of the layers", layer_times.row(), collapsed=True),
+        Row("Several models", [_balance().span(24)], collapsed=True),
     ]
     text = "Which layer is in trouble, since when, and what its gradient looks like."
     return board(UID, "Gradients by layer", text, content, layer=True)

@@ -38,6 +38,10 @@ CLICKED = "${__field.labels.run}"
 
 SCIENTIFIC = "sci"
 """The unit of what spans decades. Others write the small ticks of a logarithmic axis as 0."""
+
+POWER = "prefix:10^"
+"""The unit of a decimal logarithm."""
+
 DATASOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel | table.Panel | bargauge.Panel
@@ -161,9 +165,12 @@ def _palette(queries: Sequence[Query]) -> builders.FieldColor:
     return builders.FieldColor().mode(mode)
 
 
-def logarithmic(panel: timeseries.Panel) -> timeseries.Panel:
-    """The same with a logarithmic axis, for what spans decades: its unit is `SCIENTIFIC`, or one that knows small parts."""
-    return panel.scale_distribution(build.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10))
+def logarithmic(panel: timeseries.Panel, base: float = 10) -> timeseries.Panel:
+    """The same with a logarithmic axis, for what spans decades: its unit is `SCIENTIFIC`, or one that knows small parts.
+
+    Grafana's axis ends at powers of `base`.
+    """
+    return panel.scale_distribution(build.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(base))
 
 
 def stacked(panel: timeseries.Panel) -> timeseries.Panel:
@@ -241,20 +248,22 @@ def distribution(title: str, description: str, unit: str, query: Query, nothing:
     panel = about(heatmap.Panel(), title, description, unit, _sentence(nothing, [query]))
     panel = asking(panel, [query], PromQueryFormat.HEATMAP)
     axis = heatmap.YAxisConfig().unit(unit).axis_placement(common.AxisPlacement.LEFT).reverse(False)
+    if unit == SCIENTIFIC:
+        axis.decimals(2)
     return _heatmap(panel, _color("Oranges"), hidden=1e-9).y_axis(axis).cell_values(heatmap.CellValues().unit("short").decimals(0))
 
 
 def field_of_rows(
-    title: str, description: str, query: Query, *, scheme: str, limits: tuple[float, float], nothing: str
+    title: str, description: str, query: Query, *, scheme: str, limits: tuple[float, float], nothing: str, unit: str = "short"
 ) -> heatmap.Panel:
     """A thin row for each series, its value as a colour between two limits: hundreds of layers at a glance.
 
     Grafana itself turns the schemes that end in blue, so that red is high.
     """
     filled = Query(or_nothing(query.expression, query.legend, nothing, value=UNDRAWN), query.legend)
-    panel = asking(about(heatmap.Panel(), title, description, "short", NO_RUN), [filled])
+    panel = asking(about(heatmap.Panel(), title, description, unit, NO_RUN), [filled])
     color = _color(scheme).scale(HeatmapColorScale.LINEAR).min(limits[0]).max(limits[1]).reverse(False)
     axis = heatmap.YAxisConfig().unit("short").axis_placement(common.AxisPlacement.LEFT).axis_width(180)
     axis.reverse(True)  # the first row on top
     panel = _heatmap(panel, color, hidden=UNDRAWN).y_axis(axis).cell_gap(0)
-    return panel.cell_values(heatmap.CellValues().unit("short").decimals(1))
+    return panel.cell_values(heatmap.CellValues().unit(unit).decimals(1))

@@ -55,13 +55,28 @@ def increase(selector: str) -> str:
 
 
 def over_range(selector: str) -> str:
-    """How many more over the whole time range of the dashboard; `increase` extrapolates, so that whole numbers need rounding."""
+    """How much more over the whole time range of the dashboard, for ratios of two such."""
     return f"increase({selector}[$__range])"
 
 
+def counted(selector: str, window: str = "$__rate_interval") -> str:
+    """How many events there were between the first and the last scrape of a window: exact, where `increase` extrapolates.
+
+    Only of a counter that began again within the window it is the increase, rounded.
+    """
+    span = f"{selector}[{window}]"
+    more = f"max_over_time({span}) - min_over_time({span})"
+    return f"({more} and increase({span}) unless resets({span}) > 0 or round(increase({span})))"
+
+
+def counted_over_range(selector: str) -> str:
+    """The same over the whole time range of the dashboard."""
+    return counted(selector, "$__range")
+
+
 def events(selector: str, by: str, together: str = "sum") -> str:
-    """How many events came at each moment, as a whole number, where there were any."""
-    return f"round({together} by ({by}) ({increase(selector)})) > 0"
+    """How many events came at each moment, where there were any."""
+    return f"{together} by ({by}) ({counted(selector)}) > 0"
 
 
 def in_order(expression: str, *labels: str) -> str:
@@ -121,9 +136,21 @@ def by_host(expression: str) -> str:
     return f"max by (host) ({with_host(expression)})"
 
 
+def buckets(selector: str) -> str:
+    """The increase by bucket, from the lowest bucket with an observation in the time range on: others would fill the axis."""
+    used = f"sum by (le) (increase({selector}[$__range] @ end())) > 0"
+    return f"sum by (le) ({increase(selector)}) and on (le) ({used})"
+
+
 def quantile(share: float, selector: str, by: str) -> str:
     """A quantile of a histogram's observations."""
     return f"histogram_quantile({share}, sum by ({by}, le) ({rate(selector)}))"
+
+
+def share_clipped(counter: str) -> str:
+    """The share of all steps that each policy clipped, or would have clipped, by such a counter."""
+    steps = f"max by (run) (sum by (run, rank) ({rate(of_run('torch_train_steps_total'))}))"
+    return f"clamp_max(max by (run, policy) ({rate(of_run(counter))}) / on (run) group_left () ({steps} > 0), 1)"
 
 
 def or_all(expression: str, *labels: str) -> str:

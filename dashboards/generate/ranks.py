@@ -11,7 +11,7 @@ from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
 from dashboards.generate.health import lost
 from dashboards.generate.panels import SCIENTIFIC, Panel, Query, steps, url
-from dashboards.generate.queries import KEPT, equal, highest, of_rank, of_run, over_range, recorded
+from dashboards.generate.queries import KEPT, counted_over_range, equal, highest, of_rank, of_run, recorded
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-ranks"
@@ -30,12 +30,12 @@ NO_RULES = "Not known yet: this needs the recording rules, and steps in the last
 
 
 def _missing() -> Panel:
-    seen = f"count by (run) (count by (run, rank) ({of_run('torch_train_world_size')}))"
-    text = "Ranks that Prometheus scrapes, out of the ranks of the run."
+    size = of_run("torch_train_world_size")
+    text = "Ranks that Prometheus scrapes, out of the ranks of all chosen runs."
     panel = draw.number(
         "Ranks", text, "short",
-        Query(seen, "{{run}} seen"),
-        Query(highest(of_run("torch_train_world_size"), "run"), "{{run}} of"),
+        Query(f"count(count by (run, rank) ({size}))", "seen"),
+        Query(f"sum({highest(size, 'run')})", "of"),
         nothing="No run is being scraped now",
     )  # fmt: skip
     return draw.plain(panel)
@@ -99,7 +99,7 @@ def _comparison() -> Panel:
         Query(recorded("rank:torch_train_gradient_wait_seconds:mean5m", CHOSEN)),
         Query(_behind()),
         Query(idle),
-        Query(f"round(sum by (run, rank) ({over_range(of_rank('torch_grad_nonfinite_elements_total', KEPT))}))"),
+        Query(f"sum by (run, rank) ({counted_over_range(of_rank('torch_grad_nonfinite_elements_total', KEPT))})"),
     ]
     to_resources = url("torch-grad-resources", "var-rank=${__data.fields.rank}", run="${__data.fields.run}")
     columns = [

@@ -7,7 +7,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import by_host, in_order, increase, of_rank, rate, with_host
+from dashboards.generate.queries import by_host, counted, in_order, of_rank, rate, with_host
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-resources"
@@ -85,8 +85,8 @@ def _retries() -> Panel:
     text = "Allocations in each interval that only succeeded after a flush of the cache, or that failed. Investigate any of them."
     panel = draw.lines(
         "Allocation retries and out of memory", text, "short",
-        Query(with_host(f"round({increase(of_rank('torch_cuda_alloc_retries_total'))})"), f"{DEVICE} retries"),
-        Query(with_host(f"round({increase(of_rank('torch_cuda_ooms_total'))})"), f"{DEVICE} out of memory"),
+        Query(with_host(counted(of_rank("torch_cuda_alloc_retries_total"))), f"{DEVICE} retries"),
+        Query(with_host(counted(of_rank("torch_cuda_ooms_total"))), f"{DEVICE} out of memory"),
         nothing=NO_CUDA, many=True,
     )  # fmt: skip
     return draw.bars(panel).override_by_query("B", [draw.setting("color", {"mode": "fixed", "fixedColor": "red"})])
@@ -95,6 +95,17 @@ def _retries() -> Panel:
 def _gpu(title: str, text: str, unit: str, name: str) -> Panel:
     query = Query(with_host(of_rank(name)), DEVICE)
     return draw.lines(title, text, unit, query, nothing=NO_GPU, many=True).min(0)
+
+
+def _gpu_memory() -> Panel:
+    text = "Memory used on the whole GPU: by PyTorch, CUDA, NCCL and other programs. Dashed: all that the largest device has."
+    panel = draw.lines(
+        "Memory used by all processes", text, "bytes",
+        Query(with_host(of_rank("torch_gpu_memory_used_bytes")), DEVICE), Query(f"max({_cuda('total')})", "largest device"),
+        nothing=NO_GPU, many=True,
+    )  # fmt: skip
+    dashed = {"fill": "dash", "dash": [8, 8]}
+    return panel.min(0).override_by_query("B", [draw.setting("custom.lineStyle", dashed)])
 
 
 def _throttled() -> Panel:
@@ -119,7 +130,7 @@ def _reasons() -> Panel:
 
 
 def _errors() -> Panel:
-    query = Query(with_host(f"round({increase(of_rank('torch_gpu_ecc_errors_total'))})"), f"{DEVICE} {{{{kind}}}}")
+    query = Query(with_host(counted(of_rank("torch_gpu_ecc_errors_total"))), f"{DEVICE} {{{{kind}}}}")
     text = "Memory errors in each interval. Uncorrected errors may have spoilt results: take the GPU out of service."
     return draw.bars(draw.lines("Memory errors", text, "short", query, nothing=NO_GPU, many=True))
 
@@ -141,8 +152,7 @@ def _gpus() -> list[Panel]:
     return [
         _gpu("Utilisation", "Share of the last sample period in which a kernel ran.", "percentunit",
             "torch_gpu_utilization_ratio").max(1),
-        _gpu("Memory used by all processes", "Memory used on the whole GPU: by PyTorch, the CUDA context, NCCL and other programs.",
-            "bytes", "torch_gpu_memory_used_bytes"),
+        _gpu_memory(),
         _gpu("Power", "Power that the GPU draws.", "watt", "torch_gpu_power_watts"),
         draw.limit(_gpu("Temperature", "Temperature of the GPU. Most slow down between 83 and 90 degrees; Throttled shows if so.",
             "celsius", "torch_gpu_temperature_celsius"), 83),

@@ -9,7 +9,7 @@ from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
 from dashboards.generate.health import STATES, banner, state
 from dashboards.generate.panels import CLICKED, SCIENTIFIC, Panel, Query, link, steps, url
-from dashboards.generate.queries import highest, increase, of_rank, of_run, rate
+from dashboards.generate.queries import counted, highest, of_rank, of_run, rate
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-training"
@@ -18,7 +18,7 @@ TO_RANKS = link("Which rank", "torch-grad-ranks", run=CLICKED)
 TO_RANKS_OF_ALL = link("Which rank", "torch-grad-ranks")
 
 SEVERITIES = {3: ("critical", "red"), 2: ("warning", "orange"), 1: ("info", "blue")}
-STEPS, EXAMPLES, TOKENS = "count:steps/s", "count:examples/s", "count:tokens/s"
+STEPS = "count:steps/s"
 
 
 def _severity() -> str:
@@ -87,30 +87,38 @@ def _runs() -> Panel:
 
 def _loss() -> Panel:
     loss = of_rank("torch_train_loss")
-    text = "Observed loss, mean of the chosen ranks: each rank has its own batch. A gap is a loss that was NaN or Inf."
+    text = (
+        "Observed loss, mean of the chosen ranks: each rank has its own batch. A gap is a loss that was NaN or Inf. The axis is "
+        "logarithmic; runs whose loss is 0 or less at times have a linear one on the right."
+    )
     nothing = "No loss: give it with exporter.observe(loss=...)"
-    query = Query(f"avg by (run) ({loss} > -Inf < +Inf)", "{{run}}")
-    return draw.lines("Loss", text, "short", query, nothing=nothing).data_links([TO_LAYERS])
+    mean = f"avg by (run) ({loss} > -Inf < +Inf)"
+    positive = f"(min by (run) (min_over_time({loss}[$__range] @ end())) > 0)"
+    panel = draw.lines(
+        "Loss", text, "short",
+        Query(f"{mean} and on (run) {positive}", "{{run}}"), Query(f"{mean} unless on (run) {positive}", "{{run}}"),
+        nothing=nothing,
+    )  # fmt: skip
+    linear = [draw.setting("custom.axisPlacement", "right"), draw.setting("custom.scaleDistribution", {"type": "linear"})]
+    return draw.logarithmic(panel, 2).override_by_query("B", linear).data_links([TO_LAYERS])
 
 
 def _norm() -> Panel:
     text = (
         "L2 norm over all parameters at the last sampled step, before clipping and as the optimizer saw it. For "
         "sharded gradients without observe(grad_norm=...) it is the root mean square of 5 minutes, from the "
-        "recording rules. Between two scrapes: the upper end of the histogram's bucket with the largest norm, 10,000 at most, "
-        "and the largest norm of a single layer in the last 60 s."
+        "recording rules. Largest: the largest norm of a single layer in the samples of the last 60 s, which also shows what was "
+        "between two scrapes."
     )
-    buckets = increase(of_run("torch_grad_global_norm_distribution_bucket"))
     panel = draw.lines(
         "Gradient norm before and after clipping", text, SCIENTIFIC,
         Query(ask.global_norm(), "{{run}} {{optimizer}} before"),
         Query(highest(of_run("torch_grad_global_norm_after_clip"), "run, optimizer"), "{{run}} {{optimizer}} after"),
-        Query(f"histogram_quantile(1, sum by (run, optimizer, le) ({buckets}))", "{{run}} {{optimizer}} largest, by bucket"),
         Query(highest(of_run("torch_grad_norm_recent_max"), "run"), "{{run}} largest layer of 60 s"),
         nothing="No gradient was sampled in this time range",
     )  # fmt: skip
     between = [draw.setting("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})]
-    panel.override_by_query("C", between).override_by_query("D", between)
+    panel.override_by_query("C", between)
     return draw.logarithmic(panel).data_links([TO_LAYERS])
 
 
@@ -126,7 +134,7 @@ def _mixed_precision() -> Panel:
         "Backward passes without an optimizer step, in each interval; on the right the scale of the gradient "
         "scaler. Skips in a row while the scale keeps falling mean that gradients are not finite at any scale."
     )
-    skipped = f"round(max by (run) ({increase(of_run('torch_train_skipped_steps_total'))}))"
+    skipped = f"max by (run) ({counted(of_run('torch_train_skipped_steps_total'))})"
     panel = draw.lines(
         "Skipped steps and loss scale", text, "short",
         Query(skipped, "{{run}} skipped"),
@@ -157,7 +165,7 @@ def _step_time() -> Panel:
 
 
 def _step_heatmap() -> Panel:
-    query = Query(f"sum by (le) ({increase(of_rank('torch_train_step_duration_seconds_bucket'))})", "{{le}}")
+    query = Query(ask.buckets(of_rank("torch_train_step_duration_seconds_bucket")), "{{le}}")
     text = "Number of steps by duration. A second band is work that only some steps do, such as a checkpoint or an evaluation."
     panel = draw.distribution("Distribution of step times", text, "s", query, nothing="No step in this time range")
     return panel.links([draw.panel_link("Step times of each rank", "torch-grad-ranks")])
@@ -178,18 +186,19 @@ def _phases() -> Panel:
 
 def _throughput() -> Panel:
     text = (
-        "Training examples per second over all ranks, and tokens on the right, as observed or counted from the "
-        "input of the model. Under tensor or pipeline parallelism several ranks count the same examples: divide by "
-        "their number."
+        "Training examples per second over all ranks, and tokens on the right where these are others, as observed or counted from "
+        "the input of the model. Under tensor or pipeline parallelism several ranks count the same examples: divide by their "
+        "number."
+    )
+    examples, tokens = (
+        f"sum by (run) (max by (run, rank) ({rate(of_run(f'torch_train_{name}_total'))}))" for name in ("samples", "tokens")
     )
     panel = draw.lines(
-        "Throughput", text, EXAMPLES,
-        Query(f"sum by (run) (max by (run, rank) ({rate(of_run('torch_train_samples_total'))}))", "{{run}} examples"),
-        Query(f"sum by (run) (max by (run, rank) ({rate(of_run('torch_train_tokens_total'))}))", "{{run}} tokens"),
+        "Throughput", text, "count:/s",
+        Query(examples, "{{run}} examples"), Query(f"{tokens} unless on (run) {tokens} <= {examples}", "{{run}} tokens"),
         nothing="Not known: give them with exporter.observe(samples=..., tokens=...)",
     )  # fmt: skip
-    right = [draw.setting("custom.axisPlacement", "right"), draw.setting("unit", TOKENS)]
-    return panel.override_by_query("B", right).min(0).data_links([TO_RANKS])
+    return panel.override_by_query("B", [draw.setting("custom.axisPlacement", "right")]).min(0).data_links([TO_RANKS])
 
 
 def _memory() -> Panel:

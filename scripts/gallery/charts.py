@@ -164,20 +164,17 @@ def _list(canvas: Canvas, at: Box, answers: Sequence[Series], colors: Sequence[s
 
 
 def _table(canvas: Canvas, at: Box, drawn: Sequence[tuple[Series, dict[str, Any]]], colors: Sequence[str]) -> None:
-    """A legend at the side: names with their last and largest values, the largest last value first."""
+    """A legend at the side: names with their last values, the largest first."""
     canvas.text(at.x + 4, at.y + 8, "Name", size=7, ink=FAINT)
-    canvas.text(at.x + at.w - 84, at.y + 8, "Last", size=7, ink=FAINT, ha="right")
-    canvas.text(at.x + at.w - 6, at.y + 8, "Max", size=7, ink=FAINT, ha="right")
+    canvas.text(at.x + at.w - 6, at.y + 8, "Last", size=7, ink=FAINT, ha="right")
     order = sorted(range(len(drawn)), key=lambda place: -np.nan_to_num(drawn[place][0].last, nan=-math.inf))
     room = int((at.h - 18) // ROW)
     for row, place in enumerate(order[: room if len(order) <= room else room - 1]):
         series, own = drawn[place]
         y = at.y + 24 + ROW * row
         canvas.box(Box(at.x + 4, y - 1.5, 12, 3), colors[place])
-        canvas.text(at.x + 21, y, fitted(series.name, at.w - 21 - 160, 7), size=7)
-        finite = [value for value in series.values if not math.isnan(value)]
-        for value, shift in ((series.last, 84), (max(finite, default=math.nan), 6)):
-            text = written(value, own.get("unit", "short"), own.get("decimals"))
-            canvas.text(at.x + at.w - shift, y, fitted(text, 78, 7), size=7, ha="right")
+        canvas.text(at.x + 21, y, fitted(series.name, at.w - 21 - 90, 7), size=7)
+        text = written(series.last, own.get("unit", "short"), own.get("decimals"))
+        canvas.text(at.x + at.w - 6, y, fitted(text, 82, 7), size=7, ha="right")
     if len(order) > room:
         canvas.text(at.x + 21, at.y + 24 + ROW * (room - 1), f"and {len(order) - room + 1} more", size=7, ink=FAINT)

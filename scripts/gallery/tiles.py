@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.gallery.asking import Json, Series
 from scripts.gallery.canvas import FAINT, INK, LINE, Box, Canvas, fitted, width
-from scripts.gallery.fields import COLORS, config, nothing, shown
+from scripts.gallery.fields import COLORS, Shown, color, config, nothing, shown
 from scripts.gallery.tables import Row, Table, table, widths
 
 LINE_HIGH = 32
@@ -23,11 +23,15 @@ def numbers(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series]) -> 
     wide, high = at.w / columns, at.h / rows
     for place, series in enumerate(answers):
         box = Box(at.x + wide * (place % columns), at.y + high * (place // columns), wide, high).inset(2, 2, 2, 2)
-        cell = shown(series.last, config(panel, series.ref, series.name))
+        own = config(panel, series.ref, series.name)
+        cell = shown(series.last, own)
+        fixed = own.get("color", {})
+        if fixed.get("mode") == "fixed":
+            cell = Shown(cell.text, color(fixed["fixedColor"]))
         colored = panel["options"]["colorMode"] != "none" and cell.color and not cell.color.endswith("00")
         if colored and cell.color:
             canvas.box(box, cell.color)
-        _number(canvas, box, series.name, cell.text, "#ffffff" if colored else INK)
+        _number(canvas, box, own.get("displayName", series.name), cell.text, "#ffffff" if colored else INK)
 
 
 def _number(canvas: Canvas, at: Box, name: str, text: str, ink: str) -> None:

@@ -23,6 +23,10 @@ def written(value: float, unit: str, decimals: int | None = None) -> str:
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if unit in PLAIN:
         return PLAIN[unit](value, decimals)
+    if unit.startswith(("prefix:", "suffix:")):
+        kind, _, text = unit.partition(":")
+        number = _figures(value, decimals)
+        return text + number if kind == "prefix" else number + text
     if unit.startswith("count:"):
         return f"{_scaled(value, SHORT, decimals)} {unit.removeprefix('count:')}"
     if unit in SUFFIXES:

@@ -379,7 +379,8 @@ def test_thresholds_and_candidates() -> None:
     exporter.close()
     zclip_name = "ZClip(alpha=0.9, z_thresh=0.5, warmup_steps=3)"
     auto, zclip, agc = references.AutoClip(25, 5), references.ZClip(0.9, 0.5, 3), references.AGC(0.01, 1e-3)
-    last = [auto.step(before, {})[1][0] for before in loop.before][-1]
+    active = [(auto.step(before, {}), before) for before in loop.before]
+    last = active[-1][0][1][0]
     of_zclip = [(zclip.step(before, {}), before) for before in loop.before]
     of_layers = {layer: {n: g for n, g in loop.before[-1].items() if n.startswith(layer)} for layer in ("first", "second")}
     shown = {(name, *dict(labels).values()): number for (name, labels), number in values(exporter).items()}
@@ -393,6 +394,8 @@ def test_thresholds_and_candidates() -> None:
         },
         rel=1e-5,
     )
+    (clipped_steps,) = (number for key, number in shown.items() if key[0] == "torch_grad_clip_policy_steps_total")
+    assert clipped_steps == sum(references.whole(clipped) < references.whole(before) for (clipped, _), before in active)
     counts = {key[-1]: number for key, number in shown.items() if key[0] == "torch_grad_clip_candidates_total"}
     assert counts.pop("AGC()") > 0
     assert counts == {

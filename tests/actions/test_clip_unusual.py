@@ -123,7 +123,8 @@ def test_a_candidate_that_fails(caplog: pytest.LogCaptureFixture) -> None:
         assert "GradientClippingFailing" not in {problem.alert for problem in exporter.problems()}
         exporter.close()
         norms = [references.whole(before) for before in loop.before]
-        assert value(exporter, "torch_grad_clip_candidates_total", policy="MaxNorm(0.1)") == sum(norm > 0.1 for norm in norms)
+        for name in ("candidates", "policy_steps"):
+            assert value(exporter, f"torch_grad_clip_{name}_total", policy="MaxNorm(0.1)") == sum(norm > 0.1 for norm in norms)
     assert "is no longer tried) failed 10 times in a row" in caplog.text
     loop.agrees(references.MaxNorm(0.1))
 

@@ -158,8 +158,24 @@ def kinds(board: Json) -> Found:
             counted = any(isinstance(over, AggregateExpr) and str(over.op) in {"count", "group"} for over in above)
             if kind is Kind.GAUGE and _calls(above) & (RATES | {"sum_over_time", "resets"}) and node.name in KINDS:
                 yield f"{_title(query)}: a rate of the gauge {node.name}"
-            if kind is not Kind.GAUGE and not (_calls(above) & RATES or counted or _chooses(node, above) or "query" in query.panel):
+            counted = counted or bool(_calls(above) & (RATES | {"resets"})) or _subtracted(above)
+            if kind is not Kind.GAUGE and not (counted or _chooses(node, above) or "query" in query.panel):
                 yield f"{_title(query)}: {node.name} without a rate"
+
+
+def _subtracted(above: Sequence[Node]) -> bool:
+    """Return whether above is the largest of a window minus the smallest."""
+    sides = next(((node.lhs, node.rhs) for node in above if isinstance(node, BinaryExpr)), ())
+    return [side.func.name for side in sides if isinstance(side, Call)] == ["max_over_time", "min_over_time"]
+
+
+def counts(board: Json) -> Found:
+    """No rounded increase is shown as a count, but of a counter that began again: an increase is extrapolated."""
+    for query in queries(board):
+        for node, above in query.nodes():
+            rounded = isinstance(node, Call) and node.func.name == "increase" and "round" in _calls(above)
+            if rounded and not any(isinstance(over, BinaryExpr) and str(over.op) == "or" for over in above):
+                yield f"{_title(query)}: an extrapolated count"
 
 
 def totals(board: Json) -> Found:
@@ -310,7 +326,7 @@ def schemes(board: Json) -> Found:
 
 
 RULES: tuple[Callable[[Json], Found], ...] = (
-    metrics, choices, rate_interval, kinds, totals, nan, datasource, variables, units, places, tables, thresholds, links,
+    metrics, choices, rate_interval, kinds, counts, totals, nan, datasource, variables, units, places, tables, thresholds, links,
     empty, narrow, schemes,
 )  # fmt: skip
 

@@ -259,6 +259,54 @@ def nan_before_the_first_scrape() -> Iterator[Scene]:
         yield of([none], 204, {panel(title, ref): {"{}": 0.0}} | quiet)
 
 
+def counter(name: str, values: str) -> Series:
+    """Return a counter of run a, a minute from scrape to scrape, and its run."""
+    return [world("a", "t"), {"series": f'{name}{{job="t", instance="h:1", run="a", rank="0"}}', "values": values}]
+
+
+@scene
+def counts_are_exact() -> Iterator[Scene]:
+    """Seven events within a window are 7, not the 9 of an extrapolation; of a counter that began again, about as many."""
+    exact = {
+        "torch_train_loss_nonfinite_total": (("NaN and Inf", "C"), "{}"),
+        "torch_train_loss_spikes_total": (("Spikes", "B"), "{}"),
+        "torch_train_skipped_steps_total": (("Skipped steps and loss scale", "A"), '{run="a"}'),
+    }
+    for name, (title, labels) in exact.items():
+        yield counter(name, "0x2 7x60"), 4, {panel(*title, span="5m"): {labels: 7.0}}
+        yield counter(name, "700x2 1407x60"), 4, {panel(*title, span="5m"): {labels: 707.0}}
+    yield counter("torch_train_skipped_steps_total", "5 9 2 3x60"), 3, {panel("Skipped steps and loss scale"): {'{run="a"}': 9.0}}
+    errors = 'torch_grad_exporter_errors_total{source="x", '
+    series = [row | {"series": row["series"].replace("torch_grad_exporter_errors_total{", errors)}
+        for row in counter("torch_grad_exporter_errors_total", "0x2 7x60")]  # fmt: skip
+    yield series, 4, {panel("Errors", dashboard="Exporter"): {'{run="a", source="x"}': 7.0}}
+
+
+@scene
+def states_of_many_runs_are_counted() -> Iterator[Scene]:
+    """Of more than four runs State has how many are in each state, of fewer the name of each."""
+    names = ["a", "b", "c", "d", "e"]
+    every = [
+        row | {"series": row["series"].replace('run="a"', f'run="{name}"').replace("train:", f"{name}:")}
+        for place, name in enumerate(names)
+        for row in Process("train:1", 0, 100, "finished" if place == 0 else "training").series()
+    ]
+    yield every, 50, {panel("State"): {}, panel("State", "B"): {'{state="1"}': 1.0, '{state="3"}': 4.0}}
+    few = [row for row in every if 'run="e"' not in row["series"]]
+    named = {f'{{run="{name}"}}': 1.0 if name == "a" else 3.0 for name in names[:4]}
+    yield few, 50, {panel("State"): named, panel("State", "B"): {}}
+
+
+@scene
+def stopped_run_is_told_apart() -> Iterator[Scene]:
+    """A run that Stop() ended is no clean end, also once its target is gone."""
+    stop = 'torch_grad_exporter_actions_total{action="Stop", result="done"}'
+    for minute in (50, 120):
+        for counted, number in ((((stop, 1),), 0.0), ((), 1.0)):
+            ended = Process("train:1", 0, 100, "finished", counted=counted, answers=False)
+            yield of([ended], minute, {panel("State"): {'{run="a"}': number}})
+
+
 def stalled(seconds: float) -> Asked:
     """Return the stall by panel and by alert; the panel shows 0 where the alert is silent."""
     return {panel("Stalled for"): {'{run="a"}': seconds}, ALERTS["TrainingStalled"]: {'{run="a"}': seconds} if seconds else {}}

@@ -66,6 +66,7 @@ FAULTS: list[tuple[str, Fault]] = [
     ("kinds: Loss: torch_train_steps_total without a rate", _asks("sum(torch_train_steps_totalCHOSEN)")),
     ("kinds: Loss: torch_train_steps_total without a rate", _asks("max_over_time(torch_train_steps_totalCHOSEN[$__range])")),
     ("kinds: Loss: a rate of the gauge torch_train_epoch", _asks("rate(torch_train_epochCHOSEN[$__rate_interval])")),
+    ("counts: Loss: an extrapolated count", _asks("round(sum(increase(torch_train_steps_totalCHOSEN[$__range])))")),
     ("totals: Loss: adds up", _panel(options={"legend": {"calcs": ["sum"]}})),
     ("nan: Loss: torch_grad_norm may be NaN", _asks("sum(torch_grad_normCHOSEN)")),
     ("nan: Loss: torch_train_loss may be NaN", _asks("avg_over_time(torch_train_lossCHOSEN[$__range])")),

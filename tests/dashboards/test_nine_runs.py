@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scripts.gallery.fields import config
 from tests.support import nine_runs
 from tests.support.grafana import ALL, dashboards, each_panel, interpolated, is_sentence
 from tests.support.nine_runs import ENDED, EXPLODING_STEPS, LAYERS, NAN_STEPS, RUNS, Scene
@@ -152,19 +153,19 @@ OF_GPU = Shows(GPU, 0, 1)
 NOTHING = Shows(frozenset())
 
 OVERVIEW: dict[str, list[Shows]] = {
-    "State": [Shows(EVERY, 3, 9)],
+    "State": [NOTHING, Shows(NO_RUN, 1, 12)],
     "NaN and Inf": [Shows(NO_RUN, NAN_STEPS, NAN_STEPS), Shows(NO_RUN, 0, 0), Shows(NO_RUN, NAN_STEPS, NAN_STEPS)],
     "Stalled for": [Shows(LIVE, 0, 0)],
-    "Spikes": [Shows(NO_RUN, 3, 20), Shows(NO_RUN, 0, 5)],
+    "Spikes": [Shows(NO_RUN, 3, 20), Shows(NO_RUN, 0, 5), Shows(NO_RUN, 100, 1e6)],
     "Bad layers": [Shows(NO_RUN, 1, 1), Shows(NO_RUN, 0, 0), Shows(NO_RUN, 0, 0)],
-    "Straggler": [Shows(RANKED, 0.2, 0.8), Shows(LIVE - RANKED, -1, -1)],
+    "Straggler": [Shows(RANKED, 0.2, 0.8), NOTHING],
     "Firing alerts": [Shows(TOLD, 2, 3), Shows(TOLD, 1e12, 1e14)],
     "Runs": [
         Shows(EVERY, 3, 9), Shows(EVERY, nine_runs.WARM_SAMPLES - 1, 1e5), Shows(LIVE, 0.5, 20), Shows(EVERY, 0, 1e3),
         Shows(EVERY, 1, 4), Shows(EVERY, 5, 1e4), Shows(EVERY, 0, 1),
     ],
-    "Loss": [Shows(EVERY, 1e-4, 10)],
-    "Gradient norm before and after clipping": [NORM, Shows(EVERY, 1e-3, 1.01 * nine_runs.CLIP), NORM, NORM],
+    "Loss": [Shows(EVERY, 1e-4, 10), NOTHING],
+    "Gradient norm before and after clipping": [NORM, Shows(EVERY, 1e-3, 1.01 * nine_runs.CLIP), NORM],
     "Learning rate": [Shows(EVERY, 1e-4, 0.05)],
     "Skipped steps and loss scale": [Shows(EVERY, 0, 0), Shows(GPU, 1024, 2**40)],
     "Step time": [Shows(EVERY, 0.05, 30), Shows(EVERY, 0.05, 30), Shows(EVERY, 0.05, 30)],
@@ -187,7 +188,7 @@ BY_LAYER: dict[str, list[Shows]] = {
     "NaN, Inf and missing gradients": [Shows(frozenset({"nan"}), 1, 1e5)],
     "Where a NaN began": [NOTHING],
     "Distribution of the global norm": [Shows(NO_RUN)],
-    "Clipping": [Shows(EVERY, 0, 1), Shows(EVERY, 0, 1.0001)],
+    "Clipping": [Shows(EVERY - HEALTHY, 0, 1), Shows(HEALTHY, 0, 1), Shows(EVERY, 0, 1.0001)],
     "Norm": [SOME_LAYERS],
     "Distribution of the norm": [Shows(NO_RUN)],
     "Largest element": [SOME_LAYERS],
@@ -201,14 +202,14 @@ BY_LAYER: dict[str, list[Shows]] = {
     "Mean and standard deviation of the elements": [OPTIONAL, Shows(HEALTHY, 0, 10)],
     "Smallest and largest element, with sign": [Shows(HEALTHY, -10, 0), Shows(HEALTHY, 0, 10)],
     "Threshold of each policy": [Shows(HEALTHY, 0.09 * nine_runs.CLIP, 1.01 * nine_runs.CLIP), Shows(HEALTHY, 1e-6, 1)],
-    "Would have been clipped": [Shows(HEALTHY, 0, 1)],
-    "Norm left by layer": [Shows(HEALTHY, 0, 1)],
+    "Would have been clipped": [Shows(HEALTHY, 0, 1), Shows(HEALTHY, 0, 1)],
+    "Norm left by layer in the last sample": [Shows(HEALTHY, 0, 1)],
     "Samples clipped by layer": [Shows(HEALTHY, 0, 1)],
     "Frozen layers": [Shows(frozenset({"explodes"}), 0, 1)],
     "Size of every output": [Shows(HEALTHY, -4, 4)],
     "Dead units of every output": [Shows(HEALTHY, 0, 1)],
     "Gradient at the outputs": [Shows(HEALTHY, 1e-6, 10)],
-    "NaN and Inf in outputs": [Shows(HEALTHY, 0, 0)],
+    "NaN and Inf in sampled outputs": [Shows(HEALTHY, 0, 0)],
     "Gradients of watched tensors": [Shows(HEALTHY, 1e-6, 10)],
 }
 
@@ -220,7 +221,7 @@ RESOURCES: dict[str, list[Shows]] = {
     "Allocation retries and out of memory": [Shows(GPU, 0, 0), Shows(GPU, 0, 0)],
     "Memory waiting for streams": [Shows(GPU, 1e8, 1e10)],
     "Utilisation": [Shows(GPU, 0.5, 1)],
-    "Memory used by all processes": [Shows(GPU, 1e9, 1e10)],
+    "Memory used by all processes": [Shows(GPU, 1e9, 1e10), Shows(NO_RUN, 1e9, 1e11)],
     "Power": [Shows(GPU, 100, 600)],
     "Temperature": [Shows(GPU, 55, 80)],
     "Clock of the multiprocessors": [Shows(GPU, 1.98e9, 1.98e9)],
@@ -242,7 +243,7 @@ RESOURCES: dict[str, list[Shows]] = {
 }
 
 OF_RANKS: dict[str, list[Shows]] = {
-    "Ranks": [Shows(LIVE, 1, 4), Shows(LIVE, 1, 4)],
+    "Ranks": [Shows(NO_RUN, 8, 20), Shows(NO_RUN, 8, 20)],
     "Steps between first and last rank": [Shows(LIVE, 0, 100)],
     "Slowest rank": [Shows(RANKED, 1.33, 3)],
     "Longest without activity": [Shows(LIVE, 0, 30)],
@@ -258,7 +259,7 @@ OF_RANKS: dict[str, list[Shows]] = {
     "Steps behind": [Shows(EVERY, 0, 100)],
     "Norm over all ranks": [NOTHING, NORM],
     "Norms of sharded layers": [NOTHING],
-    "Steps with NaN or Inf by rank": [Shows(frozenset({"nan"}), 1, 2 * NAN_STEPS)],
+    "Steps with NaN or Inf by rank": [Shows(frozenset({"nan"}), 1, NAN_STEPS)],
     "Loss by rank": [Shows(EVERY, 1e-4, 10)],
     "Own norm of each rank": [Shows(RANKED, 1e-3, 100)],
     "Gradient noise scale": [Shows(RANKED)],
@@ -288,7 +289,7 @@ EXPECTED: Mapping[str, Mapping[str, list[Shows]]] = {
 }  # fmt: skip
 LARGEST = {
     "Largest norms", "Furthest from their own baseline", "Zero and dead units", "Norm", "Largest element", "Zero units", "Spikes",
-    "Longest without activity",
+    "Longest without activity", "Stalled for",
 }  # fmt: skip
 """Panels of the largest few series, whose runs depend on the values."""
 EACH = [
@@ -338,7 +339,8 @@ def test_each_run_has_its_state(panel: Callable[..., Panel]) -> None:
     for found in (panel("Training overview", "State"), panel("Training overview", "Runs")):
 
         def states(found: Panel = found) -> dict[str, str]:
-            return {labels["run"]: _words(found)[values[-1]] for labels, values in found.ask("A")}
+            chosen = STATES if found.title == "State" else [ALL]
+            return {labels["run"]: _words(found)[values[-1]] for run in chosen for labels, values in found.ask("A", run=run)}
 
         assert eventually(lambda states=states: states() == STATES), states()  # type: ignore[misc]
 
@@ -402,7 +404,7 @@ def test_the_slow_rank_is_named(panel: Callable[..., Panel], run: str) -> None:
     assert (labels["rank"], ratio) == (slow, pytest.approx(nine_runs.SLOWER, rel=0.33))
     waits = {labels["rank"]: values[-1] for labels, values in panel("Ranks", "Waiting for other ranks").ask("A", run=run)}
     assert min(waits, key=lambda rank: waits[rank]) == slow
-    assert panel("Training overview", "Straggler").ask("A", run="healthy") == []
+    assert panel("Training overview", "Straggler").all(run="healthy") == [({"run": "healthy"}, [-1.0])]
     assert panel("Training overview", "Slowest ranks").all(run="healthy") == []
 
 
@@ -562,10 +564,11 @@ def test_links_find_their_labels(panel: Callable[..., Panel]) -> None:
     for board in dashboards().values():
         for json in each_panel(board):
             found = panel(board["title"], json["title"])
-            text = repr(found.json["fieldConfig"])
-            names = set(re.findall(r"\$\{__(?:field\.labels|data\.fields)\.(\w+)\}", text))
-            for ref in found.refs() if names else ():
-                for labels, _ in found.ask(ref):
+            whole = repr(found.json["fieldConfig"])
+            for ref in found.refs():
+                own = repr(config(found.json, ref, "").get("links", whole))
+                names = set(re.findall(r"\$\{__(?:field\.labels|data\.fields)\.(\w+)\}", own))
+                for labels, _ in found.ask(ref) if names else ():
                     missing = {name for name in names if not labels.get(name)}
                     assert not missing, (found.title, ref, labels)
                     linked += 1

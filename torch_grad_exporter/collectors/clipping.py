@@ -55,6 +55,12 @@ GRAD_LAYER_CLIPPED_STEPS = CLIPPING.counter(
     "layer",
     opt_in="clip",
 )
+GRAD_CLIP_POLICY_STEPS = CLIPPING.counter(
+    "torch_grad_clip_policy_steps_total",
+    "Steps that the policy of clip= clipped or skipped, over all steps; absent for MaxValue.",
+    "policy",
+    opt_in="clip",
+)
 GRAD_CLIP_CANDIDATES = CLIPPING.counter(
     "torch_grad_clip_candidates_total",
     "Steps that a policy of dry_run= would have clipped or skipped, over all steps.",
@@ -73,12 +79,14 @@ class ClipReport:
     Attributes:
         optimizer: The optimizer's name.
         thresholds: Policy and layer of each threshold; the layer is empty if the policy has one for all.
+        active: The policy of `clip=`, if its steps are counted.
         candidates: The policies of `dry_run=`.
-        ticket: The thresholds, then by candidate the steps that it would have clipped; shape (thresholds + candidates,).
+        ticket: The thresholds, then for each of these policies the steps that it clipped or would have clipped.
     """
 
     optimizer: str
     thresholds: tuple[tuple[str, str], ...]
+    active: tuple[str, ...]
     candidates: tuple[str, ...]
     ticket: Ticket
 
@@ -128,7 +136,7 @@ class ClipFamilies:
 
     def __init__(self, reports: ClipReports) -> None:
         self._reports = reports
-        self._thresholds, self._candidates = LabelledRows(), LabelledRows()
+        self._thresholds, self._active, self._candidates = LabelledRows(), LabelledRows(), LabelledRows()
 
     def of_layers(self, last: Records, layers: LabelRows, counted: Records, counted_layers: LabelRows) -> Iterator[Family]:
         """Yield the last values of the layers, and their counters."""
@@ -143,6 +151,7 @@ class ClipFamilies:
         row_of[""] = ""
         reports = self._reports.latest()
         thresholds: dict[tuple[str, ...], float] = {}
+        active: dict[tuple[str, ...], float] = {}
         candidates: dict[tuple[str, ...], float] = {}
         for report, values in reports:
             optimizer = report.optimizer if len(reports) > 1 else ""
@@ -151,7 +160,10 @@ class ClipFamilies:
                 if layer in row_of and np.isfinite(value):
                     key = row_of[layer], policy, "" if layer else optimizer
                     thresholds[key] = min(value, thresholds.get(key, np.inf))
-            for policy, value in zip(report.candidates, values[split:].tolist(), strict=True):
-                candidates[policy,] = candidates.get((policy,), 0.0) + value
+            counts = iter(values[split:].tolist())
+            for policies, totals in ((report.active, active), (report.candidates, candidates)):
+                for policy in policies:
+                    totals[policy,] = totals.get((policy,), 0.0) + next(counts)
         yield self._thresholds.family(GRAD_CLIP_THRESHOLD, thresholds)
+        yield self._active.family(GRAD_CLIP_POLICY_STEPS, active)
         yield self._candidates.family(GRAD_CLIP_CANDIDATES, candidates)

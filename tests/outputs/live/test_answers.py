@@ -14,7 +14,7 @@ from tests.outputs.live.support import NOW, Made, decoded, family, held
 
 import tests.support.properties  # isort: skip  # noqa: F401 - the profile
 from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO, GRAD_GLOBAL_NORM, GRAD_NORM
-from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE, TRAIN_LOSS, TRAIN_STATE, TRAIN_STEPS
+from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE, TRAIN_LOSS, TRAIN_LOSS_NONFINITE, TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.rows import SCALARS
@@ -65,6 +65,22 @@ def test_a_layer_may_have_any_name() -> None:
         with contextlib.suppress(UnicodeEncodeError):  # half of a pair has no address
             assert made.json(f"layer?name={quote(name, safe='')}")["layer"] == name
         assert made.ask("/api/v1/layers").body.isascii()
+
+
+def test_critical_problems_stay_as_earlier_ones() -> None:
+    """NaN losses are a problem for five minutes, and an earlier one with its step from then on."""
+    made = Made(families=[*TRAINING, family(TRAIN_STEPS, {("",): 40.0}), family(TRAIN_LOSS_NONFINITE, 6.0)]).record()
+    made.live.remember()
+    status = made.json("status")
+    assert ([problem["alert"] for problem in status["problems"]], status["earlier"]) == (["TrainingNonFiniteLoss"], [])
+    assert status["nonfinite_losses"] == 6
+    for _ in range(30):
+        made.now += 15
+        made.live.remember()
+    status = made.json("status")
+    [earlier] = status["earlier"]
+    assert (status["problems"], earlier["alert"], earlier["first"]) == ([], "TrainingNonFiniteLoss", 40)
+    assert "NaN or Inf 6 times" in earlier["text"]
 
 
 def test_the_end_and_the_other_ranks_are_shown() -> None:

@@ -545,6 +545,32 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
     assert page.locator(".steps").all_inner_texts() == ["Find the rank.", ""]  # in what was saved before there were any
 
 
+def test_what_was_wrong_earlier(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """NaN losses between samples count as not finite, and stay below the line that nothing is wrong now on this rank."""
+    saved = drawn_run()
+    earlier = {"alert": "TrainingNonFiniteLoss", "severity": "critical", "layer": None, "text": HOSTILE, "first": 7, "last": 1200}
+    saved["status"].update(nonfinite_elements=0, nonfinite_steps=0, nonfinite_losses=6, skipped_steps=0, world_size=2)
+    saved["status"].update(problems=[], earlier=[earlier])
+    page = open_page(as_page(saved, tmp_path)).page
+    assert page.get_by_test_id("nonfinite").inner_text() == "6 losses"
+    lines = page.get_by_test_id("problem-list").locator("li")
+    assert lines.first.inner_text() == "Nothing is wrong now on this rank by the thresholds of the alert rules."
+    expect(lines.last.locator(".text")).to_have_text(f"Judged at steps 7 to 1,200: {HOSTILE}")
+
+
+@pytest.mark.parametrize(("first", "shown"), [(4e4, "1e4"), (40.0, "40"), (-4e4, "-40,000")])
+def test_a_wide_loss_is_logarithmic(open_page: Callable[..., Visit], tmp_path: Path, first: float, shown: str) -> None:
+    """A loss that spans three decades has a logarithmic axis, unless it is 0 or less at times."""
+    saved = drawn_run()
+    for view in ("whole", "recent"):
+        losses = saved["run"][view]["loss"]
+        saved["run"][view]["loss"] = [first, *[1.0] * (len(losses) - 1)]
+    page = open_page(as_page(saved, tmp_path)).page
+    texts = page.evaluate("(() => { const { loss } = TorchGrad.app.charts; const { min, max } = loss.uplot.scales.y;"
+        " return loss._yTicks(min, max).map((y) => loss._yText(y)); })()")  # fmt: skip
+    assert shown in texts
+
+
 def test_what_actions_did(drawn: Page) -> None:
     """Actions are a list in words, whose buttons move the cursor to their step."""
     rows = drawn.locator("#action-list li[data-result]")

@@ -257,6 +257,8 @@ class ClipAtSteps:
             else:
                 remove_gradients(clipping.parameters, skip, synchronize=policy.synchronize)
         self._guard.succeeded()
+        if decision is not None:
+            clipping.active.count_decision()
         self._optimizers.report(record)
         if self._capture is not None:
             skipped = getattr(optimizer, "found_inf", None) if record.flag.is_set else None

@@ -122,10 +122,11 @@ class ClippedOptimizers:
                 own = layers if threshold.ndim and threshold.numel() == len(layers) else ("",)
                 labels += [(policy_name(run.policy), layer) for layer in own]
         dtype = values[0].dtype if values else torch.float64
-        values += [run.clipped_steps.to(dtype) for run in clipping.candidates]
+        counted = [run for run in active if run.decision is not None and run.decision.limit is None]
+        values += [run.clipped_steps.to(dtype) for run in (*counted, *clipping.candidates)]
         if values and (ticket := self._transfer.send(torch.cat([value.reshape(-1) for value in values]))) is not None:
-            candidates = tuple(policy_name(run.policy) for run in clipping.candidates)
-            self.reports.put(ClipReport(name, tuple(labels), candidates, ticket))
+            clipped, tried = (tuple(policy_name(run.policy) for run in runs) for runs in (counted, clipping.candidates))
+            self.reports.put(ClipReport(name, tuple(labels), clipped, tried, ticket))
 
     def _collected(self, number: int, _reference: object) -> None:
         _, record = self._known.pop(number, (None, None))

@@ -83,6 +83,11 @@ class Decision:
     limit: torch.Tensor | None = None
     skip: torch.Tensor | None = None
 
+    @property
+    def changes(self) -> torch.Tensor | None:
+        """Whether it changes a gradient or skips the step, on its device; None if that depends on single elements."""
+        return self.skip if self.coefficients is None else (self.coefficients != 1).any()
+
 
 class Policy:
     """How gradients are clipped. A subclass is a frozen dataclass with a `scope` and the method `decide`.

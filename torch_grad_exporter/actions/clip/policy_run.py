@@ -23,7 +23,7 @@ class PolicyRun:
     Attributes:
         policy: The policy.
         decision: Its decision in the last step, None before the first one.
-        clipped_steps: For a candidate, the steps in which it would have changed a gradient or skipped the step; on the device.
+        clipped_steps: The steps in which it changed a gradient or skipped the step, or would have as a candidate; on the device.
     """
 
     def __init__(self, policy: Policy, device: torch.device) -> None:
@@ -67,16 +67,20 @@ class PolicyRun:
         """Decide as a candidate, and count the step if the decision would have changed it."""
         self.follow_as_candidate(parameters, device)
         _, decision = self.decide(gradients, measurements)
-        self.clipped_steps += _changes(gradients, decision)
+        changes = decision.changes
+        self.clipped_steps += _exceeds(gradients, decision) if changes is None else changes
+
+    def count_decision(self) -> None:
+        """Count the last step if the decision changed it, of a policy whose decision says so: `MaxValue` is not counted."""
+        changes = None if self.decision is None else self.decision.changes
+        if changes is not None:
+            self.clipped_steps += changes
 
     def follow_as_candidate(self, parameters: ParameterSet, device: torch.device) -> None:
         """Like `follow`. Raises `ValueError` if ranks would count differently."""
         if parameters.sharded and (isinstance(self.policy, MaxValue) or self.policy.scope == "unit"):
             raise ValueError(f"dry_run=[{self.policy}]: parameters are split over ranks, of which each would count its own part")
         self.follow(parameters, device)
-        if self.clipped_steps.device != device:
-            meta = self.clipped_steps.is_meta  # the model had no data yet
-            self.clipped_steps = torch.zeros_like(self.clipped_steps, device=device) if meta else self.clipped_steps.to(device)
 
     def follow(self, parameters: ParameterSet, device: torch.device) -> None:
         """Go on with other parameters, or on another device. What raises changes nothing."""
@@ -90,6 +94,9 @@ class PolicyRun:
         # From here on nothing raises, so a failure above leaves everything as it was.
         self._parameters, self._groups, self._meter, self._memory, self.decision = parameters, groups, meter, memory, None
         self._layer_of_unit = None
+        if self.clipped_steps.device != device:
+            meta = self.clipped_steps.is_meta  # the model had no data yet
+            self.clipped_steps = torch.zeros_like(self.clipped_steps, device=device) if meta else self.clipped_steps.to(device)
         if before is None:
             return
         kept = [(new, before.layers.index(layer)) for new, layer in enumerate(parameters.layers) if layer in before.layers]
@@ -160,12 +167,8 @@ class PolicyRun:
             self.clipped_steps.copy_(state["clipped_steps"])
 
 
-def _changes(gradients: Gradients, decision: Decision) -> torch.Tensor:
-    """Return whether a decision changes anything."""
-    if decision.coefficients is not None:
-        return (decision.coefficients != 1).any()
-    if decision.skip is not None:
-        return decision.skip
+def _exceeds(gradients: Gradients, decision: Decision) -> torch.Tensor:
+    """Return whether an element is beyond the limit of a decision."""
     if decision.limit is None or not gradients.parts:
         return torch.zeros((), dtype=torch.bool)
     limit = gradients.scaled(decision.limit)

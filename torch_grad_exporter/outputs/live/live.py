@@ -158,6 +158,7 @@ class Live:
             **{f"{name}_per_second": number(rates.get(name)) for name in ("steps", "samples", "tokens")},
             **numbers(values),
             "problems": [_problem(problem) for problem in problems],
+            "earlier": list(self._earlier(problems)),
             "quantities": list(self.quantities),
             "actions": [asdict(action) for action in self._happenings.latest()],
             "ranks": list(self._others()),
@@ -239,6 +240,13 @@ class Live:
 
     def _layer_now(self, values: Values, name: str) -> Json:
         return {**of_layer(values, name), "sharded": name in self._history.sharded}
+
+    def _earlier(self, problems: Iterable[Problem]) -> Iterable[Json]:
+        """Yield what was critical and is over: a NaN of ten minutes ago may be in the weights still."""
+        now = {problem.alert for problem in problems}
+        for wrong in self._record.wrong:
+            if wrong.severity == "critical" and wrong.alert not in now:
+                yield {name: getattr(wrong, name) for name in ("alert", "severity", "text", "layer", "first", "last")}
 
     def _others(self) -> Iterable[Json]:
         """Yield the other ranks as links, as they have published themselves."""

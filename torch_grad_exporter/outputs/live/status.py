@@ -29,6 +29,7 @@ _NUMBERS: Mapping[str, Spec] = {
     "global_norm_after_clip": clipping.GRAD_GLOBAL_NORM_AFTER_CLIP,
     "clip_coefficient": clipping.GRAD_CLIP_COEFFICIENT,
     "skipped_steps": training.TRAIN_SKIPPED_STEPS,
+    "nonfinite_losses": training.TRAIN_LOSS_NONFINITE,
     "loss_spikes": training.TRAIN_LOSS_SPIKES,
     "layers": exporter.EXPORTER_LAYERS,
     "last_step": training.TRAIN_LAST_STEP_TIMESTAMP,

@@ -41,7 +41,7 @@
       this.charts = {
         norm: make({ id: "chart-norm", title: "Global norm", log: true, format: value(3), nothing: "No gradient was sampled yet",
           series: [{ label: "before", colour: "line-2" }, { label: "after clipping", colour: "line-1" }] }),
-        loss: make({ id: "chart-loss", title: "Loss", format: value(4), nothing: "No loss: give it with exporter.observe(loss=...)", series: [{ label: "loss", colour: "line-1" }] }),
+        loss: make({ id: "chart-loss", title: "Loss", log: "wide", format: value(4), nothing: "No loss: give it with exporter.observe(loss=...)", series: [{ label: "loss", colour: "line-1" }] }),
         time: make({ id: "chart-step-time", title: "Step time", log: true, format: seconds, tick: seconds, nothing: "Fewer than two steps so far", series: [{ label: "step time", colour: "line-1" }] }),
       };
     }

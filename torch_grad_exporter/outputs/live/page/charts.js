@@ -47,10 +47,17 @@
     return axis === "time" ? numbers.moment(x) : `step ${numbers.count(x)}`;
   }
 
+  function wide(lists) {
+    const found = lists.flat().filter((value) => known(value) && Number.isFinite(value));
+    const low = found.reduce((least, value) => Math.min(least, value), Infinity);
+    return low > 0 && found.some((value) => value >= 1000 * low);
+  }
+
   class Chart {
-    // `spec`: id, title, log, format, series [{label, colour}], of which a later one lies over those before. `zoomed([low, high] or null)`.
+    // `spec`: id, title, log (true; "wide": from three decades on, of values above 0), format, series [{label, colour}], of which a later one lies over those before. `zoomed([low, high] or null)`.
     constructor(host, spec, zoomed) {
       this.spec = spec;
+      this.log = spec.log === true;
       this.zoomed = zoomed;
       this.range = [0, 1];
       this.axis = "step";
@@ -132,6 +139,7 @@
       this.xs = xs;
       this.raw = lists;
       this.flags = flags.map((marks, s) => marks.map((mark, k) => mark || bad(lists[s][k])));
+      if (this.spec.log === "wide") this.log = wide(lists);
       this.lists = lists.map((list) => list.map((value) => this._y(value)));
       const any = lists.some((list) => list.some(known));
       this.nothing.hidden = any;
@@ -146,26 +154,26 @@
     _y(value) {
       if (value === null || value === undefined) return undefined;
       if (!Number.isFinite(value)) return null;
-      if (!this.spec.log) return value;
+      if (!this.log) return value;
       return value > 0 ? Math.log10(value) : null;
     }
 
     _yRange(low, high) {
-      if (low === null || high === null) return this.spec.log ? [-1, 1] : [0, 1];
+      if (low === null || high === null) return this.log ? [-1, 1] : [0, 1];
       if (this.spec.fixed && high <= this.spec.fixed[1] && low >= this.spec.fixed[0]) return this.spec.fixed;
-      const least = this.spec.log ? 0.4 : Math.max(Math.abs(high), 1e-12) * 0.02;
+      const least = this.log ? 0.4 : Math.max(Math.abs(high), 1e-12) * 0.02;
       const pad = Math.max((high - low) * 0.06, (least - (high - low)) / 2);
-      return [!this.spec.log && low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
+      return [!this.log && low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
     }
 
     _yTicks(low, high) {
       const most = Math.max(2, Math.floor(this.uplot.height / 28));
-      return this.spec.log ? numbers.logTicks(low, high, most) : numbers.ticks(low, high, most);
+      return this.log ? numbers.logTicks(low, high, most) : numbers.ticks(low, high, most);
     }
 
     _yText(y) {
-      const value = this.spec.log ? 10 ** y : y;
-      return this.spec.tick ? this.spec.tick(value) : this.spec.log ? numbers.logTick(y) : numbers.number(Number(value.toPrecision(6)), 4, true);
+      const value = this.log ? 10 ** y : y;
+      return this.spec.tick ? this.spec.tick(value) : this.log ? numbers.logTick(y) : numbers.number(Number(value.toPrecision(6)), 4, true);
     }
 
     _ticks(width, low, high) {

@@ -60,14 +60,16 @@
     return get(status, "loss") === null && get(status, "step") ? "exporter.observe(loss=…)" : "";
   }
 
-  // Steps are what counts; elements without one are gradients of no optimizer.
-  function spoiled(value, status) {
-    return value ? numbers.counted(value, get(status, "nonfinite_steps") ? "step" : "element") : numbers.count(value);
-  }
+  // Steps are what counts; elements without one are gradients of no optimizer. Of steps without a sample only the loss tells.
+  const SPOILED = [["nonfinite_steps", "step"], ["nonfinite_elements", "element"], ["nonfinite_losses", "loss"]];
+
+  function counts(status) { return SPOILED.map(([key, word]) => [get(status, key), word]).filter(([value]) => value); }
+
+  function said([value, word]) { return word === "loss" && value !== 1 ? `${numbers.count(value)} losses` : numbers.counted(value, word); }
 
   function spoiledNote(status) {
-    const [steps, elements, skipped] = [get(status, "nonfinite_steps"), get(status, "nonfinite_elements"), get(status, "skipped_steps")];
-    return join(steps && elements ? numbers.counted(elements, "element") : "", skipped ? `${numbers.counted(skipped, "step")} skipped` : "");
+    const skipped = get(status, "skipped_steps");
+    return join(...counts(status).slice(1).map(said), skipped ? `${numbers.counted(skipped, "step")} skipped` : "");
   }
 
   // Without the first samples until these are paid back: the budget is judged after that.
@@ -100,8 +102,8 @@
     { id: "tokens-per-second", label: "Tokens/s", raw: (s) => get(s, "tokens_per_second"), format: numbers.compact, note: (s) => known(get(s, "samples_per_second"), (v) => `${numbers.compact(v)} samples/s`) },
     { id: "last-step", label: "Last step", raw: age, format: ago, note: agoNote, of: ["TrainingStalled", "TrainingNeverStarted"] },
     { id: "global-norm", label: "Gradient norm", raw: normBefore, format: (v) => numbers.number(v, 3), note: normAfter, of: ["TrainingNonFiniteGradients"] },
-    { id: "nonfinite", label: "Non-finite", raw: (s) => get(s, "nonfinite_steps") || get(s, "nonfinite_elements"), format: spoiled, note: spoiledNote, of: ["TrainingNonFiniteGradients"],
-      about: "Steps whose gradients had a NaN or Inf, since the start. One is skipped if the optimizer does not step, as after an overflow with a gradient scaler." },
+    { id: "nonfinite", label: "Non-finite", raw: (s) => (counts(s)[0] || [get(s, "nonfinite_steps")])[0], format: (v, s) => (v ? said(counts(s)[0]) : numbers.count(v)), note: spoiledNote, of: ["TrainingNonFiniteGradients", "TrainingNonFiniteLoss"],
+      about: "Sampled steps whose gradients had a NaN or Inf, and all such losses, since the start. A step is skipped if the optimizer does not step, as after an overflow with a gradient scaler." },
     { id: "spikes", label: "Spikes", raw: (s) => get(s, "spikes"), format: numbers.count, note: () => "of the norm", of: ["GradientExploding"],
       about: "Samples whose gradient norm was far above those shortly before, since the start." },
     { id: "dead-layers", label: "Dead layers", raw: (s) => get(s, "dead_layers"), format: numbers.count, note: (s) => known(get(s, "layers"), (v) => `of ${numbers.count(v)}`), of: ["LayerDead"] },
@@ -136,7 +138,7 @@
       this.saved = frozen;
       this._state(status);
       for (const one of this.tiles) this._fill(one, status);
-      this._problems(status.problems || []);
+      this._problems(status.problems || [], status.earlier || []);
       this._resources(status.resources || []);
       this._ranks(status.ranks || []);
     }
@@ -171,9 +173,9 @@
       document.title = join(said, known(get(status, "step"), (v) => `step ${numbers.count(v)}`), status.run || "torch_grad_exporter");
     }
 
-    _problems(problems) {
+    _problems(problems, earlier) {
       const list = byId("problem-list");
-      const key = JSON.stringify([problems.map(({ alert, severity, layer }) => [alert, severity, layer]), this.all]);
+      const key = JSON.stringify([problems.map(({ alert, severity, layer }) => [alert, severity, layer]), earlier, this.all]);
       if (key === this.problemsKey) {
         // Only numbers within: the rows stay, and the focus in them.
         list.querySelectorAll(".text").forEach((words, k) => text(words, problems[k].text));
@@ -182,23 +184,31 @@
       this.problemsKey = key;
       byId("problems").dataset.count = String(problems.length);
       text(byId("problem-count"), problems.length ? String(problems.length) : "");
+      const over = earlier.map((one) => this._earlier(one));
       if (!problems.length) {
-        list.replaceChildren(element("li", { class: "fine" }, icon("check"), "Nothing is wrong by the thresholds of the alert rules."));
+        const here = get(this.status, "world_size") > 1 ? " on this rank" : "";
+        list.replaceChildren(element("li", { class: "fine" }, icon("check"), `Nothing is wrong${over.length ? " now" : ""}${here} by the thresholds of the alert rules.`), ...over);
         return;
       }
       const shown = this.all ? problems : problems.slice(0, SHOWN);
       const rows = shown.map((problem) => this._problem(problem));
       if (problems.length > SHOWN) rows.push(this._more(problems.length - SHOWN));
-      list.replaceChildren(...rows);
+      list.replaceChildren(...rows, ...over);
     }
 
     _more(count) {
       const button = element("button", { type: "button", class: "plain", "aria-expanded": String(this.all) }, this.all ? "Show fewer" : `Show ${count} more`);
       button.addEventListener("click", () => {
         this.all = !this.all;
-        this._problems(this.status.problems);
+        this._problems(this.status.problems, this.status.earlier || []);
       });
       return element("li", { class: "more" }, button);
+    }
+
+    _earlier({ alert, text: words, first, last }) {
+      const when = first === last ? `step ${numbers.count(first)}` : `steps ${numbers.count(first)} to ${numbers.count(last)}`;
+      const body = element("span", { class: "body" }, element("span", { class: "severity" }, "Earlier"), element("span", { class: "alert" }, alert), element("span", { class: "text" }, `Judged at ${when}: ${words}`));
+      return element("li", { "data-severity": "info", "data-earlier": alert }, body);
     }
 
     _problem(problem) {
