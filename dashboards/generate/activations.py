@@ -15,7 +15,7 @@ def _sizes() -> Panel:
     selector = of_run("torch_activation_rms")
     text = (
         "Every module is a row, run by run, in the order of the names. The colour is the decimal logarithm of the root mean "
-        "square of its output: rows that turn blue towards the output are activations that vanish with the depth."
+        "square of its output: where rows turn blue with the depth, activations vanish."
     )
     rms = f"log10(clamp_min({highest(selector, 'run, layer')}, 1e-12))"
     query = Query(ask.in_order(rms, "run", "layer"), BY)

@@ -66,7 +66,7 @@ def _layers_clipped() -> Panel:
 def _frozen() -> Panel:
     selector = of_run("torch_layer_frozen")
     ever = f"max by (run, layer) (max_over_time({selector}[$__range] @ end())) == 1"
-    frozen = ask.in_order(f"(({highest(selector, 'run, layer')} > bool 0) and on (run, layer) ({ever}))", "run", "layer")
+    frozen = ask.in_model_order(f"({highest(selector, 'run, layer')} > bool 0) and on (run, layer) ({ever})")
     text = "Layers that Freeze() has stopped from being trained in the time range, and when. It may try them again."
     nothing = "No layer was frozen"
     return draw.timeline("Frozen layers", text, Query(frozen, "{{layer}} {{run}}"), FROZEN, nothing)

@@ -186,14 +186,14 @@ def _spikes() -> stat.Panel:
     size = f"max(histogram_quantile(1, {buckets}) / (histogram_quantile(0.5, {buckets}) > 0))"
     panel = draw.number(
         "Spikes", text, "short",
-        Query(count("torch_grad_global_norm_spikes_total"), "gradient norm"),
+        Query(count("torch_grad_global_norm_spikes_total"), "norm"),
         Query(count("torch_train_loss_spikes_total"), "loss"),
         Query(size, "largest"),
         nothing=TWO_SCRAPES,
     )  # fmt: skip
     panel.decimals(0).thresholds(steps(("green", None), ("yellow", 1), ("orange", 3))).data_links([TO_LAYERS])
     large = steps(("green", None), ("yellow", 10), ("orange", 100)).build()
-    return panel.override_by_query("C", [draw.setting("unit", "suffix: x"), draw.setting("thresholds", large)])
+    return panel.override_by_query("C", [draw.setting("unit", "count:x"), draw.setting("thresholds", large)])
 
 
 def _layers() -> stat.Panel:

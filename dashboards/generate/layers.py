@@ -34,19 +34,17 @@ def _trouble() -> Panel:
         "gradient: parameters without a gradient. NaN or Inf: within the last 5 minutes."
     )
     nothing = "No layer is in trouble"
-    panel = draw.timeline(
-        "Layers in trouble", text, Query(ask.in_order(trouble(), "run", "layer"), "{{layer}} {{run}}"), TROUBLE, nothing
-    )
+    panel = draw.timeline("Layers in trouble", text, Query(ask.in_model_order(trouble()), "{{layer}} {{run}}"), TROUBLE, nothing)
     return panel.data_links([link("This layer", UID, "var-layer=${__field.labels.layer}", run=CLICKED)])
 
 
 def _norms() -> Panel:
     text = (
-        "Every layer is a row, run by run, in the order of the names. The colour is the decimal logarithm of the norm of its "
+        "Every layer is a row, run by run, in the order of the model. The colour is the decimal logarithm of the norm of its "
         "gradient before clipping: -3 is 0.001. Rows that turn blue have a vanishing gradient, rows that turn red an "
         "exploding one."
     )
-    query = Query(ask.in_order(f"log10(clamp_min({ask.layer_norm()}, 1e-12))", "run", "layer"), "{{layer}} {{run}}")
+    query = Query(ask.in_model_order(f"log10(clamp_min({ask.layer_norm()}, 1e-12))"), "{{layer}} {{run}}")
     nothing = "No layer was read; for sharded gradients this needs the recording rules"
     return draw.field_of_rows("Norm of every layer", text, query, scheme="Turbo", limits=(-6, 2), unit=draw.POWER, nothing=nothing)
 
@@ -57,7 +55,7 @@ def _deviations() -> Panel:
         "in robust sigmas: red is far above, blue far below. For a sharded layer it is the part that is furthest "
         "above."
     )
-    query = Query(ask.in_order(highest(of_run("torch_grad_norm_zscore"), "run, layer"), "run", "layer"), "{{layer}} {{run}}")
+    query = Query(ask.in_model_order(highest(of_run("torch_grad_norm_zscore"), "run, layer")), "{{layer}} {{run}}")
     return draw.field_of_rows(
         "Deviation of every layer from its own baseline", text, query, scheme="RdYlBu", limits=(-6, 6),
         nothing="Needs 20 samples of a layer",

@@ -94,6 +94,18 @@ def in_order(expression: str, *labels: str) -> str:
     return f'label_join({ordered}, "as", " ", {first}, "as")'
 
 
+def in_model_order(expression: str) -> str:
+    """The series by run and layer in the order of the model, run by run; those without a known place come last, by name.
+
+    `count_values` makes the place a label, of four figures; see `in_order`.
+    """
+    places = f'count_values by (run, layer) ("as", {highest(of_run("torch_grad_layer_index"), "run, layer")})'
+    for figures, zeros in ((1, "000"), (2, "00"), (3, "0")):
+        places = f'label_replace({places}, "as", "{zeros}$1", "as", "([0-9]{{{figures}}})")'
+    placed = f'label_join(({expression}) + on (run, layer) group_left (as) 0 * {places}, "as", " ", "run", "as")'
+    return f'{placed} or on (run, layer) label_join({expression}, "as", " ~ ", "run", "layer")'
+
+
 def highest(selector: str, by: str) -> str:
     """The largest for each `by`: of what several ranks show the same of, that."""
     return f"max by ({by}) ({selector})"

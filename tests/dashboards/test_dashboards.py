@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dashboards.generate.__main__ import ROOT, RUNBOOK, SERVED_RUNBOOK, differing, rendered
-from dashboards.generate.queries import in_order
+from dashboards.generate.queries import in_model_order, in_order
 from tests.dashboards.lint import KNOWN
 from tests.support.grafana import ALL, PanelQuery, dashboards, each_panel, interpolated, panels
 from tests.support.tools import PATIENCE, find
@@ -60,7 +60,7 @@ def test_labels_exist(name: str) -> None:
         queries = [query for query in panels(BOARDS[name]) if query.panel == panel["title"]]
         for query, target in zip(queries, panel["targets"], strict=True):  # type: ignore[call-overload]
             clauses = re.findall(r"\b(?:by|on|group_left|ignoring) \(([\w, ]*)\)", query.expr)
-            used = {label for clause in clauses for label in clause.split(", ") if label}
+            used = {label for clause in clauses for label in clause.split(", ") if label} - {"as"}  # which queries make
             used |= set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             selected = queries if panel["type"] == "table" else [query]
             assert used <= set().union(*(KNOWN[series] for one in selected for series in asked(one))), query
@@ -114,12 +114,19 @@ def test_variables_stand_for_what_grafana_writes() -> None:
 
 @pytest.mark.server
 def test_prometheus_reads_names_of_layers(tmp_path: Path) -> None:
-    """Prometheus selects only the layer whose name was escaped, and orders block 2 before block 10."""
+    """Prometheus selects only the layer whose name was escaped, and orders by names or by the place in the model."""
     layers = {"blocks.2.fc.1": "blocks.002.fc.001", "blocks.10.fc.1": "blocks.010.fc.001", "blocks.113.fc": "blocks.113.fc"}
     run = "sweep_1_seed_3_of.7.8"
     series = [{"series": f'x{{run="{run}", layer="{layer}"}}', "values": "1"} for layer in layers]
     series += [{"series": f'y{{layer="{layer}"}}', "values": "1"} for layer in ("a.b(1)", "aXb(1)")]
+    index = f'torch_grad_layer_index{{job="t", run="{run}"'
+    series += [{"series": f'{index}, layer="{layer}"}}', "values": str(place)}
+        for layer, place in (("blocks.2.fc.1", 120), ("blocks.10.fc.1", 7))]  # fmt: skip
+    places = {"blocks.10.fc.1": " 0007", "blocks.2.fc.1": " 0120", "blocks.113.fc": " ~ blocks.113.fc"}
     expected = {
+        interpolated(in_model_order("x * 1"), dict.fromkeys(("job", "run"), ALL), "1m"): [
+            f'{{as="{run}{place}", run="{run}", layer="{layer}"}}' for layer, place in places.items()
+        ],
         interpolated('y{layer=~"$layer"}', {"layer": ["a.b(1)"]}, "1m"): ['y{layer="a.b(1)"}'],
         in_order("x", "run", "layer"): [
             f'x{{as="{run} {padded}", run="{run}", layer="{layer}"}}' for layer, padded in layers.items()

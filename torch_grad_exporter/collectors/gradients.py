@@ -115,6 +115,11 @@ GRAD_MISSING_PARAMETERS = GRADIENTS.gauge(
     "Parameters of the layer that require a gradient and got none at the last sampled step.",
     "layer",
 )
+GRAD_LAYER_INDEX = GRADIENTS.gauge(
+    "torch_grad_layer_index",
+    "Place of the layer in the order of the model, from 0, by which dashboards order rows.",
+    "layer",
+)
 LAYER_FROZEN = GRADIENTS.gauge(
     "torch_layer_frozen",
     "1 where an action has frozen the layer, which is not trained at present, else 0. Layers that the script has frozen itself are absent.",
@@ -285,6 +290,7 @@ class GradientCollector:
             GRAD_NORM_DISTRIBUTION, counted.values["buckets"], counted.layers, counted.whole,
             sums=counted.values["bucket_sum"], exponential=counted.exponential,
         )  # fmt: skip
+        yield Family(GRAD_LAYER_INDEX, np.arange(len(names), dtype=np.float64), layers)
         yield Family(GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
         yield Family(GRAD_UNITS, layer_values["units"], layers, read & (layer_values["units"] > 0))
         dead = layer_values["dead_ratio"]
