@@ -13,7 +13,7 @@ import numpy as np
 
 from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.gradient_probes import PROBES, GradientProbes
+from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerIndex

@@ -16,7 +16,7 @@ import torch
 from torch_grad_exporter.capture.armed_round import Lost
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.module_tensors import batch_size
+from torch_grad_exporter.capture.module_hooks import batch_size
 from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.statistics.device import capturing_graph

@@ -1,10 +1,12 @@
-"""ModuleHooks: the hooks around one module's forward."""
+"""ModuleHooks: the hooks around one module's forward; and the tensors that go in, and those that come out of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +16,12 @@ if TYPE_CHECKING:
 
 _keys = itertools.count()
 
+OUTPUTS = 16
+VISITED = 64
+"""Tensors of an output that are hooked, and items that are visited, at most: it may be a cache of thousands."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModuleHooks:
     """The hooks around one module's forward, under a key of our own in the module's dictionaries.
 
@@ -87,3 +93,39 @@ class ModuleHooks:
     def _put_first(self, hooks: Any) -> None:  # noqa: ANN401 - an OrderedDict, by PyTorch's types a dict
         if self.key in hooks and len(hooks) > 1:
             hooks.move_to_end(self.key, last=False)
+
+
+def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
+    """Return the first dimension of the first tensor input; None if other tensors disagree or there is none."""
+    sizes: list[int] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor) and (shape := value.shape):
+            if type(shape[0]) is not int:
+                return 0  # a tracer's symbols: this forward is not part of a training
+            sizes.append(shape[0])
+    return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
+
+
+def differentiable(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module's output that a backward can start from; containers are searched level by level.
+
+    These are `OUTPUTS` at most, and `VISITED` items at most are visited, so that an output may hold anything.
+    """
+    count = 0
+    # An output may be an object of the user's own; its attributes are searched, but not those of what is in it.
+    known = isinstance(output, torch.Tensor | dict | list | tuple) or dataclasses.is_dataclass(output)
+    level = deque([output] if known else itertools.islice(getattr(output, "__dict__", {}).values(), VISITED))
+    for _ in range(VISITED):
+        if not level or count == OUTPUTS:
+            return
+        item = level.popleft()
+        if isinstance(item, torch.Tensor):
+            if item.requires_grad and item.grad_fn is not None:  # a leaf belongs to no graph, and would keep a hook permanently
+                count += 1
+                yield item
+        elif isinstance(item, dict):
+            level.extend(itertools.islice(item.values(), VISITED))
+        elif isinstance(item, list | tuple):
+            level.extend(itertools.islice(item, VISITED))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            level.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))

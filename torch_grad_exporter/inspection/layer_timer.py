@@ -19,7 +19,7 @@ from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool, Timeline
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.module_tensors import differentiable
+from torch_grad_exporter.capture.module_hooks import differentiable
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
