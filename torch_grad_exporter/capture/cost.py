@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_grad_exporter.capture.device_events import WITHOUT, DeviceEvent, DeviceEvents, EventPool
-from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.torch_compat.autograd import capturing_graph
 
 if TYPE_CHECKING:
     from torch_grad_exporter.capture.progress import StepClock
@@ -197,6 +197,7 @@ class SampleCost:
         for events, begin, end, _ in dropped:
             events.give_back((begin, end))
         self._seconds = 0.0
+        self.settle()
 
     def settle(self) -> None:
         """Report to the schedule what samples cost, once the devices have passed their ends. A CUDA call."""

@@ -121,16 +121,9 @@ class CountedRounds:
             self._follow_for_a_while()
         if not passed:
             self._dismiss()
-            self._witness = self._next_witness()
+            present = self._detection.probes.present()  # gets a gradient in each backward, as far as the last sample shows
+            self._witness = next(map(Witness.on_trial, present), None)
         return passed
-
-    def _next_witness(self) -> Witness | None:
-        """Return a parameter that gets a gradient in each backward, as far as the last sample shows."""
-        for probe in self._detection.probes.all():
-            parameter = probe.parameter()
-            if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                return Witness.on_trial(probe, parameter)
-        return None
 
     def _begin(self, optimizer: tuple[int, torch.optim.Optimizer], rounds: int, over: GuardedHook) -> None:
         witness, clock = self._witness, self._clock

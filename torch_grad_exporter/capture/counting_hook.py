@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -83,11 +84,12 @@ class Witness:
     """How often a round writes to the gradient, if it stays the same tensor."""
 
     @classmethod
-    def on_trial(cls, called: TrackedParameter, parameter: torch.nn.Parameter) -> Witness:
-        """Make a parameter the witness, right after a round."""
+    def on_trial(cls, tracked: TrackedParameter) -> Witness:
+        """Make a parameter that has a gradient the witness, right after a round."""
         fired = list[object]()
-        handle: Removable = parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
-        return cls(fired, handle, GradientVersions.of([called]))
+        parameter: Any = tracked.parameter()
+        handle: Removable = parameter.register_post_accumulate_grad_hook(fired.append)
+        return cls(fired, handle, GradientVersions.of([tracked]))
 
     def begin(self) -> None:
         """Begin one or several rounds."""

@@ -19,8 +19,7 @@ from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
-from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, within_transform
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, capturing_graph, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiled_backwards
 
 logger = logging.getLogger("torch_grad_exporter")

@@ -19,8 +19,7 @@ from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.module_hooks import batch_size
 from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
-from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat.autograd import graph_task
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
 from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
 

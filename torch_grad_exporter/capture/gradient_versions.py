@@ -224,18 +224,16 @@ class GradientProbes:
 
     def backward_over(self, models: Iterable[int]) -> None:
         """Remember the gradients at the end of a backward, one of each model that it ran through."""
-        first: list[TrackedParameter] = []
-        for model in models:
-            first += itertools.islice(self._present(model), 1)
+        first = [probe for model in models for probe in itertools.islice(self.present(model), 1)]
         self._last = GradientVersions.of(first), _versions_of(parameters_of(first))
 
     @property
     def _after_backward(self) -> GradientVersions:
         return self._last[0]
 
-    def _present(self, model: int) -> Iterator[TrackedParameter]:
-        """Return the probes of a model that are trained and have a gradient."""
-        for probe in self._probes.get(model, ()):
+    def present(self, model: int | None = None) -> Iterator[TrackedParameter]:
+        """Return the probes, of one model only, that are trained and have a gradient."""
+        for probe in self.all() if model is None else self._probes.get(model, ()):
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                 yield probe
@@ -262,7 +260,7 @@ class GradientProbes:
 
     def _gradients_beside(self, own: TrackedParameter) -> Iterator[torch.Tensor]:
         """Return the gradients of a probe and of the others of its model: one alone may be zero by itself."""
-        for probe in (own, *self._present(own.model)):
+        for probe in (own, *self.present(own.model)):
             gradient = probe.gradient()
             if gradient is not None:
                 yield gradient

@@ -72,7 +72,6 @@ class StepClock:
         self.now = now
         self.started = now()
         self.phases = PhaseTimes(clock, events)
-        self.stepping = False  # whether an optimizer is in its step, or raised in it
         self.skipped = 0  # rounds that ended without a step
         self.evaluating = False
         self.examples_known = True  # whether examples can be seen, and the user does not report them
@@ -94,6 +93,11 @@ class StepClock:
 
     # Phases
 
+    @property
+    def stepping(self) -> bool:
+        """Whether an optimizer is in its step, or raised in it."""
+        return self.phases.current == OPTIMIZER
+
     def switch(self, phase: str, moment: float | None = None) -> None:
         """Enter a phase, unless an optimizer is stepping: with a closure everything is `optimizer`.
 
@@ -105,7 +109,6 @@ class StepClock:
     def enter(self, phase: str, moment: float | None = None) -> None:
         """Enter a phase; that of a step ends with `step_ended`, or here where the step raised. `moment`: see `switch`."""
         if self._uncommitted is None:
-            self.stepping = phase == OPTIMIZER
             self.phases.enter(phase, moment)
 
     # Counts
@@ -259,7 +262,6 @@ class StepClock:
         counts = counted.counts()
         self.steps, self.backward_passes, self.examples = counts.steps, counts.backward_passes, counts.examples
         self._uncommitted = None
-        self.stepping = False
         self.phases.restart()
         return durations, own
 

@@ -28,7 +28,6 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
 from torch_grad_exporter.store.records import Mailbox, OptimizerView, Outcome, RoundEnded, SamplePart, SampleRead
-from torch_grad_exporter.store.sample import rows_of
 
 IN_FULL = 8
 """Of this many samples of an optimizer, one is measured again at the step although nothing seems to have written to it."""
@@ -309,7 +308,6 @@ class GradientReader:
         """
         self._close(current, outcome, usual)
         self._cost.sample_over(once=self._statistics.taken_once())
-        self._cost.settle()
 
     @_guarded(END)
     def _close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
@@ -334,10 +332,9 @@ class GradientReader:
     def _post_end(
         self, current: ArmedRound, outcome: Outcome, stepped: frozenset[int], owners: IntArray, *, final: bool, guessed: bool
     ) -> None:
-        steps = self._clock.numbers()
         unsure = current.divided_again and outcome is Outcome.SKIPPED
         divisor = None if unsure else self._divisors.get(current.number)
-        views = tuple(current.views)
+        views, steps = tuple(current.views), self._clock.numbers()
         self._mailbox.append(
             RoundEnded(current.number, outcome, owners, stepped, steps, views, divisor, final=final, guessed=guessed)
         )
@@ -348,13 +345,12 @@ class GradientReader:
         self._mailbox.append(RoundEnded(current.number, Outcome.UNKNOWN, owners, frozenset(), {}, withdrawn=True))
         self.guards[OTHERS](self._statistics.forget, current.table, sorted(current.fired), current.number)
         self._cost.sample_over(once=self._statistics.taken_once())
-        self._cost.settle()
 
 
 def _same_norms(before: Iterable[SamplePart], after: Iterable[SamplePart], parameters: int) -> bool:
     """Return whether the norms in `after` equal those in `before`; both are on the host already."""
     known = np.zeros(parameters)
     for part in before:
-        known[part.positions] = rows_of(part)[:, 0]
-    now = ((part.positions, rows_of(part)[:, 0]) for part in after)
+        known[part.positions] = part.rows()[:, 0]
+    now = ((part.positions, part.rows()[:, 0]) for part in after)
     return all(bool((np.isclose(known[i], norms, rtol=1e-6, atol=0) | ~np.isfinite(norms)).all()) for i, norms in now)

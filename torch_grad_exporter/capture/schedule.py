@@ -94,22 +94,17 @@ class SamplingSchedule:
             return number + NEVER
         interval, first, last = self._due
         if interval != self.interval or not first <= number <= last:
-            payable = number + self._postponed(number)
+            payable, step = number, self.counting.step
+            if self.lending:  # where the first sample was enough, the second round shows how long a step takes
+                payable += number == 1 and self._lent_enough
+            elif self.every is None and step is not None:  # for how many rounds no sample can be paid for
+                payable += max(0, math.ceil((self._owed + self._a_sample) / (self._available * step)))
             block = payable // self.interval
             last = _sampled_of(block, self.interval)
             if last < payable:
                 last = _sampled_of(block + 1, self.interval)
             self._due = self.interval, number, last
         return last
-
-    def _postponed(self, number: int) -> int:
-        """Return for how many rounds no sample can be paid for."""
-        step = self.counting.step
-        if self.lending:  # where the first sample was enough, the second round shows how long a step takes
-            return int(number == 1 and self._lent_enough)
-        if self.every is not None or step is None:
-            return 0
-        return max(0, math.ceil((self._owed + self._a_sample) / (self._available * step)))
 
     def only_counted(self, number: int) -> int:
         """Return how many rounds from this number on need only be counted: up to the next that is sampled, if these are few.

@@ -18,7 +18,7 @@ from torch_grad_exporter.capture.reader import GradientReader, StepView
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.torch_compat.autograd import capturing_graph
 
 REDUCED = "gradients were written after the backward, as by an all-reduce; norms are those at the step, after clipping"
 

@@ -23,9 +23,8 @@ from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledH
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, Tallies, TallyKey
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
-from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.store.records import Mailbox
-from torch_grad_exporter.torch_compat.autograd import graph_task, on_node_of
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
 
 SOURCE = "activations"

@@ -17,8 +17,7 @@ from torch_grad_exporter.capture.module_hooks import ModuleHooks
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModule, InnerModules
-from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, graph_task, within_transform
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, capturing_graph, graph_task, within_transform
 from torch_grad_exporter.torch_compat.compiler import called_from_compiled, something_is_compiled
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
 

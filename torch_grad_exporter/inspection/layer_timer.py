@@ -25,9 +25,8 @@ from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
 from torch_grad_exporter.inspection.layer_times import BACKWARD, FORWARD, LayerTimes, Pass, RoundTimes, TimedCall
 from torch_grad_exporter.inspection.modules import InnerModules
-from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.store.records import Inspected, Mailbox
-from torch_grad_exporter.torch_compat.autograd import next_sequence, number_of
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, next_sequence, number_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
 from torch_grad_exporter.torch_compat.modules import parameters_in
 

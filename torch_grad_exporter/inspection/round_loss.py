@@ -22,8 +22,7 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat.autograd import on_gradient, within_transform
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, on_gradient, within_transform
 from torch_grad_exporter.torch_compat.compiler import is_tracing, never_compile
 
 # The keyword argument by which Transformers gives a model the number of items in the whole round.

@@ -23,10 +23,10 @@ from torch_grad_exporter.inspection.round_tallies import RoundTallies, TallyKey
 from torch_grad_exporter.inspection.tallies import without_autocast
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.inspection.watch_totals import ClipCounts, WatchTotals
-from torch_grad_exporter.statistics.device import capturing_graph, wide
+from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
-from torch_grad_exporter.torch_compat.autograd import graph_task, on_node_of, within_transform
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 
 SOURCE = "watch"

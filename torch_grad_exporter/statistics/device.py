@@ -39,11 +39,6 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def capturing_graph() -> bool:
-    """Return whether a CUDA graph is being captured: nothing may be allocated or copied then."""
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-
-
 def to_device(values: torch.Tensor | np.ndarray[Any, Any] | Sequence[int], device: torch.device) -> torch.Tensor:
     """Return values of the host on a device, without waiting for it."""
     tensor = torch.as_tensor(values, device="cpu")  # whatever the default is

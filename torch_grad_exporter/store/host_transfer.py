@@ -131,7 +131,15 @@ class HostTransfer:
         if device.type == "meta":
             return None
         if device.type == "cpu":
-            return self._hand_over(vector)
+            self._largest = max(self._largest, 8 * size)
+            # What is held is added up only if it may be too much: there may be hundreds of small vectors.
+            if (len(self._held) + 1) * self._largest > HELD_BYTES:
+                held = sum(ticket.values.nbytes for ticket in self._held)
+                if held and held + 8 * size > HELD_BYTES:
+                    return None
+            arrived = Arrived(vector.double().numpy())
+            self._held.add(arrived)
+            return arrived
         on_cuda = device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -150,18 +158,6 @@ class HostTransfer:
         """Send a vector; return what gives it once it has arrived, for code that does not know tickets."""
         ticket = self.send(vector)
         return None if ticket is None else ticket.ready
-
-    def _hand_over(self, vector: torch.Tensor) -> Arrived | None:
-        size = 8 * vector.numel()
-        self._largest = max(self._largest, size)
-        # What is held is added up only if it may be too much: there may be hundreds of small vectors.
-        if (len(self._held) + 1) * self._largest > HELD_BYTES:
-            held = sum(ticket.values.nbytes for ticket in self._held)
-            if held and held + size > HELD_BYTES:
-                return None
-        ticket = Arrived(vector.double().numpy())
-        self._held.add(ticket)
-        return ticket
 
     def _free(self, device: torch.device, size: int) -> _Buffer | None:
         """Return the first buffer that is free, or a new one: so those before it are taken."""

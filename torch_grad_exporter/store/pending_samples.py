@@ -15,8 +15,8 @@ import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.store.clip_detection import ClipDetection, ClipVerdict, Edit, with_ours
-from torch_grad_exporter.store.records import UNOWNED, Outcome, RoundEnded, SampleRead
-from torch_grad_exporter.store.sample import Sample, number_of, rows_of
+from torch_grad_exporter.store.records import UNOWNED, Outcome, RoundEnded, SampleRead, number_of
+from torch_grad_exporter.store.sample import Sample
 
 GRACE_SECONDS = 1.0  # after which a NaN counts without an outcome
 GRACE_SECONDS_AMID = 10.0  # the same while more backwards of the round may follow
@@ -138,7 +138,7 @@ class PendingSamples:
                 continue
             own_scale = 1.0 if view.own_scale is None else number_of(view.own_scale)
             for part_seen in view.parts:
-                norms[part_seen.positions] = rows_of(part_seen)[:, 0] / own_scale
+                norms[part_seen.positions] = part_seen.rows()[:, 0] / own_scale
         by_loop = {view.optimizer for view in ended.views if not view.ours} & ended.stepped
         by_us = {view.optimizer for view in ended.views if view.ours} & ended.stepped
         own = {optimizer: sample.present & (owners == optimizer) for optimizer in by_loop | by_us}

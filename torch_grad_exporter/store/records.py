@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.metrics.families import IntArray
+    from torch_grad_exporter.metrics.families import FloatArray, IntArray
     from torch_grad_exporter.model.parameters import ParameterTable
     from torch_grad_exporter.statistics.layout import Packing
     from torch_grad_exporter.store.host_transfer import Ticket
@@ -41,6 +41,10 @@ class SamplePart:
     units: IntArray
     ticket: Ticket
     packing: Packing
+
+    def rows(self) -> FloatArray:
+        """Return the rows, shape (positions, columns); the vector has arrived."""
+        return self.packing.rows(values_of(self.ticket), len(self.positions))  # a loss scale may follow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +133,19 @@ class Inspected:
 
 
 Record = SampleRead | RoundEnded | StepsTaken | Observed | Inspected
+
+
+def values_of(ticket: Ticket) -> FloatArray:
+    """Return the vector of a ticket that is ready. Raises `RuntimeError` otherwise."""
+    values = ticket.ready()
+    if values is None:
+        raise RuntimeError("a record was applied before its vector had arrived")
+    return values
+
+
+def number_of(value: Ticket | float) -> float:
+    """Return the one number of a ticket that is ready, or the number itself."""
+    return value if isinstance(value, float) else float(values_of(value)[0])
 
 
 def tickets_of(record: Record | OptimizerView) -> list[Ticket]:

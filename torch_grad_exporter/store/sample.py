@@ -10,8 +10,7 @@ from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
-from torch_grad_exporter.store.host_transfer import Ticket
-from torch_grad_exporter.store.records import SamplePart, SampleRead
+from torch_grad_exporter.store.records import SampleRead, number_of
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Sample:
         columns, present = np.zeros((size, layout.width)), np.zeros(size, dtype=np.bool_)
         elements, units = np.zeros((2, size), dtype=np.int64)
         for part in read.parts:
-            columns[part.positions] = rows_of(part)
+            columns[part.positions] = part.rows()
             present[part.positions] = True
             elements[part.positions] = part.elements
             units[part.positions] = part.units
@@ -85,24 +84,6 @@ class Sample:
         if factor != 1:
             for place, power in self.layout.proportional():
                 self.columns[:, place] *= factor**power
-
-
-def rows_of(part: SamplePart) -> FloatArray:
-    """Return the rows of a part whose vector has arrived, shape (positions, columns)."""
-    return part.packing.rows(values_of(part.ticket), len(part.positions))  # a loss scale may follow
-
-
-def values_of(ticket: Ticket) -> FloatArray:
-    """Return the vector of a ticket that is ready. Raises `RuntimeError` otherwise."""
-    values = ticket.ready()
-    if values is None:
-        raise RuntimeError("a record was applied before its vector had arrived")
-    return values
-
-
-def number_of(value: Ticket | float) -> float:
-    """Return the one number of a ticket that is ready, or the number itself."""
-    return value if isinstance(value, float) else float(values_of(value)[0])
 
 
 class Selection:

@@ -31,9 +31,19 @@ from torch_grad_exporter.store.cursors import Cursor, Losses, Singles
 from torch_grad_exporter.store.layer_table import LayerTable
 from torch_grad_exporter.store.optimizer_table import OptimizerTable
 from torch_grad_exporter.store.pending_samples import CountedSample, PendingSamples
-from torch_grad_exporter.store.records import Inspected, Mailbox, Observed, Record, RoundEnded, SampleRead, StepsTaken, tickets_of
+from torch_grad_exporter.store.records import (
+    Inspected,
+    Mailbox,
+    Observed,
+    Record,
+    RoundEnded,
+    SampleRead,
+    StepsTaken,
+    number_of,
+    tickets_of,
+    values_of,
+)
 from torch_grad_exporter.store.run_table import RunTable
-from torch_grad_exporter.store.sample import number_of, values_of
 from torch_grad_exporter.store.snapshots import GradientSnapshot, NewGradients, Reading, Snapshot
 
 CLOSE_SECONDS = WAIT_SECONDS = 5.0  # how long `close`, and a scrape, wait for a drain; the scrape has older values then

@@ -56,6 +56,11 @@ def within_transform() -> bool:
     return _level is not None and _level() is not None
 
 
+def capturing_graph() -> bool:
+    """Return whether a CUDA graph is being captured: nothing may be allocated or copied then."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+
+
 def on_node_of(tensor: torch.Tensor, hook: Callable[[Sequence[torch.Tensor | None]], None]) -> bool:
     """Call `hook` with the gradients of the node that made a tensor, right before that node runs; `False` where none has.
 

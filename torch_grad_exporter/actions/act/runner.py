@@ -23,8 +23,7 @@ from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.identity import process_group
 from torch_grad_exporter.distributed.store import NoStoreError, StoreError
 from torch_grad_exporter.rules import Rule
-from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
+from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
 
 HOOK_SECONDS = 2e-6  # what a call of the hook takes before and after what a clock inside of it measures

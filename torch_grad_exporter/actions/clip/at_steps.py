@@ -27,8 +27,7 @@ from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReports
 from torch_grad_exporter.errors import ErrorLog, raised_by_handler
 from torch_grad_exporter.model.optimizers import owned_by
-from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat.autograd import graph_task
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, stop_compiling
 from torch_grad_exporter.torch_compat.optimizers import hooked_last, remove_step_hooks, stepping_around
 

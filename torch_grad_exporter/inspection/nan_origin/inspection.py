@@ -19,10 +19,9 @@ from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHoo
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.origins import SentTape
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
-from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
-from torch_grad_exporter.torch_compat.autograd import within_transform
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call
 
 # Forwards at most that an alarm arms, since a round that is skipped may not show its end.

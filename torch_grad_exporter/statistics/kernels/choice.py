@@ -26,7 +26,7 @@ import torch
 
 from torch_grad_exporter.errors import Guard, logger, say
 from torch_grad_exporter.metrics.families import BoolArray
-from torch_grad_exporter.statistics import Column, device
+from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, Group
 from torch_grad_exporter.statistics.declared import MOMENTS
 from torch_grad_exporter.statistics.device import ByTorch, GroupReading
@@ -35,6 +35,7 @@ from torch_grad_exporter.statistics.kernels.probe import probe
 from torch_grad_exporter.statistics.kernels.tables import Read
 from torch_grad_exporter.statistics.kernels.trial import Send, Trial
 from torch_grad_exporter.statistics.layout import Layout
+from torch_grad_exporter.torch_compat.autograd import capturing_graph
 
 
 class Implementation(enum.Enum):
@@ -91,7 +92,7 @@ class Kernels:
         *,
         kinds: frozenset[str] = frozenset({"cuda"}),
         load: Callable[[], ModuleType] = launch.programs,
-        capturing: Callable[[], bool] = device.capturing_graph,
+        capturing: Callable[[], bool] = capturing_graph,
     ) -> None:
         self._layout = layout
         self._guard = guard
