@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def near(name: str, names: Iterable[str], *, prefix: str = "") -> str:
@@ -17,6 +17,12 @@ def shown(value: object) -> str:
     """Return a wrong argument as an error shows it: of one that is as long as a model its class."""
     text = repr(value)
     return text if isinstance(value, str) or (len(text) <= 200 and "\n" not in text) else type(value).__name__
+
+
+def some(names: Collection[str], most: int, *, between: str = ", ") -> str:
+    """Return names as a text; of many the first ones, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join([*names][:most]) + more
 
 
 def numbered(names: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from torch_grad_exporter.actions.act.act import Handle
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Action, Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
-from torch_grad_exporter.arguments import shown
+from torch_grad_exporter.arguments import check_whole, shown
 from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
@@ -304,13 +304,8 @@ class Exporter:
             TypeError: `step` is not a whole number.
             ValueError: `step` is negative.
         """
-        if not isinstance(step, int) or isinstance(step, bool):
-            expected = "expected a whole number; pass the optimizer steps done so far"
-            raise TypeError(f"resume(step={shown(step)}): {expected}")
-        if step < 0:
-            expected = "expected at least 0; pass the optimizer steps done so far"
-            raise ValueError(f"resume(step={shown(step)}): {expected}")
-        self._stages.clock.resume(step)
+        what = "the optimizer steps done so far, a number"
+        self._stages.clock.resume(check_whole(f"resume(step={shown(step)})", step, least=0, what=what, example=1000))
 
     def adopt(self, handle: _Handle) -> _Handle:
         """Take over a handle, such as that of a forward hook: `close()` calls its `remove()`.

@@ -38,11 +38,13 @@ from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli import plot
 from torch_grad_exporter.cli.plot import PlotError
 from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO
+from torch_grad_exporter.collectors.outcomes import Happenings
 from torch_grad_exporter.collectors.training import TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.metrics.families import Family, LabelRows
 from torch_grad_exporter.outputs.live import saved as reading
 from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
+from torch_grad_exporter.rules import Record
 
 HOSTILE = ["</script><script>alert(1)</script>", "<!--", "]]>", "a$b$c^_{", "lone \ud800", "schicht.ä", "\u2028 \\n", "x" * 200]
 PASSWORD = "p@ss: w/rd%"  # noqa: S105 - of these tests alone
@@ -69,7 +71,11 @@ def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run
         Family(TRAIN_STEPS, np.array([steps + len(values)], dtype=np.float64), LabelRows((("sgd",),))),
         Family(GRAD_DEAD_RATIO, np.full(len(names), 0.95), LabelRows(tuple((name,) for name in names))),
     ]
-    found: plot.Saved = Live(Run(run, 0, 1, "host", "0"), history, lambda: families, now=lambda: 1.8e9 + at[0]).everything()
+    live = Live(
+        Run(run, 0, 1, "host", "0"), history, lambda: families, targets=lambda: b"[]", happenings=Happenings(), record=Record(),
+        now=lambda: 1.8e9 + at[0],
+    )  # fmt: skip
+    found: plot.Saved = live.everything()
     return found
 
 

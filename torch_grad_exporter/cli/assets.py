@@ -64,6 +64,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--runbook-url", type=_ADDRESS, metavar="URL",
         help="where you keep runbook.md, for links in alerts and dashboards (default: no links)")  # fmt: skip
     add("--force", action="store_true", help="overwrite files that have another content")
+    parser.set_defaults(run=run)
 
 
 def run(values: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             help=f"{text} of a gauge or counter, such as {example}; may be given several times")  # fmt: skip
     add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit's XML, too")
     add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
+    parser.set_defaults(run=run)
 
 
 def tolerance(text: str) -> tuple[str, float]:

@@ -138,7 +138,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         switches.add_argument(f"--no-collector.{name}", dest="off", action="append_const", const=name,
                               help=f"switch off the collector {name!r}")  # fmt: skip
     parser.set_defaults(**{field.name: getattr(default, field.name) for field in fields(default) if field.name != "inject"})
-    parser.set_defaults(error=parser.error)
+    parser.set_defaults(run=run, error=parser.error)
 
 
 def options(values: argparse.Namespace) -> DemoOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import assets, check, demo, plot, run
@@ -13,10 +13,6 @@ from torch_grad_exporter.cli.printing import PrintError, complain
 from torch_grad_exporter.version import __version__
 
 PROGRAM = "torch-grad-exporter"
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "demo": demo.run, "assets": assets.run, "plot": plot.run, "check": check.run,
-}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run.main(given[1:])
     values = parse(given)
     try:
-        return _COMMANDS[values.command](values)
+        return int(values.run(values))
     except (demo.DemoError, assets.AssetsError, plot.PlotError, check.GateError, PrintError) as error:
         complain(f"{PROGRAM} {values.command}", error)
         return 2

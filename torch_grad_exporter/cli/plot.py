@@ -40,6 +40,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "several times")  # fmt: skip
     add("--recent", action="store_true", help="the last records instead of the whole run, in a PNG")
     add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
+    parser.set_defaults(run=run)
 
 
 def _picture(text: str) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_grad_exporter.arguments import some
 from torch_grad_exporter.rules import Wrong
 from torch_grad_exporter.rules.context import times
 
@@ -35,5 +36,4 @@ def summary(status: Mapping[str, Any], wrong: Sequence[Wrong], saved: Path | Non
 
 
 def _problems(alerts: list[str]) -> str:
-    more = f" and {len(alerts) - NAMED} more" if len(alerts) > NAMED else ""
-    return f"problems: {', '.join(alerts[:NAMED])}{more}" if alerts else "no problems"
+    return f"problems: {some(alerts, NAMED)}" if alerts else "no problems"

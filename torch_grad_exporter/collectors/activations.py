@@ -82,15 +82,13 @@ class ActivationCollector:
         snapshot = self._totals.snapshot()
         layers = snapshot.layers
         for spec, value in _VALUES.items():
-            known = {(label,): number for label, row in layers.items() if (number := value(row)) is not None}
-            yield self._rows.family(spec, known)
+            yield self._rows.by_label(spec, {label: value(row) for label, row in layers.items()})
         kinds = {(label, "nan"): row.nans for label, row in layers.items()}
         kinds |= {(label, "inf"): row.infs for label, row in layers.items()}
         yield self._rows.family(ACTIVATION_NONFINITE_ELEMENTS, kinds)
-        yield self._rows.family(ACTIVATION_CAPTURES, {(label,): float(row.captures) for label, row in layers.items()})
+        yield self._rows.by_label(ACTIVATION_CAPTURES, {label: row.captures for label, row in layers.items()})
         yield scalar(ACTIVATION_LAYERS_FOLDED, float(snapshot.folded))
-        left_out = {(reason,): float(count) for reason, count in snapshot.left_out.items()}
-        yield self._rows.family(ACTIVATION_MODULES_LEFT_OUT, left_out)
+        yield self._rows.by_label(ACTIVATION_MODULES_LEFT_OUT, snapshot.left_out)
 
 
 COLLECTOR = Declaration(

@@ -81,8 +81,7 @@ class CudaMemoryCollector:
         """Yield the families, all of one reading."""
         devices = self._memory.snapshot()
         for spec, name in _VALUES.items():
-            counted = {(device.device,): value for device in devices if (value := getattr(device, name)) is not None}
-            yield self._rows.family(spec, counted)
+            yield self._rows.by_label(spec, {device.device: getattr(device, name) for device in devices})
 
 
 COLLECTOR = Declaration(

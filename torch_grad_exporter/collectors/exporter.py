@@ -120,29 +120,27 @@ class ExporterCollector:
         yield scalar(EXPORTER_MODELS, capture.models)
         yield scalar(EXPORTER_LAYERS, len(table.layers))
         yield scalar(EXPORTER_LAYERS_FOLDED, table.folded)
-        yield self._rows.family(EXPORTER_CAPTURE_MODE, {(mode.value,): float(mode is capture.mode) for mode in Mode})
+        yield self._rows.by_label(EXPORTER_CAPTURE_MODE, {mode.value: mode is capture.mode for mode in Mode})
         yield scalar(EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
         yield scalar(EXPORTER_THREADS_CPU_SECONDS, threads - self._threads_before)
         yield scalar(EXPORTER_CAPTURES, capture.samples)
         gradients = snapshot.gradients
         lost = {**capture.skipped, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}
-        yield self._rows.family(EXPORTER_CAPTURES_SKIPPED, {(why.value,): float(count) for why, count in lost.items()})
+        yield self._rows.by_label(EXPORTER_CAPTURES_SKIPPED, {why.value: count for why, count in lost.items()})
         yield self._untimed()
-        counts = self._context.errors.counts()
-        yield self._rows.family(EXPORTER_ERRORS, {(source,): count for source, count in counts.items()})
+        yield self._rows.by_label(EXPORTER_ERRORS, self._context.errors.counts())
         if (notified := self._context.notified) is not None:
             yield self._rows.family(EXPORTER_NOTIFICATIONS, notified.counts)
             yield self._rows.family(ALERTS_ACTIVE, notified.active)
         if acted := self._context.acted.counts:
             yield self._rows.family(EXPORTER_ACTIONS, acted)
         if last := self._context.acted.happened.last_done:
-            yield self._rows.family(EXPORTER_LAST_ACTION, {(action,): at for action, at in last.items()})
+            yield self._rows.by_label(EXPORTER_LAST_ACTION, last)
 
     def _untimed(self) -> Family:
-        untimed = {("phases",): float(self._context.clock.phases.untimed)}
-        if (layers := self._context.layer_times) is not None:
-            untimed["layers",] = float(layers.untimed)
-        return self._rows.family(EXPORTER_UNTIMED_STEPS, untimed)
+        layers = self._context.layer_times
+        untimed = {"phases": self._context.clock.phases.untimed, "layers": None if layers is None else layers.untimed}
+        return self._rows.by_label(EXPORTER_UNTIMED_STEPS, untimed)
 
 
 COLLECTOR = Declaration("exporter", (METRICS,), ExporterCollector, place=100)

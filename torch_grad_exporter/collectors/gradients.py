@@ -308,7 +308,7 @@ class GradientCollector:
             exist = {layer for (layer,) in counted.layers.rows}
             acted = {layer: frozen for layer, frozen in self._frozen.shown.items() if frozen or layer in exist}
             rows = {**dict.fromkeys(names, False), **acted}
-            yield self._frozen_rows.family(LAYER_FROZEN, {(layer,): float(frozen) for layer, frozen in rows.items()})
+            yield self._frozen_rows.by_label(LAYER_FROZEN, rows)
 
     def _counted_layers(self, snapshot: GradientSnapshot, shown: _Counted) -> _Counted:
         """Return the shown layers of the table, those that are not tracked at present, and all removed ones together."""

@@ -159,11 +159,11 @@ class Scrape:
 
     def _reports(self, results: dict[str, _Result]) -> Iterator[Family]:
         """Yield the size of the scrape before, the success of each collector, and the duration of those that have ended."""
-        success = {(name,): self._success[name] for name in self._collectors if name in self._success}
+        success = {name: self._success.get(name) for name in self._collectors}
         if "exporter" in self._collectors:
             yield scalar(EXPORTER_SERIES, self._series or None)
-        yield self._rows.family(EXPORTER_COLLECTOR_SUCCESS, success)
-        yield self._rows.family(EXPORTER_COLLECTOR_DURATION, {(name,): result.seconds for name, result in results.items()})
+        yield self._rows.by_label(EXPORTER_COLLECTOR_SUCCESS, success)
+        yield self._rows.by_label(EXPORTER_COLLECTOR_DURATION, {name: result.seconds for name, result in results.items()})
 
 
 class _Walk:

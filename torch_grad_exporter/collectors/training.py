@@ -112,8 +112,8 @@ class TrainingCollector:
         yield self._state()
         yield scalar(TRAIN_WORLD_SIZE, self._context.identity.world_size)
         # An optimizer that is known and has not stepped has a 0: else its first steps would be no increase to Prometheus.
-        steps = {(name,): counts.steps.get(number, 0) for number, name in enumerate(tuple(self._context.optimizers))}
-        yield self._rows.family(TRAIN_STEPS, steps)
+        steps = {name: counts.steps.get(number, 0) for number, name in enumerate(tuple(self._context.optimizers))}
+        yield self._rows.by_label(TRAIN_STEPS, steps)
         yield scalar(TRAIN_EARLIER_STEPS, clock.earlier)
         yield scalar(TRAIN_BACKWARD_PASSES, counts.backward_passes)
         yield scalar(TRAIN_SKIPPED_STEPS, clock.skipped)
@@ -157,14 +157,14 @@ class TrainingCollector:
         clock = self._context.clock
         running = "evaluating" if clock.evaluating else "training" if clock.last_step is not None else "initialising"
         current = self._context.ending.state or running
-        return self._rows.family(TRAIN_STATE, {(state,): float(state == current) for state in STATES})
+        return self._rows.by_label(TRAIN_STATE, {state: state == current for state in STATES})
 
     def _phase_seconds(self) -> Iterator[Family]:
         # Not with 0 from the start: a model that is never called as a whole has no phases, and a series must not disappear.
         phases = self._context.clock.phases
         if "forward" in phases.seen:
             shown = [phase for phase in PHASES if phase in phases.seen or phase == "outside"]
-            yield self._rows.family(TRAIN_PHASE_SECONDS, {(phase,): phases.seconds[phase] for phase in shown})
+            yield self._rows.by_label(TRAIN_PHASE_SECONDS, {phase: phases.seconds[phase] for phase in shown})
 
 
 COLLECTOR = Declaration("training", (METRICS,), TrainingCollector, place=20)

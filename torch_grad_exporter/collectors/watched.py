@@ -47,6 +47,7 @@ WATCH_NAMES_FOLDED = WATCHED.gauge(
 _VALUES = {
     WATCH_GRAD_NORM: attrgetter("norm"),
     WATCH_GRAD_ZERO_RATIO: attrgetter("zero_ratio"),
+    WATCH_CLIPPED: attrgetter("clipped"),
 }
 
 
@@ -63,13 +64,10 @@ class WatchedCollector:
         if not watched:
             return
         for spec, value in _VALUES.items():
-            known = {(name,): number for name, row in watched.items() if (number := value(row)) is not None}
-            yield self._rows.family(spec, known)
+            yield self._rows.by_label(spec, {name: value(row) for name, row in watched.items()})
         kinds = {(name, "nan"): row.nans for name, row in watched.items()}
         kinds |= {(name, "inf"): row.infs for name, row in watched.items()}
         yield self._rows.family(WATCH_GRAD_NONFINITE_ELEMENTS, kinds)
-        clipped = {(name,): row.clipped for name, row in watched.items() if row.clipped is not None}
-        yield self._rows.family(WATCH_CLIPPED, clipped)
         yield scalar(WATCH_NAMES_FOLDED, float(folded))
 
 

@@ -56,10 +56,10 @@ class WeightFamilies:
         """Yield gauges of the layers that are shown, and the totals of all that count. A removed layer stays until it is in the remainder."""
         totals = self._totals.snapshot(counted)
         here = {layer: totals[layer] for layer in shown if layer in totals}
-        norms = {(layer,): row.norm for layer, row in here.items() if row.whole and not math.isnan(row.norm)}
-        yield self._rows.family(WEIGHT_NORM, norms)
-        ratios = {(layer,): row.update_ratio for layer, row in here.items() if not math.isnan(row.update_ratio)}
-        yield self._rows.family(WEIGHT_UPDATE_RATIO, ratios)
+        norms = {layer: row.norm for layer, row in here.items() if row.whole and not math.isnan(row.norm)}
+        yield self._rows.by_label(WEIGHT_NORM, norms)
+        ratios = {layer: row.update_ratio for layer, row in here.items() if not math.isnan(row.update_ratio)}
+        yield self._rows.by_label(WEIGHT_UPDATE_RATIO, ratios)
         layers, rows = self._counted.get(tuple((label,) for label in totals)), list(totals.values())
         buckets = np.array([row.buckets for row in rows]).reshape(len(rows), len(WEIGHT_MAGNITUDES) + 1)
         yield Family(WEIGHT_DISTRIBUTION, buckets, layers, sums=np.array([row.sum for row in rows]))

@@ -44,6 +44,12 @@ def process_group() -> Identity | None:
     return Identity(dist.get_rank(), dist.get_world_size())
 
 
+def group_size() -> int:
+    """Return the number of ranks in the default process group, 1 without one."""
+    group = process_group()
+    return 1 if group is None else group.world_size
+
+
 class LateGroup:
     """Logs, once, that there is a process group of several ranks which came after the exporter."""
 
@@ -54,8 +60,7 @@ class LateGroup:
 
     def check(self) -> None:
         """Log it if there is one."""
-        group = None if self._logged or self._known.world_size > 1 else process_group()
-        if group is not None and group.world_size > 1:
+        if not self._logged and self._known.world_size == 1 and group_size() > 1:
             self._logged = True
             say(logger, logging.WARNING, LATE_GROUP, self._rank)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torch_grad_exporter.arguments import some
 from torch_grad_exporter.gate.rows import Result, VerdictRow
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.saved import Metric, Saved, grid, lines
@@ -98,10 +99,8 @@ def _layers(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
             "baseline", name, Result.NOT_JUDGED, f"the two runs have too few norms of the same layers and steps{sets}"
         )
     if far:
-        more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
-        return VerdictRow(
-            "baseline", name, Result.FAILED, f"{'; '.join(far[:NAMED])}{more}: more than {1 + allowed:g} times apart{sets}"
-        )
+        text = f"{some(far, NAMED, between='; ')}: more than {1 + allowed:g} times apart{sets}"
+        return VerdictRow("baseline", name, Result.FAILED, text)
     text = f"{len(ratios)} layers, at most {max(ratios):.3g} of {1 + allowed:g} times apart{sets}"
     return VerdictRow("baseline", name, Result.NOTED if sets else Result.OK, text)
 

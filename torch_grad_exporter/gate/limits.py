@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.arguments import near
+from torch_grad_exporter.arguments import near, some
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.gate.rows import GateError, Result, VerdictRow
 from torch_grad_exporter.metrics.families import REMOVED, Kind
@@ -157,5 +157,4 @@ def _series(metric: str, labels: tuple[str, ...], row: tuple[str, ...]) -> str:
 def _listed(values: Mapping[str, float], kind: str) -> str:
     """Return the series and their values, the worst first."""
     ordered = sorted(values.items(), key=lambda pair: (math.isfinite(pair[1]), pair[1] if kind == "min" else -pair[1]))
-    rest = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return ", ".join(f"{series} is {number:.6g}" for series, number in ordered[:SHOWN]) + rest
+    return some([f"{series} is {number:.6g}" for series, number in ordered], SHOWN)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_grad_exporter.model.folding import WHOLE, fold
-from torch_grad_exporter.model.names import LayerFilter, clean, uncompiled
+from torch_grad_exporter.model.names import LayerFilter, clean, joined, uncompiled
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call, is_compiled
 from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
@@ -126,7 +126,7 @@ def named_modules(name: str, root: torch.nn.Module) -> Iterator[NamedModule]:
     alike = Counter(clean(raw) for raw, _, _ in modules)
     for raw, module, compiled in modules:
         short = clean(raw) if alike[clean(raw)] == 1 else raw
-        yield NamedModule(".".join(part for part in (name, short) if part) or WHOLE, module, compiled, not short)
+        yield NamedModule(joined(name, short) or WHOLE, module, compiled, not short)
 
 
 def _walked(raw: str, module: torch.nn.Module, *, compiled: bool, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module, bool]]:
@@ -136,7 +136,7 @@ def _walked(raw: str, module: torch.nn.Module, *, compiled: bool, seen: set[int]
     children = {} if isinstance(module, WITHOUT_PARTS) else children_in(module)
     for attribute, child in children.items():
         if child is not None and id(child) not in seen:
-            yield from _walked(f"{raw}.{attribute}" if raw else attribute, child, compiled=compiled, seen=seen)
+            yield from _walked(joined(raw, attribute), child, compiled=compiled, seen=seen)
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class VisibleModules:
         for attribute, child in children_in(module).items():
             if child is None or id(child) in self.labels:
                 continue
-            below = f"{path}.{attribute}" if path else attribute
+            below = joined(path, attribute)
             if compiles_its_call(child):
                 self.hidden.setdefault(id(module), []).append(clean(below))
             else:

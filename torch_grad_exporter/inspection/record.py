@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.arguments import check_whole, shown
+from torch_grad_exporter.arguments import check_whole, shown, some
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks, Removable
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.modules import InnerModule
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given
-from torch_grad_exporter.model.names import WRAPPER_PARTS, clean
+from torch_grad_exporter.model.names import WRAPPER_PARTS, clean, joined
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, version_of
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -143,20 +143,15 @@ class _Recorder(AbstractContextManager[Calls], ForwardObserver):
         if not (compiled or none) or any(root in _LOGGED for root in self._roots):
             return
         _LOGGED.update(self._roots)
-        some = ", ".join(compiled[:3]) + (f" and {len(compiled) - 3} more" if len(compiled) > 3 else "")
-        text = (
-            f"{some} run compiled, so nothing of them is recorded" if compiled else "no forward was seen; compiled ones do not show"
-        )
+        text = "no forward was seen; compiled ones do not show"
+        if compiled:
+            text = f"{some(compiled, 3)} run compiled, so nothing of them is recorded"
         say(logger, logging.WARNING, "record: %s", text)
 
 
 def _selected(models: Mapping[str, torch.nn.Module], include: str | Sequence[str] | None) -> dict[str, torch.nn.Module]:
     """Return the modules to record by name; raise if a pattern matches none."""
-    modules = {
-        ".".join(part for part in (model, name) if part): module
-        for model, root in models.items()
-        for name, module in _named(root).items()
-    }
+    modules = {joined(model, name): module for model, root in models.items() for name, module in _named(root).items()}
     if include is None:
         return modules
     patterns = [include] if isinstance(include, str) else list(include)
@@ -169,8 +164,8 @@ def _selected(models: Mapping[str, torch.nn.Module], include: str | Sequence[str
         except re.error as error:
             raise ValueError(f"include={shown(include)}: {error}; expected regular expressions") from error
         if not matching:
-            some = ", ".join(map(repr, [name for name in modules if name][:5]))
-            raise ValueError(f"include={pattern!r}: matches none of the {len(modules)} modules, such as {some}")
+            examples = ", ".join(map(repr, [name for name in modules if name][:5]))
+            raise ValueError(f"include={pattern!r}: matches none of the {len(modules)} modules, such as {examples}")
         names |= matching
     return {name: module for name, module in modules.items() if name in names}
 

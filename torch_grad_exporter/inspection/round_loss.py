@@ -20,6 +20,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.observations import READ_SECONDS, Observations
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.distributed.identity import group_size
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, on_gradient, within_transform
@@ -112,9 +113,8 @@ class _UsedLosses:
         ((_, whole),) = self.kinds
         if not whole:
             return _sum(self.values) / self.count
-        distributed = torch.distributed  # of the items of other ranks this one's losses say nothing
-        shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        return None if shared else _sum(self.values)
+        # Of the items of other ranks this one's losses say nothing.
+        return None if group_size() > 1 else _sum(self.values)
 
 
 class RoundLoss(Inspection):

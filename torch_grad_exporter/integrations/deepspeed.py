@@ -50,7 +50,7 @@ def watch_engine(engine: DeepSpeedEngine, exporter: Exporter | None = None, *, l
     if session.engines is not None:
         session.engines.report_losses()
         if log is not False:
-            session.engines.log(session.logged)
+            session.engines.log()
     result = session.exporter or running
     assert result is not None  # noqa: S101 - it was running, or begun
     return result

@@ -12,7 +12,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from torch_grad_exporter.integrations.common import RoundLosses
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
+    from torch_grad_exporter.integrations.session import Session
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -59,9 +60,8 @@ class FollowedEngines:
         elsewhere = [engine for engine in followed if _gradients_elsewhere(engine)]
         self._elsewhere = bool(elsewhere)
         self._losses: RoundLosses | None = None
-        self._logged: Callable[[], Mapping[str, float]] | None = None
-        self._over = False
-        self._reporter: object = None
+        self._session: Session | None = None
+        self._logs = self._over = False
         if elsewhere:
             exporter.gradients_elsewhere()
             _log_elsewhere(elsewhere[0], log)
@@ -74,17 +74,17 @@ class FollowedEngines:
         """Report what `backward` is given as the loss, the mean over the batches of a step."""
         self._losses = RoundLosses()
 
-    def keep(self, reporter: object) -> None:
-        """Keep what reports this training alive until its end: else it would seem to be interrupted."""
-        self._reporter = reporter
+    def keep(self, session: Session) -> None:
+        """Keep the session that reports this training alive until its end: else it would seem to be interrupted."""
+        self._session = session
 
-    def log(self, logged: Callable[[], Mapping[str, float]]) -> None:
-        """Write these values to the engine's monitor, at its `steps_per_print`, if a monitor is enabled."""
-        self._logged = logged
+    def log(self) -> None:
+        """Write what the session logs to the engine's monitor, at its `steps_per_print`, if a monitor is enabled."""
+        self._logs = True
 
     def remove(self) -> None:
         """Give the engines their own methods back; idempotent. What others have wrapped since keeps working."""
-        self._over, self._logged, self._reporter = True, None, None
+        self._over, self._session = True, None
         for reference in self._engines:
             engine = reference()
             for name in () if engine is None else ("backward", "step"):
@@ -133,8 +133,8 @@ class FollowedEngines:
                 exporter.step(steps_of(engine) if self._numbers else None)
             elif self._elsewhere:
                 exporter.step_skipped()
-        if self._logged is not None:
-            _write(engine, self._logged)
+        if self._logs and self._session is not None:
+            _write(engine, self._session)
 
 
 def followed_engines(models: torch.nn.Module | Iterable[torch.nn.Module]) -> list[Any]:
@@ -198,10 +198,10 @@ def _log_elsewhere(engine: Any, log: logging.Logger) -> None:
     )  # fmt: skip
 
 
-def _write(engine: Any, logged: Callable[[], Mapping[str, float]]) -> None:
+def _write(engine: Any, session: Session) -> None:
     """Write values to the engine's monitor, on the first rank at its logging steps, by the samples so far."""
     if engine.monitor.enabled and engine.global_rank == 0 and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0:
-        engine.monitor.write_events([(name, value, engine.global_samples) for name, value in logged().items()])
+        engine.monitor.write_events([(name, value, engine.global_samples) for name, value in session.logged().items()])
 
 
 def _reduced_precision(engine: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch_grad_exporter import Exporter
+from torch_grad_exporter.arguments import check_whole
 from torch_grad_exporter.integrations.common import RoundLosses, TrainingInterrupted, require
 from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 
@@ -58,8 +59,7 @@ class GradExporterHandler(SessionOwner):
         **options: Any,
     ) -> None:
         for name, number in (("gradient_accumulation_steps", gradient_accumulation_steps), ("log_every", log_every)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"GradExporterHandler({name}={number!r}): expected a whole number of at least 1")
+            check_whole(f"GradExporterHandler({name}={number!r})", number, example=10)
         self._model = model
         self._session = Session(type(self).__name__, exporter, options, log=log)
         self._transform = output_transform

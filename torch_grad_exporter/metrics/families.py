@@ -212,6 +212,10 @@ class LabelledRows:
 
     _kept: defaultdict[Spec, RowCache] = field(default_factory=lambda: defaultdict(RowCache))
 
+    def by_label(self, spec: Spec, values: Mapping[str, float | None]) -> Family:
+        """Return the family of a metric with one label; None means no row."""
+        return self.family(spec, {(label,): float(value) for label, value in values.items() if value is not None})
+
     def family(self, spec: Spec, values: Mapping[_Row, float]) -> Family:
         """Return the family with these values by their labels."""
         return Family(spec, np.array(list(values.values()), dtype=np.float64), self._kept[spec].get(tuple(values)))

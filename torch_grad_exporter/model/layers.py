@@ -23,7 +23,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.model.flat_parts import FlatParts, has_part
-from torch_grad_exporter.model.names import LayerFilter, LayerNames, Place, layers_of, parameters_within, places_of
+from torch_grad_exporter.model.names import LayerFilter, LayerNames, Place, joined, layers_of, parameters_within, places_of
 from torch_grad_exporter.model.parameters import (
     ParameterTable,
     TrackedParameter,
@@ -210,7 +210,7 @@ class LayerIndex:
             for raw, module in root.named_modules():
                 for attribute, parameter in parameters_in(module).items():
                     if parameter is not None:
-                        layer = ".".join(part for part in (name, labels.of(raw, attribute)) if part)
+                        layer = joined(name, labels.of(raw, attribute))
                         shared.setdefault(layer, set()).add(id(parameter))
         return shared
 

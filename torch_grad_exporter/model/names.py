@@ -21,6 +21,11 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
+def joined(*parts: str) -> str:
+    """Return the name that these parts make, without empty ones."""
+    return ".".join(part for part in parts if part)
+
+
 def clean(name: str) -> str:
     """A module's name without the parts that wrappers add."""
     parts = name.split(".")

@@ -20,7 +20,7 @@ from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.act.trigger import Trigger
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
-from torch_grad_exporter.distributed.identity import process_group
+from torch_grad_exporter.distributed.identity import group_size
 from torch_grad_exporter.distributed.store import NoStoreError, StoreError
 from torch_grad_exporter.rules import Rule
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, capturing_graph, graph_task
@@ -87,10 +87,9 @@ class StepActionRunner:
             ) from error
 
     def _check_alone(self, action: StepAction) -> None:
-        group = process_group()
-        if group is not None and group.world_size > 1:
+        if (ranks := group_size()) > 1:
             raise RuntimeError(
-                f"action={action!r}: all {group.world_size} ranks have to do it after the same step, and the exporter knows of "
+                f"action={action!r}: all {ranks} ranks have to do it after the same step, and the exporter knows of "
                 "one; start it after init_process_group"
             )
 

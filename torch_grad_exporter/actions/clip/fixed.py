@@ -19,7 +19,7 @@ from torch_grad_exporter.actions.clip.policy import (
     finite,
     shrink,
 )
-from torch_grad_exporter.arguments import check_number
+from torch_grad_exporter.arguments import check_number, some
 from torch_grad_exporter.statistics.device import to_device, wide
 
 
@@ -129,8 +129,7 @@ class LayerScale(Policy):
         """Each expression matches a layer now; the layer may go later."""
         for expression in self.factors:
             if not any(re.search(expression, layer) for layer in layers):
-                shown = ", ".join(layers[:10]) + (f" and {len(layers) - 10} more" if len(layers) > 10 else "")
-                raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): no layer matches; layers: {shown}")
+                raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): no layer matches; layers: {some(layers, 10)}")
 
     def start(self, groups: NormGroups, /) -> Memory:
         """Return the factor of each layer."""

@@ -13,7 +13,7 @@ from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
-from torch_grad_exporter.arguments import check_number, check_whole, near, shown
+from torch_grad_exporter.arguments import check_number, check_whole, near, shown, some
 from torch_grad_exporter.errors import BusyError, say
 from torch_grad_exporter.rules import Rule
 
@@ -128,8 +128,7 @@ class Freeze(StepAction):
         self._check_known(layers, self._loaded)
         trained = layers.trained()
         if self.layers is not None and not any(map(self.layers.search, trained)):
-            names = ", ".join([*trained][:8]) + (f" and {len(trained) - 8} more" if len(trained) > 8 else "")
-            raise ValueError(f"layers={self.layers.pattern!r}: it matches no layer that is trained; there are {names}")
+            raise ValueError(f"layers={self.layers.pattern!r}: it matches no layer that is trained; there are {some(trained, 8)}")
         if own:
             if layers.sharded().issuperset(trained):
                 raise RuntimeError(

@@ -16,7 +16,7 @@ from torch_grad_exporter.inspection.explain.places import Places
 from torch_grad_exporter.inspection.explain.saved_state import SavedState
 from torch_grad_exporter.inspection.explain.verdicts import Judge, NamedParameter
 from torch_grad_exporter.model import given
-from torch_grad_exporter.model.names import LayerNames, clean
+from torch_grad_exporter.model.names import LayerNames, clean, joined
 from torch_grad_exporter.torch_compat.compiler import uncompiled
 from torch_grad_exporter.torch_compat.fsdp import is_managed
 from torch_grad_exporter.torch_compat.modules import parameters_in
@@ -144,7 +144,7 @@ def _parameters(models: Mapping[str, torch.nn.Module]) -> list[NamedParameter]:
                 if parameter is None:
                     continue
                 label = labels.of(raw, attribute) if raw in labels else clean(raw) or attribute
-                layer = ".".join(part for part in (model, label) if part)
+                layer = joined(model, label)
                 name = layer if label == attribute and not clean(raw) else f"{layer}.{attribute}"
                 names = parameters.setdefault(id(parameter), (parameter, layer, []))[2]
                 names += [] if name in names else [name]
@@ -156,6 +156,6 @@ def _modules(models: Mapping[str, torch.nn.Module]) -> dict[int, str]:
     names: dict[int, str] = {}
     for model, root in models.items():
         for raw, module in root.named_modules():
-            name = ".".join(part for part in (model, clean(raw)) if part)
+            name = joined(model, clean(raw))
             names.setdefault(id(module), name or type(module).__name__)
     return names

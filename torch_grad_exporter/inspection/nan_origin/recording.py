@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
+from torch_grad_exporter.distributed.identity import group_size
 from torch_grad_exporter.inspection.modules import VisibleModules, hides_its_inside
 from torch_grad_exporter.inspection.nan_origin.flags import Flags
 from torch_grad_exporter.inspection.nan_origin.tape import (
@@ -33,7 +34,7 @@ from torch_grad_exporter.inspection.nan_origin.tape import (
     operation,
 )  # fmt: skip
 from torch_grad_exporter.inspection.tensors import tensors_in
-from torch_grad_exporter.model.names import clean, uncompiled
+from torch_grad_exporter.model.names import clean, joined, uncompiled
 from torch_grad_exporter.torch_compat.autograd import graph_task, next_sequence, number_of, started_from, version_of
 from torch_grad_exporter.torch_compat.modules import parameters_in
 
@@ -123,7 +124,7 @@ class Recording:
                 slot = self.flags.add(tensor)
                 if slot is not None:
                     self._leaves[id(tensor)] = len(self.tape.held)
-                    name = ".".join(part for part in (clean(path), attribute) if part)
+                    name = joined(clean(path), attribute)
                     self.tape.held.append(HeldTensor(name, attribute, layer, id(module), is_buffer, slot))
 
     def _gradients(self) -> dict[str, int]:
@@ -228,8 +229,7 @@ class Recording:
         """Record nothing any more; return the tape."""
         self.over, tape = True, self.tape
         tape.after = self._gradients() if backward else {}
-        distributed = torch.distributed
-        tape.ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        tape.ranks = group_size() > 1
         tape.backward, tape.scaled = backward, scaled
         return tape
 

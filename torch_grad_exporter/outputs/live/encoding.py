@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,6 +28,11 @@ LOG = frozenset({"norm", "activation_rms"})
 NOTHING = {False: (0.0, 1.0), True: (-46.0, -45.0)}
 
 Json = dict[str, object]
+
+
+def encoded(content: Json) -> bytes:
+    """Return JSON that browsers can read; half a character is a question mark."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def number(value: float | None) -> float | str | None:

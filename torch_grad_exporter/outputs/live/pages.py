@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.live.encoding import Json
+from torch_grad_exporter.outputs.live.encoding import Json, encoded
 from torch_grad_exporter.outputs.live.history import VIEWS, UnknownLayerError, Window
 from torch_grad_exporter.outputs.prometheus.text import accepts_gzip
 
@@ -115,7 +114,7 @@ class Pages:
             return plain(HTTPStatus.BAD_REQUEST, f"this cannot be answered: {error}", HEADERS)
         if answer is None:
             return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
-        body = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+        body = encoded(answer)
         if not accepts_gzip(request.headers.get("accept-encoding", "")):
             return _response("application/json", body, compressed=False)
         return _response("application/json", gzip.compress(body, 1, mtime=0), compressed=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import time
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.outputs.http.message import Request, Response
+from torch_grad_exporter.outputs.live.encoding import encoded
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments
@@ -88,5 +88,5 @@ class View:
 
     def saved(self, *, packed: bool) -> bytes:
         """Return everything as JSON, as it is saved."""
-        content = json.dumps(self.live.everything(fresh=True), allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+        content = encoded(self.live.everything(fresh=True))
         return gzip.compress(content, 6) if packed else content
