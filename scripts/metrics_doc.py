@@ -44,10 +44,8 @@ def switch(spec: Spec) -> str:
         return f"{spec.opt_in}=[...]"
     if spec.opt_in == "clip":
         return "clip=... or dry_run=[...]"
-    if spec.opt_in == "watch":
-        return "exporter.watch(...)"
-    if spec.opt_in == "on":
-        return "exporter.on(...)"
+    if spec.opt_in in ("log", "on", "watch"):
+        return f"exporter.{spec.opt_in}(...)"
     if spec.opt_in == "freeze":
         return "exporter.on(Freeze(...))"
     option = spec.opt_in in {one.name for one in fields(Settings)}

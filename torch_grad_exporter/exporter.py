@@ -24,8 +24,8 @@ from torch_grad_exporter.actions.act.trigger import Action, Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.arguments import check_whole, shown
 from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
-from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
+from torch_grad_exporter.capture.values import Number
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import Guard, leave_traceback
@@ -70,7 +70,7 @@ class Exporter:
             stages.start(models, checked)
             failed.pop_all()
         # Calls of the user and of integrations: what may succeed the next time is never disabled.
-        guarded = ("observe", "request", "close", "watch", "integration")
+        guarded = ("observe", "log", "request", "close", "watch", "integration")
         self._guards = {source: stages.errors.boundary(source, limit=None) for source in guarded}
         self._guards["step"] = stages.errors.boundary("observe", "step")
         stages.at_end(self._release_adopted)
@@ -171,6 +171,29 @@ class Exporter:
                 break
         if self._stages.clip is not None:
             self._guards["observe"](self._stages.clip.observe, loss, epoch)
+
+    def log(self, values: Mapping[str, Number], step: int | None = None) -> None:
+        """Show numbers of your own, such as a reward or an evaluation loss, by name.
+
+        From any thread. Tensors on a device are copied in the background and not waited for. The
+        first call raises what is wrong; later ones count it, and the training goes on.
+
+        Args:
+            values: Numbers or tensors of one element, by names of 1 to 200 characters; at most 200
+                names are shown. The live page groups names by the part before their first `/`.
+            step: The number of the step that they belong to; by default that of the last step.
+
+        Raises:
+            TypeError: In the first call, for a wrong type of a name or value.
+            ValueError: In the first call, for a wrong name, tensor or step.
+        """
+        if self._ending.closed or is_compiling() or is_tracing():
+            return
+        log = self._stages.log
+        if log.used:
+            self._guards["log"](log.log, values, step)
+        else:
+            log.log(values, step)
 
     def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None = None) -> torch.Tensor:
         """Measure the gradient of a tensor in sampled rounds, in the forward or the loss.

@@ -1,4 +1,4 @@
-"""A call of `observe` within a training loop: with numbers and with tensors on the CPU."""
+"""A call of `observe` and of `log` within a training loop: with numbers and with tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -32,16 +32,20 @@ def measure(seconds: float) -> record.Table:
         low, high = interval(values, median, resamples=1000)
         rows.append([label, round(1e6 * median(values), 2), f"[{1e6 * low:.2f}, {1e6 * high:.2f}]"])
     notes = [f"Median over blocks of {CALLS} calls in turns, less what an empty call of a Python function takes; one thread."]
-    return record.table("A call of observe()", ("call", "us", "95 %"), rows, notes)
+    return record.table("A call of observe() and of log()", ("call", "us", "95 %"), rows, notes)
 
 
 def _ways(exporter: Exporter) -> dict[str, Callable[[], object]]:
     loss, norm = torch.tensor(1.5), torch.tensor(0.5)
+    numbers = {f"name {number}": float(number) for number in range(10)}
+    tensors = {name: torch.tensor(number) for name, number in numbers.items()}
     return {
         "observe(loss=float)": lambda: exporter.observe(loss=1.5),
         "observe(loss=float, grad_norm=float, tokens=int)": lambda: exporter.observe(loss=1.5, grad_norm=0.5, tokens=64),
         "observe(loss=tensor)": lambda: exporter.observe(loss=loss),
         "observe(loss=tensor, grad_norm=tensor, tokens=int)": lambda: exporter.observe(loss=loss, grad_norm=norm, tokens=64),
+        "log(ten floats)": lambda: exporter.log(numbers),
+        "log(ten tensors)": lambda: exporter.log(tensors),
         "loss.item() alone, for comparison": loss.item,
     }
 

@@ -23,6 +23,8 @@ from torch_grad_exporter.inspection.watch import WatchedTensors
 from torch_grad_exporter.inspection.watch_totals import WatchTotals
 from torch_grad_exporter.inspection.weight_totals import WeightTotals
 from torch_grad_exporter.inspection.weights import WeightProbe
+from torch_grad_exporter.store.logged_values import SOURCE as LOG
+from torch_grad_exporter.store.logged_values import LoggedValues
 from torch_grad_exporter.store.worker import DRAIN_SECONDS, Worker
 
 # Between two drains of the worker if the origin of a NaN is looked for, which shows only in the next rounds.
@@ -31,12 +33,13 @@ ORIGIN_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionTotals:
-    """What inspections have measured, for collectors; None where the user did not ask for it."""
+    """What inspections have measured and the user has logged, for collectors; None where the user did not ask for it."""
 
     waits: ReductionWaits
     local_norms: LocalNormTotals
     weights: WeightTotals
     watched: WatchTotals
+    logged: LoggedValues
     layer_times: LayerTimes | None
     activations: ActivationTotals | None
     origins: Origins | None
@@ -83,8 +86,8 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
         )  # fmt: skip
         capture.inspect(inner, errors.boundary("activations"))
     return InspectionTotals(
-        waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), layer_times=layer_times,
-        activations=activations, origins=Origins(stage.requests) if settings.nan_origin else None,
+        waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), logged=LoggedValues(),
+        layer_times=layer_times, activations=activations, origins=Origins(stage.requests) if settings.nan_origin else None,
     )  # fmt: skip
 
 
@@ -129,6 +132,7 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
     worker.listen(totals.local_norms)
     worker.register("weights", totals.weights)
     worker.register("watch", totals.watched)
+    worker.register(LOG, totals.logged)
     if totals.activations is not None:
         worker.register("activations", totals.activations)
     if totals.layer_times is not None:

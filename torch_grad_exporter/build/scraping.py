@@ -65,7 +65,8 @@ def build_scrape(
         waits=totals.waits, ending=ending, dead_window=settings.dead_window, moments=settings.moments,
         weights=totals.weights if settings.weights else None, local_norms=totals.local_norms,
         notified=notified, acted=acted, clip=None if clip is None else clip.reports, frozen=frozen,
-        activations=totals.activations, watched=totals.watched, origins=totals.origins, layer_times=totals.layer_times,
+        activations=totals.activations, watched=totals.watched, logged=totals.logged, origins=totals.origins,
+        layer_times=totals.layer_times,
     )  # fmt: skip
     group = LateGroup(identity, checked.rank)
 
@@ -83,7 +84,7 @@ def build_scrape(
         stage.clock, scrape, targets=announcement.body, happenings=acted.happened,
         of_sample=OfSample(REGISTRY, settings.enabled_collectors, context),
         dead_from=dead_from(settings.dead_window), moments=settings.moments, errors=errors,
-        activations=totals.activations,
+        activations=totals.activations, logged=totals.logged,
     )  # fmt: skip
     return ScrapeStage(
         worker=worker, context=context, frozen=frozen, acted=acted, notified=notified, scrape=scrape,

@@ -14,6 +14,7 @@ from torch_grad_exporter.build.acting import ActionStage
 from torch_grad_exporter.build.capturing import build_capture
 from torch_grad_exporter.build.inspecting import WatchStage, add_inspections, build_worker
 from torch_grad_exporter.build.scraping import build_scrape
+from torch_grad_exporter.capture.value_log import ValueLog
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.config.checked import Checked
@@ -29,7 +30,7 @@ from torch_grad_exporter.version import __version__
 # Every boundary at which a failure of ours can be counted, but for the collectors.
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe",
-    "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp",
+    "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "log",
     "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
     "integration", "timing", "layer_times", "kernels",
 )  # fmt: skip
@@ -65,6 +66,7 @@ class Stages:
         # On the thread that trains.
         self._capturing = capturing = build_capture(checked, self.errors)
         self.capture, self.clock, self.optimizers = capturing.capture, capturing.clock, capturing.optimizers
+        self.log = ValueLog(self.clock, capturing.mailbox)
         totals = add_inspections(capturing, models, checked)
         self._watching = WatchStage(capturing, totals.watched)
         self.clip = None

@@ -15,7 +15,7 @@ from torch_grad_exporter.capture.detection import BackwardDetection, Mode
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.loss_scale import FusedStepCounter, LossScale
-from torch_grad_exporter.capture.observations import Number, Observations
+from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.progress import StepClock, TrainingThread
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
@@ -23,6 +23,7 @@ from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
 from torch_grad_exporter.capture.steps import StepHooks
 from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.values import Number
 from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers

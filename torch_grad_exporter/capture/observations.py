@@ -7,12 +7,8 @@ for `grad_norm` and `grad_divisor`, which belong to the round of the training th
 from __future__ import annotations
 
 import math
-import numbers
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
@@ -21,8 +17,8 @@ from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock, TrainingThread
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.values import Number, ValueTransfer
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.store.host_transfer import Arrived, HostTransfer, Ticket
 from torch_grad_exporter.store.records import PLACED, Mailbox, Observed
 
 READ_SECONDS = 0.5
@@ -30,15 +26,6 @@ READ_SECONDS = 0.5
 
 GROUPS = 64
 """Parameter groups of an optimizer whose learning rates are shown."""
-
-Number = float | int | torch.Tensor | np.number[Any]
-
-
-class _Ring(threading.local):
-    """The buffers of copies to the host: each thread has its own, since a ring has no lock."""
-
-    def __init__(self, pressed: Callable[[], object]) -> None:
-        self.transfer = HostTransfer(pressed=pressed)
 
 
 class Observations:
@@ -60,7 +47,7 @@ class Observations:
         self._optimizers, self._clock, self._mailbox = optimizers, clock, mailbox
         self._reader, self._loss_scale = reader, loss_scale
         self._rounds, self._detection, self._counted, self._thread = rounds, detection, counted, thread
-        self._ring = _Ring(mailbox.press)
+        self._values = ValueTransfer(mailbox.press)
         self.loss_given = False
         """Whether the user has given a loss; cleared by `RoundLoss`."""
         self._settings_read = float("-inf")
@@ -96,7 +83,7 @@ class Observations:
                 self._clock.spent(self._clock.clock() - start)
 
     def _norm(self, value: Number) -> None:
-        ticket = self._sent(value)
+        ticket = self._values.send(value)
         if ticket is not None:
             self._counted.norm_comes()
             self._mailbox.append(Observed("grad_norm", ticket, step=self._step_of_value("grad_norm")))
@@ -108,16 +95,15 @@ class Observations:
         wanted = rounds.next_is_sampled and self._detection.sees_backwards  # else gradients are read when they are divided
         if not wanted and isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
             return
-        ticket = self._sent(value)
-        divisor = float(ticket.ready()[0]) if isinstance(ticket, Arrived) else ticket
-        if isinstance(divisor, float) and not 0 < divisor < math.inf:
-            raise ValueError(f"expected a number above 0 as grad_divisor, got {divisor}")
-        if wanted and divisor is not None:
-            self._reader.divide(rounds.current, divisor)
+        ticket = self._values.send(value)
+        if isinstance(ticket, float) and not 0 < ticket < math.inf:
+            raise ValueError(f"expected a number above 0 as grad_divisor, got {ticket}")
+        if wanted and ticket is not None:
+            self._reader.divide(rounds.current, ticket)
 
     def post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
         """Hand over a value; one on a device is copied in the background."""
-        ticket = self._sent(value)
+        ticket = self._values.send(value)
         if ticket is not None:
             self._mailbox.append(Observed(name, ticket, labels, step))
 
@@ -153,16 +139,3 @@ class Observations:
         scale = self._loss_scale.value
         if scale is not None:
             self.post("loss_scale", scale)
-
-    def _sent(self, value: object) -> Ticket | float | None:
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"expected a number or a tensor of one element, got one of shape {tuple(value.shape)}")
-            if value.device.type == "cpu":
-                if type(value) is torch.Tensor:
-                    return float(value.item())  # there is no device to wait for, and one call is what a step's loss may cost
-                return Arrived(value.detach().reshape(1).double().clone().numpy())
-            return self._ring.transfer.send(value.detach().reshape(1))
-        if isinstance(value, numbers.Real):
-            return float(value)
-        raise TypeError(f"expected a number or a tensor of one element, got {type(value).__name__}")

@@ -61,7 +61,7 @@ _PANELS = (
 )
 
 
-def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = ()) -> bytes:
+def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = (), values: Sequence[str] = ()) -> bytes:
     """Return the picture of a history that has been checked, as a PNG.
 
     Args:
@@ -69,22 +69,25 @@ def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = ()) -> 
         quantity: Of the heatmap.
         view: "whole" or "recent".
         moments: Layers that get a panel with the mean and the standard deviation of their gradient.
+        values: Names of logged values that get a panel.
     """
-    grid, lines = saved.grid(run, quantity, view), saved.lines(run, view)
+    grid, lines, logged = saved.grid(run, quantity, view), saved.lines(run, view), saved.logged(run, view)
     known = {name for name in lines.values if np.isfinite(lines.values[name]).any() or lines.nonfinite[name].any()}
     panels = [(title, labels) for title, labels in _PANELS if known & labels.keys()]
     high = max(min(max(BROAD_ROW * len(grid.layers), LOWEST), HIGHEST), min(len(grid.layers) / DPI, TALLEST))
-    heights = [high] + [PANEL] * (len(panels) + len(moments))
+    heights = [high] + [PANEL] * (len(panels) + len(moments) + len(values))
     with mpl.rc_context({"font.size": 9, "axes.titlesize": 10, "xtick.labelsize": 8, "ytick.labelsize": 8}):
         figure = Figure(figsize=(WIDTH, FRAME + sum(heights)), dpi=DPI, layout="constrained")
         rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
         heatmap, *below = rows[:, 0]
-        first, last = _step_axis(rows[-1, 0], grid, lines)
+        first, last = _step_axis(rows[-1, 0], grid, lines.steps, logged.steps if values else np.zeros(0))
         notes = [*_about(grid, view), *_heatmap(figure, heatmap, grid, _STYLES[quantity], high)]
         for axes, (title, labels) in zip(below, panels, strict=False):
             _panel(axes, lines, title, {name: label for name, label in labels.items() if name in known}, several=len(labels) > 1)
-        for axes, layer in zip(below[len(panels) :], moments, strict=True):
+        for axes, layer in zip(below[len(panels) :], moments, strict=False):
             _spread(axes, layer, saved.moments(run, layer, view))
+        for axes, name in zip(below[len(panels) + len(moments) :], values, strict=True):
+            _logged(axes, logged, name)
         actions = [action for action in saved.actions(run) if first <= action.step <= last]
         notes += _actions(below, actions)
         figure.align_ylabels(below)
@@ -97,9 +100,9 @@ def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = ()) -> 
         return content.getvalue()
 
 
-def _step_axis(axes: Axes, grid: Grid, lines: Lines) -> tuple[float, float]:
+def _step_axis(axes: Axes, grid: Grid, *more: FloatArray) -> tuple[float, float]:
     """Set the horizontal axis of all panels, and return its limits."""
-    steps = np.concatenate([_edges(grid.steps), lines.steps])
+    steps = np.concatenate([_edges(grid.steps), *more])
     first, last = (steps.min(), steps.max()) if len(steps) else (0.0, 1.0)
     if first == last:
         first, last = first - 0.5, last + 0.5
@@ -190,6 +193,16 @@ def _panel(axes: Axes, lines: Lines, title: str, labels: dict[str, str], *, seve
         axes.plot(lines.steps[alone], values[alone], ".", color=line.get_color(), markersize=4 * width)
     values = np.concatenate([lines.values[name] for name in labels])
     _finish(axes, title, lines.steps[np.any([lines.nonfinite[name] for name in labels], axis=0)], values, log="norm" in labels)
+
+
+def _logged(axes: Axes, lines: Lines, name: str) -> None:
+    """Draw a logged value, whose records are those of all names: it need not have one in each."""
+    if name in lines.values:
+        there = np.isfinite(lines.values[name]) | lines.nonfinite[name]
+        lines = Lines(lines.steps[there], {name: lines.values[name][there]}, {name: lines.nonfinite[name][there]})
+        _panel(axes, lines, short(name, 24), {name: name}, several=False)
+    else:  # of another part of the run
+        _finish(axes, short(name, 24), np.zeros(0), np.zeros(0), log=False)
 
 
 def _spread(axes: Axes, layer: str, moments: LayerMoments) -> None:

@@ -13,7 +13,7 @@ from torch_grad_exporter.files import replace
 from torch_grad_exporter.outputs.live.fetch import PlotError, loaded
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
-from torch_grad_exporter.outputs.live.saved import Saved, has_moments
+from torch_grad_exporter.outputs.live.saved import Saved, has_moments, logged
 
 __all__ = ["PlotError", "Saved", "add_to", "loaded", "page", "run"]
 
@@ -38,6 +38,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--moments", action="append", default=[], metavar="LAYER",
         help="a panel with mean and standard deviation of a layer's gradient, in a PNG of a run with moments=True; may be given "
         "several times")  # fmt: skip
+    add("--value", action="append", default=[], metavar="NAME",
+        help="a panel with a value that exporter.log() was given, in a PNG; may be given several times")  # fmt: skip
     add("--recent", action="store_true", help="the last records instead of the whole run, in a PNG")
     add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
     parser.set_defaults(run=run)
@@ -73,7 +75,9 @@ def _drawn(saved: Saved, values: argparse.Namespace) -> bytes:
     except ImportError:
         raise PlotError("a PNG needs matplotlib; pip install matplotlib, or write a .html") from None
     _check_moments(saved, values.moments)
-    return picture.drawn(saved, values.quantity, "recent" if values.recent else "whole", values.moments)
+    _check_values(saved, values.value)
+    view = "recent" if values.recent else "whole"
+    return picture.drawn(saved, values.quantity, view, values.moments, values.value)
 
 
 def _check_moments(saved: Saved, layers: Sequence[str]) -> None:
@@ -83,6 +87,14 @@ def _check_moments(saved: Saved, layers: Sequence[str]) -> None:
     for name in layers:
         if name not in known:
             raise PlotError(f"--moments {name}: no such layer; there is {', '.join(list(known)[:NAMED]) or 'none yet'}")
+
+
+def _check_values(saved: Saved, names: Sequence[str]) -> None:
+    known = logged(saved, "whole").values
+    for name in names:
+        if name not in known:
+            there = f"there is {', '.join(list(known)[:NAMED])}" if known else "exporter.log() was given none"
+            raise PlotError(f"--value {name}: no such value; {there}")
 
 
 def page(saved: Saved) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.weight_totals import WeightTotals
     from torch_grad_exporter.lifecycle import Ending
     from torch_grad_exporter.resources.devices import DeviceMemory
+    from torch_grad_exporter.store.logged_values import LoggedValues
     from torch_grad_exporter.store.snapshots import Snapshot
 
 
@@ -75,6 +76,7 @@ class CollectorContext:
         activations: Outputs of inner modules.
         layer_times: Times of layers.
         watched: Gradients of watched tensors.
+        logged: Values that the user logs.
         origins: Places where values have become non-finite.
     """
 
@@ -100,4 +102,5 @@ class CollectorContext:
     activations: ActivationTotals | None
     layer_times: LayerTimes | None
     watched: WatchTotals
+    logged: LoggedValues
     origins: Origins | None

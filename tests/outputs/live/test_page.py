@@ -571,6 +571,29 @@ def test_a_wide_loss_is_logarithmic(open_page: Callable[..., Visit], tmp_path: P
     assert shown in texts
 
 
+def test_logged_values_have_charts(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """Each logged value has a chart, grouped by the part before the first slash, live and in a saved page."""
+    run = Run(Perceptron())
+
+    def records() -> int:
+        with urllib.request.urlopen(f"{run.page}api/v1/values?view=whole") as answer:
+            return len(json.load(answer)["times"])
+
+    with run.exporter:
+        for number in range(4):
+            run.train(1)
+            run.exporter.log(dict.fromkeys(("train/reward", "eval/loss", HOSTILE), number))
+            run.exporter.log({"train/kl": math.nan if number == 2 else number})
+        assert eventually(lambda: records() == 4)
+        for url in (run.page, run.saved(tmp_path)):
+            page = open_page(url, ends=True).page
+            expect(page.locator("#values-groups figure h3")).to_have_text(["reward", "kl", "loss", HOSTILE])
+            expect(page.locator("#values-groups .group > h3:visible")).to_have_text(["train", "eval"])
+            drawn = page.evaluate("[...TorchGrad.app.values.charts].map(([name, chart]) => [name, chart.uplot.data[1]])")
+            assert dict(drawn).pop("train/kl") == [0, 1, None, 3]
+            assert [data for name, data in drawn if name != "train/kl"] == [[0, 1, 2, 3]] * 3
+
+
 def test_what_actions_did(drawn: Page) -> None:
     """Actions are a list in words, whose buttons move the cursor to their step."""
     rows = drawn.locator("#action-list li[data-result]")

@@ -55,9 +55,15 @@ def frame(part: Part, window: Window) -> Json:
 
 def columns(part: Part, names: Sequence[str]) -> Json:
     """Return the values by name, and where they were not finite."""
+    content = named(part, names)
+    return {**content["values"], "nonfinite": content["nonfinite"]}
+
+
+def named(part: Part, names: Sequence[str]) -> dict[str, Json]:
+    """Return the same with the values by themselves, for names that the user has chosen."""
     places = {name: np.flatnonzero(part.nonfinite[:, column]).tolist() for column, name in enumerate(names)}
-    values = {name: _numbers(part.values[:, column]) for column, name in enumerate(names)}
-    return {**values, "nonfinite": {name: rows for name, rows in places.items() if rows}}
+    values: Json = {name: _numbers(part.values[:, column]) for column, name in enumerate(names)}
+    return {"values": values, "nonfinite": {name: rows for name, rows in places.items() if rows}}
 
 
 def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:

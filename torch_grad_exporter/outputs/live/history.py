@@ -33,6 +33,9 @@ MOMENTS = ("mean", "stddev")
 # Kept of the outputs of each inner module, in a history of their own.
 ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
 
+# Kept of each logged name, in a history of their own in which names stand for layers.
+LOGGED = ("value",)
+
 # Seconds between two records, at least.
 RECORD_SECONDS = 1.0
 
@@ -100,6 +103,7 @@ class History:
         moment: Returns the present values.
         now: Returns Unix time.
         quantities: Kept of each layer, in the order of the columns of a moment's values.
+        together: How values of a layer become one of a bin.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class History:
         *,
         now: Callable[[], float],
         quantities: Sequence[str] = QUANTITIES,
+        together: Together = Together.LARGEST,
     ) -> None:
         self.quantities = tuple(quantities)
         self._moment = moment
@@ -120,7 +125,7 @@ class History:
         self._rows = StepRows()
         self._column: dict[str, int] = {}
         self._sharded: frozenset[str] = frozenset()
-        self._layers = Track(0, Together.LARGEST)
+        self._layers = Track(0, together)
         self._scalars = Track(len(SCALARS), Together.MEAN, recent=2 * RECENT, whole=2 * WHOLE)
 
     @property

@@ -19,12 +19,12 @@ from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.outcomes import Happenings
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import BusyError
-from torch_grad_exporter.outputs.live.encoding import Json, cells, columns, frame, judged, metrics, number
+from torch_grad_exporter.outputs.live.encoding import Json, cells, columns, frame, judged, metrics, named, number
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
 from torch_grad_exporter.outputs.live.status import numbers, of_layer, step
-from torch_grad_exporter.outputs.live.track import Part
+from torch_grad_exporter.outputs.live.track import Part, Together, Track
 from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch, Wrong
 from torch_grad_exporter.rules.watch import OVER
 
@@ -39,6 +39,9 @@ FIRST_SECONDS = 1.0
 
 # How long a scrape of everything is shown while another one is under way, instead of a newer one of what rules read.
 SHOWN_SECONDS = 30.0
+
+# Of a run without logged values.
+EMPTY = Track(0, Together.MEAN, recent=1, whole=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Live:
         happenings: What actions have done.
         record: What was wrong until now.
         activations: The history of the outputs of inner modules, if there is one.
+        logged: The history of logged values, if there is one.
         now: Returns Unix time.
     """
 
@@ -84,12 +88,14 @@ class Live:
         happenings: Happenings,
         record: Record,
         activations: History | None = None,
+        logged: History | None = None,
         now: Callable[[], float] | None = None,
     ) -> None:
         self._run = run
         self._record = record
         self._concluded = False
         self._activations = activations
+        self._logged = logged
         self._happenings = happenings
         self._targets = targets
         self._history = history
@@ -160,6 +166,7 @@ class Live:
             "problems": [_problem(problem) for problem in problems],
             "earlier": list(self._earlier(problems)),
             "quantities": list(self.quantities),
+            "values": 0 if self._logged is None else self._logged.samples,
             "actions": [asdict(action) for action in self._happenings.latest()],
             "ranks": list(self._others()),
         }
@@ -168,6 +175,11 @@ class Live:
         """Return `api/v1/run`."""
         part = self._history.run(window)
         return {**frame(part, window), **columns(self._clipped(part), SCALARS)}
+
+    def values(self, window: Window) -> Json:
+        """Return `api/v1/values`: those that the user logs, by name."""
+        names, part = ([], window.of(EMPTY)) if self._logged is None else self._logged.grid("value", window)
+        return {**frame(part, window), **named(part, names)}
 
     @property
     def wrong(self) -> list[Wrong]:
@@ -220,6 +232,7 @@ class Live:
             "run": {view: self.run(window) for view, window in VIEWS.items()},
             "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in self.quantities},
             "layer": {name: self._layer_now(values, name) for name in self._history.layers},
+            "values": {view: self.values(window) for view, window in VIEWS.items()},
             "judged": judged(self._record),
             "metrics": metrics(values),
         }

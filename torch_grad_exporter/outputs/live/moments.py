@@ -11,10 +11,11 @@ import numpy as np
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, Moment
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, Moment
 from torch_grad_exporter.outputs.live.rows import OF_SAMPLES, SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import Flags, Values
 from torch_grad_exporter.store.histograms import Records
+from torch_grad_exporter.store.logged_values import LoggedValues
 from torch_grad_exporter.store.records import Outcome
 from torch_grad_exporter.store.run_table import TotalsSnapshot
 from torch_grad_exporter.store.snapshots import GradientSnapshot, Reading
@@ -171,6 +172,26 @@ class ActivationMoments:
         nonfinite = np.zeros((len(names), len(ACTIVATIONS)), dtype=np.bool_)
         nonfinite[:, 0] = self._nonfinite.since(names, np.array([layer.nans + layer.infs for layer in layers.values()]))
         return Moment(snapshot.samples, steps, names, _narrowed(values).T, scalars(), nonfinite, sample_step=sample_step)
+
+
+class LoggedMoments:
+    """The moments of logged values, for a history of their own in which names stand for layers."""
+
+    def __init__(self, logged: LoggedValues) -> None:
+        self._logged = logged
+        self._last = Moment(0, 0, (), np.zeros((0, len(LOGGED)), dtype=np.float32), scalars())
+
+    def take(self) -> Moment:
+        """Return the last moment, with those of all rows since the last call."""
+        earlier = []
+        for row in self._logged.rows():
+            names = (*dict.fromkeys((*row.values, *row.nonfinite)),)
+            values = _narrowed([row.values.get(name, np.nan) for name in names])[:, None]
+            flags = np.array([[name in row.nonfinite] for name in names], dtype=np.bool_).reshape(len(names), 1)
+            samples = self._last.samples + 1
+            self._last = Moment(samples, row.step, names, values, scalars(), flags, sample_step=row.step)
+            earlier.append((row.at, self._last))
+        return replace(self._last, earlier=earlier)
 
 
 class _Growth:

@@ -121,18 +121,21 @@ class Pages:
 
     def _json(self, name: str, query_text: str) -> Json | None:
         live, query = self._live, _query(query_text)
+        answer: Json | None = None
         match name:
             case "status":
-                return live.status()
+                answer = live.status()
             case "run":
-                return live.run(_window(query))
+                answer = live.run(_window(query))
             case "layers":
-                return live.layers(_quantity(query, live.quantities), _window(query))
+                answer = live.layers(_quantity(query, live.quantities), _window(query))
             case "layer":
-                return live.layer(query.get("name", ""))
+                answer = live.layer(query.get("name", ""))
+            case "values":
+                answer = live.values(_window(query))
             case "saved":
-                return live.everything()
-        return None
+                answer = live.everything()
+        return answer
 
 
 class WrongQueryError(Exception):

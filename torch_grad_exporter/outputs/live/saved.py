@@ -153,10 +153,13 @@ def actions(saved: Saved) -> list[Happened]:
 def lines(saved: Saved, view: str) -> Lines:
     """Return the values of the run."""
     answer = saved["run"][view]
-    steps, flagged = _steps(answer), answer.get("nonfinite") or {}
+    return _lines(_steps(answer), {name: answer[name] for name in SCALARS}, answer.get("nonfinite") or {})
+
+
+def _lines(steps: FloatArray, columns: Mapping[str, object], flagged: Mapping[str, object]) -> Lines:
     values, nonfinite = dict[str, FloatArray](), dict[str, BoolArray]()
-    for name in SCALARS:
-        column = _list(answer[name], name, len(steps))
+    for name, content in columns.items():
+        column = _list(content, name, len(steps))
         numbers = np.array([np.nan if value is None else float(value) for value in column])
         nonfinite[name] = np.array([value is not None for value in column], dtype=bool) & ~np.isfinite(numbers)
         places = np.array(_list(flagged.get(name, []), "nonfinite"), dtype=np.float64)
@@ -165,6 +168,17 @@ def lines(saved: Saved, view: str) -> Lines:
         nonfinite[name][places.astype(int)] = True
         values[name] = np.where(np.isfinite(numbers), numbers, np.nan)
     return Lines(steps, values, nonfinite)
+
+
+def logged(saved: Saved, view: str) -> Lines:
+    """Return the values that the user has logged, by name; none if an earlier version has saved it."""
+    answer = (saved.get("values") or {}).get(view)
+    if answer is None:
+        return Lines(np.zeros(0), {}, {})
+    steps = _steps(answer)
+    if len(answer["values"]) * len(steps) > MOST_CELLS:
+        raise ValueError(f"values has more than {MOST_CELLS:,} numbers")
+    return _lines(steps, {_text(name): column for name, column in answer["values"].items()}, answer["nonfinite"])
 
 
 def grid(saved: Saved, quantity: str, view: str) -> Grid:
@@ -263,6 +277,7 @@ def check(saved: Saved) -> None:
     known = set(saved["layer"].keys())
     for view in VIEWS:
         lines(saved, view)
+        logged(saved, view)
         for quantity in QUANTITIES + MOMENTS * has_moments(saved):
             if not known.issuperset(grid(saved, quantity, view).layers):
                 raise ValueError("a layer of the heatmaps has no entry of its own")

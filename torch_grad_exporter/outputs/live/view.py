@@ -14,12 +14,14 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.encoding import encoded
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
-from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments
+from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments, LoggedMoments
 from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.recorder import Looks, Recorder
+from torch_grad_exporter.outputs.live.track import Together
 from torch_grad_exporter.rules import Record
+from torch_grad_exporter.store.logged_values import LoggedValues
 from torch_grad_exporter.store.worker import Worker
 
 # The end waits this long for the last record, at most.
@@ -40,6 +42,7 @@ class View:
         dead_from: Samples from which on a dead ratio means anything.
         errors: Counts failures.
         moments: Whether mean and standard deviation are measured.
+        logged: Values that the user logs.
         activations: What was seen of inner modules, if the option is on.
     """
 
@@ -55,6 +58,7 @@ class View:
         of_sample: OfSample,
         dead_from: int,
         errors: ErrorLog,
+        logged: LoggedValues,
         moments: bool = False,
         activations: ActivationTotals | None = None,
     ) -> None:
@@ -65,10 +69,14 @@ class View:
         looks = Looks(host, gradients, inside, clock, of_sample=of_sample, record=record, errors=errors)
         self.history = History(looks.gradients, now=time.time, quantities=quantities)
         inner = None if inside is None else History(looks.activations, now=time.time, quantities=ACTIVATIONS)
-        self.live = Live(run, self.history, scrape, targets=targets, happenings=happenings, record=record, activations=inner)
+        values = History(LoggedMoments(logged).take, now=time.time, quantities=LOGGED, together=Together.MEAN)
+        self.live = Live(
+            run, self.history, scrape, targets=targets, happenings=happenings, record=record, activations=inner, logged=values
+        )
         self._pages = Pages(self.live)
-        # In this order: a look at gradients takes the activations as well.
-        self._recorder = Recorder([self.history] if inner is None else [self.history, inner], self.live, clock, errors)
+        # In this order: a look at gradients takes everything else as well.
+        histories = [history for history in (self.history, inner, values) if history is not None]
+        self._recorder = Recorder(histories, self.live, clock, errors)
 
     def start(self) -> None:
         """Start to record. Raises `RuntimeError` if no thread can be started."""

@@ -21,6 +21,7 @@
       this.overview = new page.overview.Overview((layer, opener) => this.open(layer, opener));
       const zoomed = (range) => this.change({ zoom: range });
       this._charts(zoomed);
+      this.values = new page.values.Values(zoomed);
       this.layer = new page.layer.Layer(() => this.change({ layer: null }), zoomed);
       const parts = { frame: "heatmap-frame", scroller: "heatmap-scroller", spacer: "heatmap-spacer", canvas: "heatmap", overlay: "heatmap-overlay", tip: "tooltip", legend: "legend" };
       const elements = Object.fromEntries(Object.entries(parts).map(([key, id]) => [key, byId(id)]));
@@ -87,6 +88,7 @@
 
     _redraw() {
       for (const chart of Object.values(this.charts)) chart.redraw();
+      this.values.redraw();
       this.layer.redraw();
     }
 
@@ -134,7 +136,7 @@
       this._renew(status);
       const { view, quantity, layer } = this.state;
       // After the last step or sample there is one more round, for what the worker of the exporter had not yet entered.
-      const key = `${status.step} ${status.samples} ${view} ${quantity}`;
+      const key = `${status.step} ${status.samples} ${status.values} ${view} ${quantity}`;
       const known = status.step !== null || typeof status.samples === "number";
       this.quiet = known && key === this.asked ? this.quiet + 1 : 0;
       this.asked = key;
@@ -154,6 +156,7 @@
       const asked = get(`layers?quantity=${quantity}&view=${view}${history.since(history.layers[quantity][view], view)}`);
       if (first) this.draw();
       changed = history.addLayers(await asked) || changed;
+      if (history.status.values) changed = history.addValues(await get(`values?view=${view}${history.since(history.values[view], view)}`)) || changed;
       if (changed) this.draw();
     }
 
@@ -220,6 +223,7 @@
         set(this.charts.time, "step_seconds");
       }
       this._title();
+      if (this.history.values[view].known) this.values.show(this.history.values[view], axis, range);
       if (part.known) this.heatmap.set(quantity, part, axis, range);
       byId("pictures").classList.toggle("low", part.known && this.heatmap.low);
       byId("heatmap-nothing").hidden = !part.known || part.times.length > 0;
@@ -297,6 +301,7 @@
       const { saved, history } = this;
       document.documentElement.dataset.connection = "saved";
       for (const view of page.history.VIEWS) {
+        if (saved.values && saved.values[view]) history.addValues(saved.values[view]);
         if (saved.run && saved.run[view]) history.addRun({ ...saved.run[view], view });
         for (const quantity of page.history.KEPT) {
           const grid = saved.layers && saved.layers[quantity] && saved.layers[quantity][view];

@@ -102,6 +102,7 @@
     reset() {
       this.status = null;
       this.run = { whole: empty(), recent: empty() };
+      this.values = { whole: empty(), recent: empty() };
       this.layers = {};
       for (const quantity of KEPT) this.layers[quantity] = { whole: empty(), recent: empty() };
     }
@@ -113,6 +114,16 @@
         lists[`nonfinite_${key}`] = flagsOf((answer.nonfinite || {})[key], answer.times.length);
       }
       return join(this.run[answer.view], { ...answer, stride: answer.stride || 1 }, lists, answer.view, MOST.run[answer.view]);
+    }
+
+    // Numbers that the user logs: for each record its values by name, and the names of those of which one was not finite.
+    addValues(answer) {
+      const kept = this.values[answer.view];
+      const flagged = new Map(Object.entries(answer.nonfinite || {}));
+      kept.names = Object.keys(answer.values);
+      const rows = answer.times.map((time, i) => new Map(kept.names.map((name) => [name, parse(answer.values[name][i])])));
+      const marks = answer.times.map((time, i) => new Set(kept.names.filter((name) => (flagged.get(name) || []).includes(i))));
+      return join(kept, answer, { times: answer.times, steps: answer.steps, rows, marks }, answer.view, MOST.layers[answer.view]);
     }
 
     addLayers(answer) {

@@ -178,7 +178,7 @@
       const key = JSON.stringify([problems.map(({ alert, severity, layer }) => [alert, severity, layer]), earlier, this.all]);
       if (key === this.problemsKey) {
         // Only numbers within: the rows stay, and the focus in them.
-        list.querySelectorAll(".text").forEach((words, k) => text(words, problems[k].text));
+        list.querySelectorAll("[data-alert] .text").forEach((words, k) => text(words, problems[k].text));
         return;
       }
       this.problemsKey = key;
