@@ -40,6 +40,10 @@ class BusyError(TimeoutError):
     """
 
 
+class UserError(Exception):
+    """What a command or the gate cannot do. The message is for the user, as it is."""
+
+
 class Guard:
     """One boundary: what an action raises goes to `on_error`, and no further.
 

@@ -22,6 +22,7 @@ from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.cli import demo
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.collectors import exporter
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.metrics.families import scalar
 
 SMALL = ["--port", "0", "--every", "1", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "2", "--device", "cpu"]
@@ -272,5 +273,5 @@ def test_printed_scrape_configuration_is_valid(capsys: pytest.CaptureFixture[str
 
 def test_python_without_source_is_an_error(tmp_path: Path) -> None:
     """Without the standard library's source the demo says that it needs it."""
-    with pytest.raises(demo.DemoError, match="source of Python's standard library"):
+    with pytest.raises(UserError, match="source of Python's standard library"):
         demo.read_corpus(tmp_path)

@@ -36,10 +36,10 @@ from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli import plot
-from torch_grad_exporter.cli.plot import PlotError
 from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO
 from torch_grad_exporter.collectors.outcomes import Happenings
 from torch_grad_exporter.collectors.training import TRAIN_STATE, TRAIN_STEPS
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.metrics.families import Family, LabelRows
 from torch_grad_exporter.outputs.live import saved as reading
 from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, History, Moment
@@ -159,12 +159,12 @@ def test_plot_from_exporter_with_tls_and_password(folder: Path, capsys: pytest.C
         assert cli.main(["plot", address, "--out", str(out), "--cacert", str(folder / "ca.crt")]) == 0
         assert exporter.run in out.read_text()
         assert capsys.readouterr().out == f"{out}\n"
-        with pytest.raises(PlotError, match="--cacert"):
+        with pytest.raises(UserError, match="--cacert"):
             plot.loaded(address)
-        with pytest.raises(PlotError, match=r"401|password") as told:
+        with pytest.raises(UserError, match=r"401|password") as told:
             plot.loaded(f"https://alice:secret@localhost:{exporter.port}", str(folder / "ca.crt"))
         assert "secret" not in str(told.value)
-        with pytest.raises(PlotError, match=r"missing\.crt") as told:
+        with pytest.raises(UserError, match=r"missing\.crt") as told:
             plot.loaded(address, str(folder / "missing.crt"))
         assert "does not answer" not in str(told.value)
 
@@ -218,9 +218,9 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_other_servers_are_refused() -> None:
     """A server that is not an exporter, or breaks its answer off, is named by its address."""
-    with answering(b"<html>") as address, pytest.raises(PlotError, match="not a history"):
+    with answering(b"<html>") as address, pytest.raises(UserError, match="not a history"):
         plot.loaded(address)
-    with answering(b"{}", Content_Length="1000") as address, pytest.raises(PlotError, match=re.escape(address)):
+    with answering(b"{}", Content_Length="1000") as address, pytest.raises(UserError, match=re.escape(address)):
         plot.loaded(address)
 
 
@@ -293,7 +293,7 @@ def test_other_version_is_refused(tmp_path: Path) -> None:
     """The error names the version of the file and the version that is supported."""
     for version, told in ((2, "version 2"), ("1", "version '1'"), (None, "version None")):
         content = {**saved(made(2)), "version": version}
-        with pytest.raises(PlotError, match=f"{told} of the format; this program reads version 1"):
+        with pytest.raises(UserError, match=f"{told} of the format; this program reads version 1"):
             plot.loaded(written(tmp_path, content))
 
 

@@ -95,7 +95,7 @@ def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
     assert "FAILED  --max torch_train_steps_total=1: torch_train_steps_total" in out
     assert "UNUSABLE: the run has no samples" in out
     assert "KeyError" in results["test_raises"]
-    assert "GateError" in results["test_wrong"]
+    assert "UserError" in results["test_wrong"]
     assert "unknown alert or severity" in out
     assert "never reached" not in results["test_wrong"]
 

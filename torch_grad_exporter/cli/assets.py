@@ -18,6 +18,7 @@ from textwrap import indent
 import torch_grad_exporter
 from torch_grad_exporter.cli.arguments import matching
 from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import replace
 
 JOB = "training"
@@ -39,10 +40,6 @@ _SELECTED = """\
 """
 
 _LABELS = "labels: {app.kubernetes.io/name: torch-grad-exporter"
-
-
-class AssetsError(Exception):
-    """Nothing has been written; the message says why and what to do."""
 
 
 _JOB_NAME = matching(r"[A-Za-z_][A-Za-z0-9_./-]*", "not a name of letters, digits and any of _ . / -, with a letter first")
@@ -71,13 +68,13 @@ def run(values: argparse.Namespace) -> int:
     """Write all files and print what to do with them. An existing file with another content is only replaced by force.
 
     Raises:
-        AssetsError: Nothing was written, or not all.
+        UserError: Nothing was written, or not all.
     """
     files, out = collect(values.prometheus_job, values.runbook_url), values.out
     try:
         _write(files, out, force=values.force)
     except OSError as error:
-        raise AssetsError(f"cannot write to {out}: {error}") from error
+        raise UserError(f"cannot write to {out}: {error}") from error
     show(
         f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000\n"
         f"Alerts:     put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}\n"
@@ -188,7 +185,7 @@ def _write(files: dict[str, str], out: Path, *, force: bool) -> None:
     different = [path for path, content in contents.items() if path.exists() and path.read_bytes() != content]
     if different and not force:
         names = ", ".join(str(path.relative_to(out)) for path in different)
-        raise AssetsError(f"{out} has files that differ: {names}; take another folder, or overwrite them with --force")
+        raise UserError(f"{out} has files that differ: {names}; take another folder, or overwrite them with --force")
     for path, content in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, content)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import replace
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import limit
-from torch_grad_exporter.gate.rows import GateError, RunVerdict
+from torch_grad_exporter.gate.rows import RunVerdict
 from torch_grad_exporter.gate.shown import junit, table
-from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_tolerance, read
+from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_tolerance
 from torch_grad_exporter.gate.verdict import verdict
-
-__all__ = ["GateError", "add_to", "run"]
+from torch_grad_exporter.outputs.live.fetch import loaded
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,7 +54,7 @@ def tolerance(text: str) -> tuple[str, float]:
         value = math.nan
     try:
         check_tolerance(name, value)
-    except GateError as error:
+    except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name, value
 
@@ -63,18 +63,17 @@ def run(values: argparse.Namespace) -> int:
     """Judge each run, print and write. Returns the worst exit code: 0 healthy, 1 not, 2 if a run says nothing.
 
     Raises:
-        GateError: Wrong options; a run that cannot be read, once the others are judged; a file that cannot be written.
-        PrintError: Standard output takes nothing.
+        UserError: Wrong options; a run that cannot be read, once the others are judged; a file that cannot be written.
     """
     fail_on = [name.strip() for name in values.fail_on.split(",") if name.strip()]
     limits = [limit(kind, text) for kind in ("max", "min", "peak") for text in getattr(values, kind)]
     verdicts, errors = [], []
     for source in values.sources:
         try:
-            saved = read(source, values.cacert)
-            baseline = None if values.baseline is None else read(values.baseline, values.cacert)
+            saved = loaded(source, values.cacert)
+            baseline = None if values.baseline is None else loaded(values.baseline, values.cacert)
             verdicts.append(verdict(saved, Terms(fail_on, limits, baseline, dict(values.tolerance))))
-        except GateError as error:
+        except UserError as error:
             verdicts.append(RunVerdict("", (), str(error)))
             errors.append(str(error))
     if values.junit is not None:
@@ -83,7 +82,7 @@ def run(values: argparse.Namespace) -> int:
         if judged.about:
             show(table(judged))
     if errors:
-        raise GateError("; ".join(dict.fromkeys(errors)))
+        raise UserError("; ".join(dict.fromkeys(errors)))
     return max(result.code for result in verdicts)
 
 
@@ -91,4 +90,4 @@ def _write(path: Path, verdicts: Sequence[RunVerdict]) -> None:
     try:
         replace(path, junit(verdicts))
     except OSError as error:
-        raise GateError(f"cannot write {path}: {error}") from None
+        raise UserError(f"cannot write {path}: {error}") from None

@@ -43,6 +43,7 @@ from torch_grad_exporter.cli.printing import show
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import Settings
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.prometheus import series
 
@@ -65,10 +66,6 @@ POLICIES: dict[str, Policy] = {
 
 # With `--act`, exploding gradients multiply the learning rate by this.
 HALF = 0.5
-
-
-class DemoError(Exception):
-    """The demo cannot start; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +209,7 @@ def read_corpus(folder: Path) -> Tensor:
     """Return the bytes of the folder's Python modules in the order of their names, as uint8."""
     text = bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
     if len(text) < 100_000:
-        raise DemoError(f"the demo learns from the source of Python's standard library, and {folder} holds none of it")
+        raise UserError(f"the demo learns from the source of Python's standard library, and {folder} holds none of it")
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
@@ -278,7 +275,7 @@ def run(values: argparse.Namespace) -> int:
         alerts = None if chosen.notify is None else [Webhook(chosen.notify or None)]
         exporter = start_exporter(model, port=chosen.port, every=chosen.every, alerts=alerts, **clipping, **chosen.serving)
     except (TypeError, ValueError) as error:
-        raise DemoError(str(error)) from error
+        raise UserError(str(error)) from error
     log, handler = logging.getLogger("torch_grad_exporter"), logging.StreamHandler(sys.stdout)
     interrupted = False
     with exporter:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import assets, check, demo, plot, run
-from torch_grad_exporter.cli.printing import PrintError, complain
+from torch_grad_exporter.cli.printing import complain
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.version import __version__
 
 PROGRAM = "torch-grad-exporter"
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values = parse(given)
     try:
         return int(values.run(values))
-    except (demo.DemoError, assets.AssetsError, plot.PlotError, check.GateError, PrintError) as error:
+    except UserError as error:
         complain(f"{PROGRAM} {values.command}", error)
         return 2
     except KeyboardInterrupt:

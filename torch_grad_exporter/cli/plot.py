@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import replace
-from torch_grad_exporter.outputs.live.fetch import PlotError, loaded
+from torch_grad_exporter.outputs.live.fetch import loaded
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
 from torch_grad_exporter.outputs.live.saved import Saved, has_moments, logged
-
-__all__ = ["PlotError", "Saved", "add_to", "loaded", "page", "run"]
 
 # Of a file that has everything in it.
 CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
@@ -56,15 +55,15 @@ def run(values: argparse.Namespace) -> int:
     """Draw the run, and print where.
 
     Raises:
-        PlotError: A source that cannot be read, or a file that cannot be written.
+        UserError: A source that cannot be read, or a file that cannot be written.
     """
     saved = loaded(values.source, values.cacert)
     try:
         replace(values.out, page(saved).encode() if values.out.suffix == ".html" else _drawn(saved, values))
     except OSError as error:
-        raise PlotError(f"cannot write {values.out}: {error}") from None
+        raise UserError(f"cannot write {values.out}: {error}") from None
     except RecursionError:
-        raise PlotError(f"{values.source} is damaged: it is nested too deeply") from None
+        raise UserError(f"{values.source} is damaged: it is nested too deeply") from None
     show(str(values.out))
     return 0
 
@@ -73,7 +72,7 @@ def _drawn(saved: Saved, values: argparse.Namespace) -> bytes:
     try:
         from torch_grad_exporter.cli import picture  # noqa: PLC0415 - matplotlib is optional
     except ImportError:
-        raise PlotError("a PNG needs matplotlib; pip install matplotlib, or write a .html") from None
+        raise UserError("a PNG needs matplotlib; pip install matplotlib, or write a .html") from None
     _check_moments(saved, values.moments)
     _check_values(saved, values.value)
     view = "recent" if values.recent else "whole"
@@ -82,11 +81,11 @@ def _drawn(saved: Saved, values: argparse.Namespace) -> bytes:
 
 def _check_moments(saved: Saved, layers: Sequence[str]) -> None:
     if layers and not has_moments(saved):
-        raise PlotError(f"--moments {layers[0]}: this run has no means and deviations; it takes start_exporter(moments=True)")
+        raise UserError(f"--moments {layers[0]}: this run has no means and deviations; it takes start_exporter(moments=True)")
     known = saved["layer"]
     for name in layers:
         if name not in known:
-            raise PlotError(f"--moments {name}: no such layer; there is {', '.join(list(known)[:NAMED]) or 'none yet'}")
+            raise UserError(f"--moments {name}: no such layer; there is {', '.join(list(known)[:NAMED]) or 'none yet'}")
 
 
 def _check_values(saved: Saved, names: Sequence[str]) -> None:
@@ -111,7 +110,7 @@ def page(saved: Saved) -> str:
 def _file(name: str) -> str:
     content = source(name)
     if content is None:
-        raise PlotError(f"the package has lost its file {name}")
+        raise UserError(f"the package has lost its file {name}")
     return content.decode()
 
 

@@ -7,24 +7,21 @@ import os
 import sys
 from typing import TextIO
 
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.gate.shown import one_line
 
 
-class PrintError(Exception):
-    """Standard output that takes nothing; the message is for the user."""
-
-
 def show(text: str) -> None:
-    """Print a text at once; characters that standard output cannot have become escapes. Raises `PrintError`."""
+    """Print a text at once; characters that standard output cannot have become escapes. Raises `UserError`."""
     if sys.stdout is None:  # closed from the start
-        raise PrintError("cannot print: standard output is closed")
+        raise UserError("cannot print: standard output is closed")
     try:
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         sys.stdout.flush()
     except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
         _abandon(sys.stdout)
-        raise PrintError(f"cannot print: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"cannot print: {getattr(error, 'strerror', None) or error}") from None
 
 
 def complain(program: str, error: object) -> None:

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_grad_exporter.arguments import near
+from torch_grad_exporter.arguments import near, some
 from torch_grad_exporter.cli import script
 from torch_grad_exporter.cli.arguments import option_help
 from torch_grad_exporter.cli.printing import complain
-from torch_grad_exporter.cli.summary import summary
 from torch_grad_exporter.config.option import from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import UserError, say
 from torch_grad_exporter.integrations.attach import Attachment
 from torch_grad_exporter.outputs.otlp import push_settings
+from torch_grad_exporter.rules import Wrong
+from torch_grad_exporter.rules.context import times
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
@@ -32,6 +33,9 @@ USAGE = "%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ..
 
 # Options of `start_exporter` that a text can stand for.
 OFFERED = tuple(option for option in (*options_of(Settings), *options_of(Arguments)) if option.is_text)
+
+# Alerts that are named, at most.
+NAMED = 5
 
 _VALUES = ("on", "off", "true", "false", "always")
 
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         script.check(options.target)
-    except script.ScriptError as error:
+    except UserError as error:
         switch = "; a switch takes its value behind an equals sign, as in --weights=on" if options.target.name in _VALUES else ""
         complain(PROGRAM, f"{error}{switch}")
         return 2
@@ -143,6 +147,31 @@ def _log() -> logging.Logger:
     handler = logging.StreamHandler(sys.__stderr__)
     log.handlers[:] = [handler]
     return log
+
+
+def summary(status: Mapping[str, Any], wrong: Sequence[Wrong], saved: Path | None) -> str:
+    """Return what became of a run.
+
+    Args:
+        status: That of the live page.
+        wrong: Everything that was wrong at some time.
+        saved: Where the history is, None for nowhere.
+    """
+    state = f"failed by {status['ended_by']}" if status["ended_by"] else status["state"] or "ended"
+    steps = "" if status["step"] is None else f" after {times(status['step'])}"
+    norm, nonfinite = status["global_norm"], status["nonfinite_steps"]
+    parts = [
+        times(status["samples"], "sample"),
+        "no gradient norm" if norm is None else f"last gradient norm {float(norm):.4g}",
+        f"NaN or Inf in {times(nonfinite)}" if nonfinite else "no NaN or Inf seen",
+        _problems(list(dict.fromkeys(problem.alert for problem in wrong))),
+    ]
+    kept = f"saved to {saved}" if saved else "nothing was saved: --save FILE keeps the history, --linger SECONDS the page"
+    return f"{state}{steps}: {', '.join(parts)}; {kept}"
+
+
+def _problems(alerts: list[str]) -> str:
+    return f"problems: {some(alerts, NAMED)}" if alerts else "no problems"
 
 
 # Arguments

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from torch_grad_exporter.errors import leave_traceback
+from torch_grad_exporter.errors import UserError, leave_traceback
 
 # Programs that start other processes, by name or module, and how to start this command in each of those.
 LAUNCHERS = {
@@ -32,10 +32,6 @@ LAUNCHERS = {
 }
 
 
-class ScriptError(Exception):
-    """A target that cannot be run; the message says what to do."""
-
-
 @dataclass(frozen=True)
 class Target:
     """A script, or a module if `is_module`, and its arguments."""
@@ -46,22 +42,22 @@ class Target:
 
 
 def check(target: Target) -> None:
-    """Raise `ScriptError` if the target cannot be run. Runs nothing of a script; imports the packages around a module."""
+    """Raise `UserError` if the target cannot be run. Runs nothing of a script; imports the packages around a module."""
     launcher = LAUNCHERS.get(target.name if target.is_module else Path(target.name).name)
     if launcher is not None:
-        raise ScriptError(f"{target.name} starts other processes, or programs; turn it around: {launcher}")
+        raise UserError(f"{target.name} starts other processes, or programs; turn it around: {launcher}")
     if target.is_module:
         _check_module(target.name)
         return
     path = Path(target.name)
     if target.name == "-":
-        raise ScriptError("a script on standard input cannot be run; write it to a file")
+        raise UserError("a script on standard input cannot be run; write it to a file")
     if path.is_dir():
-        raise ScriptError(f"{target.name!r} is a directory; name the script in it, or a module with -m")
+        raise UserError(f"{target.name!r} is a directory; name the script in it, or a module with -m")
     if not path.exists():
-        raise ScriptError(f"there is no script {target.name!r}{_near(path)}")
+        raise UserError(f"there is no script {target.name!r}{_near(path)}")
     if not os.access(path, os.R_OK):
-        raise ScriptError(f"the script {target.name!r} cannot be read")
+        raise UserError(f"the script {target.name!r} cannot be read")
 
 
 def _near(path: Path) -> str:
@@ -78,9 +74,9 @@ def _check_module(name: str) -> None:
                 spec = importlib.util.find_spec(f"{name}.__main__")
                 name = f"{name}.__main__"
         except Exception as error:  # noqa: BLE001 - a package around it that cannot be imported, whatever its code raises
-            raise ScriptError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from None
+            raise UserError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from None
     if spec is None:
-        raise ScriptError(f"there is no module {name!r}")
+        raise UserError(f"there is no module {name!r}")
 
 
 def run(target: Target) -> None:

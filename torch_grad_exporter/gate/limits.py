@@ -11,7 +11,8 @@ import numpy as np
 
 from torch_grad_exporter.arguments import near, some
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.gate.rows import GateError, Result, VerdictRow
+from torch_grad_exporter.errors import UserError
+from torch_grad_exporter.gate.rows import Result, VerdictRow
 from torch_grad_exporter.metrics.families import REMOVED, Kind
 from torch_grad_exporter.outputs.live.history import VIEWS
 from torch_grad_exporter.outputs.live.saved import Metric, Saved, grid, lines
@@ -50,7 +51,7 @@ class Limit:
     text: str
 
     def row(self, metrics: Mapping[str, Metric], saved: Saved) -> VerdictRow:
-        """Return whether a run keeps the limit. Raises `GateError` if there is no such metric or label."""
+        """Return whether a run keeps the limit. Raises `UserError` if there is no such metric or label."""
         self._check(metrics)
         values = dict(self._course(saved) if self.kind == "peak" else self._at_end(metrics))
         name = f"--{self.kind} {self.text}"
@@ -98,32 +99,32 @@ class Limit:
         spec = catalogue.get(self.metric)
         if spec is None and self.metric not in metrics:
             meant = near(self.metric, {*catalogue, *metrics}) or "; docs/metrics.md lists them"
-            raise GateError(f"{option}: unknown metric {self.metric}{meant}")
+            raise UserError(f"{option}: unknown metric {self.metric}{meant}")
         if spec is not None and spec.kind is Kind.HISTOGRAM:
-            raise GateError(f"{option}: {self.metric} is a histogram, which has no single value")
+            raise UserError(f"{option}: {self.metric} is a histogram, which has no single value")
         course = (*OF_THE_RUN, *OF_LAYERS)
         if self.kind == "peak" and self.metric not in course:
-            raise GateError(f"{option}: the course of {self.metric} is not kept; --peak takes {', '.join(course)}")
+            raise UserError(f"{option}: the course of {self.metric} is not kept; --peak takes {', '.join(course)}")
         there = metrics[self.metric].labels if self.metric in metrics else spec.labels if spec is not None else ()
         known = () if self.kind == "peak" and self.metric in OF_THE_RUN else there
         for name in self.labels:
             if name not in known:
-                raise GateError(
+                raise UserError(
                     f"{option}: {self.metric} has {'the labels ' + ', '.join(known) if known else 'no labels'}, not {name}"
                 )
 
 
 def limit(kind: str, text: str) -> Limit:
-    """Return the limit that a text stands for, such as `torch_grad_norm{layer="head"}=10`. Raises `GateError`."""
+    """Return the limit that a text stands for, such as `torch_grad_norm{layer="head"}=10`. Raises `UserError`."""
     wrong = f'--{kind} {text}: write METRIC=VALUE, such as torch_grad_norm{{layer="head"}}=10'
     left, _, right = text.rpartition("=")
     parts = re.fullmatch(r"\s*([a-zA-Z_:][\w:]*)\s*(?:\{(.*)\}\s*)?", left, re.DOTALL)
     try:
         value = float(right)
     except ValueError:
-        raise GateError(wrong) from None
+        raise UserError(wrong) from None
     if parts is None or not math.isfinite(value):
-        raise GateError(wrong)
+        raise UserError(wrong)
     return Limit(kind, parts[1], dict(_labels(parts[2] or "", wrong)), value, text)
 
 
@@ -132,12 +133,12 @@ def _labels(text: str, wrong: str) -> Iterator[tuple[str, re.Pattern[str]]]:
     while at < len(text):
         match = _MATCHER.match(text, at)
         if match is None or text[match.end() : match.end() + 1] not in ("", ","):
-            raise GateError(wrong)
+            raise UserError(wrong)
         value = re.sub(r"\\(.)", r"\1", match[3]) if match[2] == "=" else match[3]
         try:
             yield match[1], re.compile(re.escape(value) if match[2] == "=" else value)
         except re.error as error:
-            raise GateError(f"{wrong}; {value!r} is not a regular expression: {error}") from None
+            raise UserError(f"{wrong}; {value!r} is not a regular expression: {error}") from None
         at = match.end() + 1
 
 

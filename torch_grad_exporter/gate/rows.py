@@ -6,10 +6,6 @@ import enum
 from dataclasses import dataclass
 
 
-class GateError(Exception):
-    """The reason why there is not a verdict; the message is for the user."""
-
-
 class Result(enum.Enum):
     """The result of a row; only `FAILED` makes a run unhealthy."""
 

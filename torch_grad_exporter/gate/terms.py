@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import Limit
-from torch_grad_exporter.gate.rows import GateError
-from torch_grad_exporter.outputs.live.fetch import PlotError, loaded
 from torch_grad_exporter.outputs.live.saved import Saved
 from torch_grad_exporter.rules import RULES
 from torch_grad_exporter.rules.catalogue import promql_only
@@ -36,14 +34,6 @@ class Terms:
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
 
-def read(source: str | os.PathLike[str], cacert: str | None = None) -> Saved:
-    """Return a saved run, or that of a running exporter at this address. Raises `GateError`."""
-    try:
-        return loaded(os.fspath(source), cacert)
-    except PlotError as error:
-        raise GateError(str(error)) from None
-
-
 def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
     """Check severities and alerts.
 
@@ -52,10 +42,10 @@ def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
         more: Further alerts by which the run was judged.
 
     Raises:
-        GateError: A name is neither a severity nor an alert that a process judges.
+        UserError: A name is neither a severity nor an alert that a process judges.
     """
     if not fail_on:
-        raise GateError('fail-on: name alerts or severities, or "none" for a verdict by limits and baseline alone')
+        raise UserError('fail-on: name alerts or severities, or "none" for a verdict by limits and baseline alone')
     if [*fail_on] == ["none"]:
         return
     known = {rule.name for rule in RULES}.union(more)
@@ -64,13 +54,13 @@ def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
             there = ", ".join((*SEVERITIES, *sorted(known)))
             if name in promql_only():
                 limit = "limit a metric, as in --max torch_cuda_ooms_total=0"
-                raise GateError(f"fail-on {name!r}: only Prometheus judges this alert; {limit}, or name one of {there}")
-            raise GateError(f"fail-on {name!r}: unknown alert or severity; there are {there}")
+                raise UserError(f"fail-on {name!r}: only Prometheus judges this alert; {limit}, or name one of {there}")
+            raise UserError(f"fail-on {name!r}: unknown alert or severity; there are {there}")
 
 
 def check_tolerance(name: str, share: float) -> None:
-    """Raise `GateError` if nothing of this name is compared, or the share is not one."""
+    """Raise `UserError` if nothing of this name is compared, or the share is not one."""
     if name not in TOLERANCES:
-        raise GateError(f"tolerance {name!r}: nothing of this name is compared; there are {', '.join(TOLERANCES)}")
+        raise UserError(f"tolerance {name!r}: nothing of this name is compared; there are {', '.join(TOLERANCES)}")
     if not 0 <= share < float("inf"):
-        raise GateError(f"tolerance {name}: the share is a number of at least 0, such as {TOLERANCES[name]:g}")
+        raise UserError(f"tolerance {name}: the share is a number of at least 0, such as {TOLERANCES[name]:g}")

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch_grad_exporter.collectors.training import TRAIN_LOSS
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.gate.baseline import compared
-from torch_grad_exporter.gate.rows import GateError, Result, RunVerdict, VerdictRow
+from torch_grad_exporter.gate.rows import Result, RunVerdict, VerdictRow
 from torch_grad_exporter.gate.terms import Terms, check_names
 from torch_grad_exporter.outputs.live.saved import JudgedRule, RunJudgement, Saved, judged_of, metrics_of, status
 from torch_grad_exporter.rules import RULES, Wrong
@@ -22,20 +23,20 @@ SERVER = "only Prometheus judges it"
 
 
 def verdict(saved: Saved, terms: Terms) -> RunVerdict:
-    """Return the verdict. Raises `GateError` if the terms name something unknown, or if the run was not judged."""
+    """Return the verdict. Raises `UserError` if the terms name something unknown, or if the run was not judged."""
     try:
         return _verdict(saved, terms)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise GateError(f"the run, or the baseline, is damaged: {type(error).__name__}: {error!s:.200}") from None
+        raise UserError(f"the run, or the baseline, is damaged: {type(error).__name__}: {error!s:.200}") from None
 
 
 def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
     judged, metrics = judged_of(saved), metrics_of(saved)
     if judged is None:
-        raise GateError("an earlier version has saved the run, without what was wrong in it; save it again")
+        raise UserError("an earlier version has saved the run, without what was wrong in it; save it again")
     check_names(terms.fail_on, {rule.name for rule in judged.rules if rule.judged})
     if terms.tolerances and terms.baseline is None:
-        raise GateError(f"tolerance {next(iter(terms.tolerances))!r}: there is no baseline to compare with")
+        raise UserError(f"tolerance {next(iter(terms.tolerances))!r}: there is no baseline to compare with")
     about = _about(saved, judged)
     if judged.samples == 0:
         return RunVerdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
@@ -53,7 +54,7 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
     rows += [limit.row(metrics, saved) for limit in terms.limits]
     if terms.baseline is not None:
         if not terms.baseline["status"]["samples"]:
-            raise GateError("the baseline has no samples, so nothing can be compared with it")
+            raise UserError("the baseline has no samples, so nothing can be compared with it")
         rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
     rows = [_wanted(row, {*terms.fail_on, *terms.tolerances}) for row in rows]
     nothing = all(row.result is Result.NOT_JUDGED for row in rows)

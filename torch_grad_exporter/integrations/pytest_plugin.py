@@ -57,7 +57,7 @@ class GradHealth:
             options: Those of `start_exporter`; by default nothing is served (`port=None`) and each step is sampled (`every=1`).
 
         Raises:
-            GateError: A term cannot be judged; before the training if that is known then.
+            UserError: A term cannot be judged; before the training if that is known then.
         """
         from torch_grad_exporter import start_exporter  # noqa: PLC0415 - imports PyTorch
 
@@ -85,21 +85,22 @@ def _terms(
     tolerance: Mapping[str, float] | None,
 ) -> Terms:
     from torch_grad_exporter.gate.limits import limit  # noqa: PLC0415 - imports PyTorch
-    from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_names, check_tolerance, read  # noqa: PLC0415
+    from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_names, check_tolerance  # noqa: PLC0415
+    from torch_grad_exporter.outputs.live.fetch import loaded  # noqa: PLC0415
 
     chosen = FAIL_ON if fail_on is None else (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
     check_names(chosen)
     for name, share in (tolerance or {}).items():
         check_tolerance(name, share)
     checked = [limit(kind, f"{metric}={value!r}") for kind, given in limits.items() for metric, value in (given or {}).items()]
-    return Terms(chosen, checked, None if baseline is None else read(baseline), tolerance or {})
+    return Terms(chosen, checked, None if baseline is None else loaded(baseline), tolerance or {})
 
 
 def _judge(path: Path, terms: Terms) -> None:
     from torch_grad_exporter.gate.shown import table  # noqa: PLC0415 - imports PyTorch
-    from torch_grad_exporter.gate.terms import read  # noqa: PLC0415
     from torch_grad_exporter.gate.verdict import verdict  # noqa: PLC0415
+    from torch_grad_exporter.outputs.live.fetch import loaded  # noqa: PLC0415
 
-    judged = verdict(read(path), terms)
+    judged = verdict(loaded(path), terms)
     if not judged.healthy:
         pytest.fail(table(judged), pytrace=False)

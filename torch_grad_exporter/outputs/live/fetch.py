@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import ipaddress
 import json
+import os
 import re
 import ssl
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Never
 from urllib.parse import unquote, urlsplit
 
+from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.outputs.live.saved import FORMAT, LONGEST, VERSION, Saved, check
 
 # Seconds for the answer of a running exporter.
@@ -37,11 +39,7 @@ TEXTS = re.compile(rb'"[\w+/]*+=*+"|"([^"\\]*+(?:\\.[^"\\]*+)*+)"?', re.DOTALL)
 CHUNK = 2**20
 
 
-class PlotError(Exception):
-    """A source or target that cannot be used; the message is for the user."""
-
-
-def loaded(source: str, cacert: str | None = None) -> Saved:
+def loaded(source: str | os.PathLike[str], cacert: str | None = None) -> Saved:
     """Return the content of a file, or the answer of a running exporter, once it has been checked.
 
     Args:
@@ -49,9 +47,10 @@ def loaded(source: str, cacert: str | None = None) -> Saved:
         cacert: File of a certificate authority to trust in addition to the system's.
 
     Raises:
-        PlotError: It cannot be read, or is not a saved run.
+        UserError: It cannot be read, or is not a saved run.
     """
-    address, source = source, _without_password(source)
+    address = os.fspath(source)
+    source = _without_password(address)
     try:
         # Without a name, none of it outlives its use: bytes, text and values are large.
         saved = json.loads(
@@ -60,15 +59,15 @@ def loaded(source: str, cacert: str | None = None) -> Saved:
     except (ValueError, zlib.error, RecursionError):
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise PlotError(f"{source} is not a history of torch_grad_exporter; exporter.save(path) writes one")
+        raise UserError(f"{source} is not a history of torch_grad_exporter; exporter.save(path) writes one")
     if saved.get("version") != VERSION:
-        raise PlotError(f"{source} has version {saved.get('version')!r:.40} of the format; this program reads version {VERSION}")
+        raise UserError(f"{source} has version {saved.get('version')!r:.40} of the format; this program reads version {VERSION}")
     try:
         check(saved)
     except KeyError as error:
-        raise PlotError(f"{source} is damaged: it has no {error.args[0]!r:.100}") from None
+        raise UserError(f"{source} is damaged: it has no {error.args[0]!r:.100}") from None
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise PlotError(f"{source} is damaged: {error!s:.200}") from None
+        raise UserError(f"{source} is damaged: {error!s:.200}") from None
     return saved
 
 
@@ -83,27 +82,27 @@ def _without_password(source: str) -> str:
 
 
 def _collected(chunks: Iterable[bytes], source: str) -> bytearray:
-    """Return all chunks in one. Raises `PlotError` if they become too many, or take too long."""
+    """Return all chunks in one. Raises `UserError` if they become too many, or take too long."""
     content, give_up_at = bytearray(), time.monotonic() + TIMEOUT
     for chunk in chunks:
         content += chunk
         if len(content) > MOST_BYTES:
-            raise PlotError(f"{source} is larger than {MOST_BYTES // 2**20} MiB, so it is not a history")
+            raise UserError(f"{source} is larger than {MOST_BYTES // 2**20} MiB, so it is not a history")
         if time.monotonic() > give_up_at:
-            raise PlotError(f"{source} did not end within {TIMEOUT:g} s")
+            raise UserError(f"{source} did not end within {TIMEOUT:g} s")
     return content
 
 
 def _text(content: bytearray, source: str) -> str:
-    """Return the JSON. Raises `PlotError` if its values would take far more memory than those of any history."""
+    """Return the JSON. Raises `UserError` if its values would take far more memory than those of any history."""
     if content.startswith(b"\x1f\x8b"):
         content = _collected(_unpacked(content), f"{source}, unpacked,")
     if not content.isascii() and len(content) > MOST_BYTES // 4:  # a character beyond ASCII makes all of a text 4 times as large
-        raise PlotError(f"{source} is larger than {MOST_BYTES // 2**22} MiB and not ASCII, unlike what exporter.save(path) writes")
+        raise UserError(f"{source} is larger than {MOST_BYTES // 2**22} MiB and not ASCII, unlike what exporter.save(path) writes")
     if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES or content.count(b'"') > 4 * MOST_VALUES:
-        raise PlotError(f"{source} has more than {MOST_VALUES:,} values, so it is not a history")
+        raise UserError(f"{source} has more than {MOST_VALUES:,} values, so it is not a history")
     if any(text.end(1) - text.start(1) > LONGEST for text in TEXTS.finditer(content)):
-        raise PlotError(f"{source} has a text of more than {LONGEST // 2**10} KiB, so it is not a history")
+        raise UserError(f"{source} has a text of more than {LONGEST // 2**10} KiB, so it is not a history")
     return content.decode("utf-8-sig")
 
 
@@ -125,12 +124,12 @@ def _read(source: str) -> bytearray:
     path = Path(source)
     try:
         if path.exists() and not path.is_file():  # a pipe may never answer, a device never ends
-            raise PlotError(f"cannot read {source}: it is a folder, a pipe or a device, not a file")
+            raise UserError(f"cannot read {source}: it is a folder, a pipe or a device, not a file")
         with path.open("rb") as file:
             return _collected(iter(partial(file.read, CHUNK), b""), source)
     except OSError as error:
         address = f"; for an address write http://{source}" if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source) else ""
-        raise PlotError(f"cannot read {source}: {error.strerror or error}{address}") from None
+        raise UserError(f"cannot read {source}: {error.strerror or error}{address}") from None
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
@@ -145,7 +144,7 @@ def _fetched(address: str, cacert: str | None) -> bytearray:
         parts = urlsplit(address)
         parts.port  # noqa: B018 - raises, too
     except ValueError:  # whose text may have the password in it
-        raise PlotError(f"{_without_password(address)} is not an address such as http://localhost:9100") from None
+        raise UserError(f"{_without_password(address)} is not an address such as http://localhost:9100") from None
     path = re.sub(r"(/metrics)?/?$", "", parts.path)
     where = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=path, query="", fragment="").geturl()
     headers = {"Accept-Encoding": "gzip"}
@@ -165,10 +164,10 @@ def _fetched(address: str, cacert: str | None) -> bytearray:
     except urllib.error.HTTPError as error:
         fix = _fix(error) or direct
         error.close()
-        raise PlotError(f"{where}{via} answers {error.code} {error.reason}{fix}") from None
+        raise UserError(f"{where}{via} answers {error.code} {error.reason}{fix}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # urllib's own are, too
         fix = "; --cacert names the authority of its certificate" if "CERTIFICATE_VERIFY_FAILED" in str(error) else direct
-        raise PlotError(f"{where}{via} does not answer: {error}{fix}") from None
+        raise UserError(f"{where}{via} does not answer: {error}{fix}") from None
 
 
 def _proxy(scheme: str, host: str) -> str | None:
@@ -194,5 +193,5 @@ def _context(cacert: str | None) -> ssl.SSLContext:
         if cacert is not None:
             context.load_verify_locations(cacert)
     except OSError as error:  # ssl's own are, too
-        raise PlotError(f"cannot read certificates from {cacert}: {error}") from None
+        raise UserError(f"cannot read certificates from {cacert}: {error}") from None
     return context
