@@ -93,7 +93,7 @@ def _check_values(saved: Saved, names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             there = f"there is {', '.join(list(known)[:NAMED])}" if known else "exporter.log() was given none"
-            raise PlotError(f"--value {name}: no such value; {there}")
+            raise UserError(f"--value {name}: no such value; {there}")
 
 
 def page(saved: Saved) -> str:
