@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVarTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,8 +15,6 @@ from torch_grad_exporter.actions.clip.policy_run import Measurements, PolicyRun
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.torch_compat.tensors import local
-
-_Arguments = TypeVarTuple("_Arguments")
 
 
 class Clipping:
@@ -51,11 +49,11 @@ class Clipping:
         self.device = local(parameters.entries[0].parameter).device
         self.active = PolicyRun(policy, self.device)
         self.candidates = tuple(PolicyRun(candidate, self.device) for candidate in dry_run)
-        self._guards = dict(zip(self.candidates, guards, strict=False))
+        self._guarded = tuple(zip(self.candidates, guards or [Guard(_raised)] * len(dry_run), strict=True))
         self._epoch: int | None = None
         self._follow(parameters, self.device)
-        for candidate in self.candidates:
-            self._attempt(candidate, candidate.follow_as_candidate, parameters, self.device)
+        for candidate, guard in self._guarded:
+            guard(candidate.follow_as_candidate, parameters, self.device)
 
     @property
     def remembers(self) -> bool:
@@ -82,8 +80,8 @@ class Clipping:
                 return torch.zeros((), device=device, dtype=torch.float32), None
             measurements: Measurements = {}
             measured, decision = self.active.decide(gradients, measurements)
-            for candidate in self.candidates:  # before anything is changed
-                self._attempt(candidate, candidate.count, gradients, measurements, parameters, device)
+            for candidate, guard in self._guarded:  # before anything is changed
+                guard(candidate.count, gradients, measurements, parameters, device)
             gradients.clip(decision, parameters, self.active.policy.scope)
             return measured.total, decision
 
@@ -96,8 +94,9 @@ class Clipping:
                 value = torch.full((), float(loss), device=self.device, dtype=wide(self.device))
             number = None if epoch is None else math.floor(epoch)
             begins = self._epoch is not None and number != self._epoch
-            for run in (self.active, *self.candidates):
-                self._attempt(run, run.observe, value, begins, number is None)
+            self.active.observe(value, begins, number is None)
+            for candidate, guard in self._guarded:
+                guard(candidate.observe, value, begins, number is None)
             self._epoch = number
 
     def state(self, *, copied: bool = True) -> dict[str, Any]:
@@ -124,15 +123,13 @@ class Clipping:
             run.load(its)
         self._epoch = state.get("epoch")
 
-    def _attempt(self, run: PolicyRun, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
-        guard = self._guards.get(run)
-        if guard is None:
-            action(*arguments)
-        else:
-            guard(action, *arguments)
-
     def _follow(self, parameters: ParameterSet, device: torch.device) -> None:
         if self._by_flags and parameters.sharded:
             raise ValueError("Clipper(optimizers=...): parameters are split over ranks; use SkipAbove(synchronize=True) instead")
         self.active.follow(parameters, device)
         self.parameters, self.device = parameters, device
+
+
+def _raised(error: Exception) -> None:
+    """Raise a candidate's failure, which the caller is to see."""
+    raise error

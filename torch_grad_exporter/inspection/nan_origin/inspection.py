@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Mapping
@@ -62,7 +63,9 @@ class NanOrigin(Inspection, ForwardObserver):
         self._always = always
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._hooks = InnerHooks(hooks, SOURCE, self)
-        self._arrives, self._passes = hooks.guarded(SOURCE, self._arrived), hooks.guarded(SOURCE, self._passed)
+        self._arrives, self._passes = (
+            hooks.guarded(SOURCE, functools.partial(self._gradients, arrives)) for arrives in (True, False)
+        )
         self._recording: Recording | None = None
         self._rounds = self._forwards = self._number = 0
         self._sampled = False
@@ -131,14 +134,9 @@ class NanOrigin(Inspection, ForwardObserver):
                 self._recording.hook_graph()
             self._cost.spent(start, sampled=self._sampled)
 
-    def _arrived(self, recording: Recording, node: int, gradients: tuple[Any, ...]) -> None:
+    def _gradients(self, arrives: bool, recording: Recording, node: int, gradients: tuple[Any, ...], _got: object = None) -> None:
         start = self._clock.clock()
-        recording.gradients(node, gradients, arrives=True)
-        self._cost.spent(start, sampled=self._sampled)
-
-    def _passed(self, recording: Recording, node: int, given: tuple[Any, ...], _got: object) -> None:
-        start = self._clock.clock()
-        recording.gradients(node, given, arrives=False)
+        recording.gradients(node, gradients, arrives=arrives)
         self._cost.spent(start, sampled=self._sampled)
 
     def _send(self, *, backward: bool) -> None:
