@@ -37,7 +37,7 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli import plot
 from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO
-from torch_grad_exporter.collectors.outcomes import Happenings
+from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.training import TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.metrics.families import Family, LabelRows
@@ -72,7 +72,7 @@ def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run
         Family(GRAD_DEAD_RATIO, np.full(len(names), 0.95), LabelRows(tuple((name,) for name in names))),
     ]
     live = Live(
-        Run(run, 0, 1, "host", "0"), history, lambda: families, targets=lambda: b"[]", happenings=Happenings(), record=Record(),
+        Run(run, 0, 1, "host", "0"), history, lambda: families, targets=lambda: b"[]", marks=ActionMarks(), record=Record(),
         now=lambda: 1.8e9 + at[0],
     )  # fmt: skip
     found: plot.Saved = live.everything()

@@ -15,8 +15,8 @@ from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.gradients import dead_from
-from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
+from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup, hostname
@@ -81,8 +81,8 @@ def build_scrape(
     )  # fmt: skip
     view = View(
         Run(checked.run, checked.rank, identity.world_size, hostname(), __version__), worker,
-        stage.clock, scrape, targets=announcement.body, happenings=acted.happened,
-        of_sample=OfSample(REGISTRY, settings.enabled_collectors, context),
+        stage.clock, scrape, targets=announcement.body, marks=acted.marks,
+        sample_families=SampleFamilies(REGISTRY, settings.enabled_collectors, context),
         dead_from=dead_from(settings.dead_window), moments=settings.moments, errors=errors,
         activations=totals.activations, logged=totals.logged,
     )  # fmt: skip

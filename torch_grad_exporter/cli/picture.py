@@ -17,7 +17,7 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullLocator
 
-from torch_grad_exporter.collectors.outcomes import Happened
+from torch_grad_exporter.collectors.outcomes import ActionMark
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
 from torch_grad_exporter.outputs.live.saved import BoolArray, Grid, LayerMoments, Lines, Saved, Status
@@ -236,7 +236,7 @@ def _finish(axes: Axes, title: str, nonfinite: FloatArray, values: FloatArray, *
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)) if np.isfinite(values).any() else NullLocator())
 
 
-def _actions(panels: Sequence[Axes], actions: Sequence[Happened]) -> list[str]:
+def _actions(panels: Sequence[Axes], actions: Sequence[ActionMark]) -> list[str]:
     """Draw a dashed line at each action, magenta if it was not done, and return a note that names the last ones."""
     if not panels or not actions:
         return []

@@ -134,7 +134,7 @@ class ExporterCollector:
             yield self._rows.family(ALERTS_ACTIVE, notified.active)
         if acted := self._context.acted.counts:
             yield self._rows.family(EXPORTER_ACTIONS, acted)
-        if last := self._context.acted.happened.last_done:
+        if last := self._context.acted.marks.last_done:
             yield self._rows.by_label(EXPORTER_LAST_ACTION, last)
 
     def _untimed(self) -> Family:

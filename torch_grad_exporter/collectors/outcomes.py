@@ -68,7 +68,7 @@ MOST, LONGEST = 200, 200
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class ActionMark:
     """One time that an action was due.
 
     Attributes:
@@ -86,16 +86,16 @@ class Happened:
     result: str
 
 
-class Happenings:
+class ActionMarks:
     """The latest marks, the oldest first. From any thread; costs nothing where nothing happens."""
 
     def __init__(self) -> None:
         # Reentrant: a signal's handler may act while its own thread is in here.
         self._lock = threading.RLock()
-        self._latest: deque[Happened] = deque(maxlen=MOST)
+        self._latest: deque[ActionMark] = deque(maxlen=MOST)
         self._last_done: dict[str, float] = {}
 
-    def add(self, mark: Happened, counted: str) -> None:
+    def add(self, mark: ActionMark, counted: str) -> None:
         """Add a mark. `counted`: the name under which the action counts, of which there are few."""
         mark = replace(mark, name=mark.name[:LONGEST], action=mark.action[:LONGEST])
         with self._lock:
@@ -103,7 +103,7 @@ class Happenings:
             if mark.result == "done":
                 self._last_done[counted] = mark.time
 
-    def latest(self) -> tuple[Happened, ...]:
+    def latest(self) -> tuple[ActionMark, ...]:
         """Return all that are kept."""
         with self._lock:
             return tuple(self._latest)
@@ -124,12 +124,12 @@ class ActionTotals(OutcomeCounts):
 
     def __init__(self) -> None:
         super().__init__(ActionOutcome)
-        self.happened = Happenings()
+        self.marks = ActionMarks()
 
     def after_fork_in_child(self) -> None:
         """See `OutcomeCounts`."""
         super().after_fork_in_child()
-        self.happened.after_fork_in_child()
+        self.marks.after_fork_in_child()
 
 
 class NotifyTotals(OutcomeCounts):

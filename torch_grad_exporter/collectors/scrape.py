@@ -1,7 +1,7 @@
 """Scrape: runs all collectors, each behind its own guard.
 
 A collector that fails costs only itself: its families of this scrape are missing and
-`torch_grad_exporter_collector_success` says 0. One that takes longer than `PATIENCE` costs the scrape no more than that,
+`torch_grad_exporter_collector_success` says 0. One that takes longer than `TIMEOUT` costs the scrape no more than that,
 and is left out of the next ones until it has come to an end. One that keeps failing is tried once a minute.
 """
 
@@ -24,7 +24,7 @@ from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 
 # Seconds that one collector may take.
-PATIENCE = 1.0
+TIMEOUT = 1.0
 
 # Parts of that time: if the whole process was stopped meanwhile, only one part counts.
 SLICES = 10
@@ -48,7 +48,7 @@ class Scrape:
         errors: Counts their failures.
         prepare: Runs first, once in a scrape.
         clock: In seconds.
-        patience: Seconds that one collector may take.
+        timeout: Seconds that one collector may take.
         not_judged: Names of collectors whose metrics no rule reads.
     """
 
@@ -58,7 +58,7 @@ class Scrape:
         errors: ErrorLog,
         prepare: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
-        patience: float = PATIENCE,
+        timeout: float = TIMEOUT,
         *,
         not_judged: Collection[str] = (),
     ) -> None:
@@ -67,7 +67,7 @@ class Scrape:
         self._preparing = errors.boundary("worker", limit=None)
         self._prepare = prepare
         self._clock = clock
-        self._patience = patience
+        self._timeout = timeout
         self._lock = threading.RLock()
         self._late: dict[str, _Walk] = {}
         # A success ends a collector's row of failures only if it came in time.
@@ -130,7 +130,7 @@ class Scrape:
             if late is None:
                 break
             self._late[late] = walk
-            self._failed(late, TimeoutError(f"no answer within {self._patience:g} s"))
+            self._failed(late, TimeoutError(f"no answer within {self._timeout:g} s"))
             names = names[names.index(late) + 1 :]
         for name, result in results.items():
             if result.families is not None:
@@ -140,7 +140,7 @@ class Scrape:
     def _wait(self, walk: _Walk) -> str | None:
         """Return None when all collectors are done, or the name of the one that takes too long."""
         current, slices = walk.current, 0
-        while not walk.thread.join(self._patience / SLICES):
+        while not walk.thread.join(self._timeout / SLICES):
             slices = slices + 1 if walk.current == current else 0
             current = walk.current
             if slices >= SLICES and walk.give_up(current):

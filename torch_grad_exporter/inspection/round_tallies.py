@@ -23,7 +23,7 @@ TIMED = 16
 
 
 class TallyKey(NamedTuple):
-    """What a tally is of: the `id` of a module, or what else tells it from others; its label; and the device of its tensors."""
+    """What a tally is of: the `id` of a module, or what else distinguishes it; its label; and the device of its tensors."""
 
     of: Hashable
     label: str

@@ -230,7 +230,7 @@ class Outputs:
             self._scrapers.wait()
 
     def after_fork_in_child(self) -> None:
-        """Let go of everything: it is the parent's."""
+        """Leave everything to the parent."""
         if self._push is not None:
             self._push.after_fork_in_child()
         self._announcement.after_fork_in_child()

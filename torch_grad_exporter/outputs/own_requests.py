@@ -16,7 +16,7 @@ AGENT = f"torch_grad_exporter/{__version__}"
 _SAID = create_key("torch_grad_exporter")
 
 
-class _Unheard(logging.Filter):
+class _OwnLines(logging.Filter):
     """Keeps what libraries log of our requests: a dead receiver would fill the log of the training, and show its keys."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -28,7 +28,7 @@ class _Unheard(logging.Filter):
         return False
 
 
-_FILTER = _Unheard()
+_FILTER = _OwnLines()
 
 
 def mute(*libraries: str) -> None:
@@ -41,7 +41,7 @@ def mute(*libraries: str) -> None:
 
 
 @contextlib.contextmanager
-def unheard() -> Iterator[list[str]]:
+def unlogged() -> Iterator[list[str]]:
     """Keep this thread out of the user's log and traces meanwhile; yields the warnings of libraries."""
     said: list[str] = []
     token = attach(set_value("suppress_instrumentation", True, set_value(_SAID, said)))

@@ -14,7 +14,7 @@ from tests.support.scrape import value
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Event, Measurements, Stop, Webhook
-from torch_grad_exporter.collectors.outcomes import LONGEST, MOST, Happened, Happenings
+from torch_grad_exporter.collectors.outcomes import LONGEST, MOST, ActionMark, ActionMarks
 
 LAST = "torch_grad_exporter_last_action_timestamp_seconds"
 START = 1_700_000_000.0
@@ -38,22 +38,22 @@ def test_each_time_is_a_mark_at_its_step() -> None:
     world.on(high, broken, name="fails")
     world.step = 8
     world.evaluate(2.0, **{NORM: 3.0})
-    assert eventually(lambda: len(world.totals.happened.latest()) == 1)
+    assert eventually(lambda: len(world.totals.marks.latest()) == 1)
     world.at, world.step = 3.0, 9
     optimizer.step()
-    assert [(one.time - START, one.step, one.name, one.action, one.result) for one in world.totals.happened.latest()] == [
+    assert [(one.time - START, one.step, one.name, one.action, one.result) for one in world.totals.marks.latest()] == [
         (2, 8, "fails", "broken", "failed"),
         (3, 9, "high", "Stop()", "done"),
     ]
-    assert world.totals.happened.last_done == {"Stop": START + 3}
+    assert world.totals.marks.last_done == {"Stop": START + 3}
     world.act.close()
 
 
 def test_marks_are_bounded() -> None:
     """The latest marks are kept with names of a bounded length, and for each action the last time."""
-    found = Happenings()
+    found = ActionMarks()
     for number in range(10 * MOST):
-        found.add(Happened(float(number), number, "n" * 10_000, "a" * 10_000, "done"), f"action {number % 3}")
+        found.add(ActionMark(float(number), number, "n" * 10_000, "a" * 10_000, "done"), f"action {number % 3}")
     latest = found.latest()
     assert [one.step for one in latest] == list(range(9 * MOST, 10 * MOST))
     assert all(len(one.name) == len(one.action) == LONGEST for one in latest)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.tools import FOREVER, PATIENCE
-from torch_grad_exporter.collectors.outcomes import Happenings
+from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment
@@ -83,7 +83,7 @@ class Made:
         self.history = History(self.moment, now=lambda: self.now)
         run = Run("run", 0, 3, "node0", "0.1.0")
         self.live = Live(
-            run, self.history, self, targets=lambda: self.targets, happenings=Happenings(), record=Record(), now=lambda: self.now
+            run, self.history, self, targets=lambda: self.targets, marks=ActionMarks(), record=Record(), now=lambda: self.now
         )
         self.pages = Pages(self.live)
 

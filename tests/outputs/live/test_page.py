@@ -27,7 +27,7 @@ from tests.support.models import Perceptron
 from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
-from torch_grad_exporter.collectors.outcomes import Happenings
+from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.outputs.live.history import History, Moment
 from torch_grad_exporter.outputs.live.live import Live
 from torch_grad_exporter.outputs.live.live import Run as Identity
@@ -458,7 +458,7 @@ def drawn_run() -> dict[str, Any]:
     for _ in range(N):
         history.record_if_due()
     live = Live(
-        Identity("drawn", 0, 1, "host", "1"), history, list, targets=lambda: b"[]", happenings=Happenings(), record=Record(),
+        Identity("drawn", 0, 1, "host", "1"), history, list, targets=lambda: b"[]", marks=ActionMarks(), record=Record(),
         now=lambda: SECONDS[-1],
     )  # fmt: skip
     result = json.loads(json.dumps(live.everything()))

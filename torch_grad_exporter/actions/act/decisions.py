@@ -1,7 +1,7 @@
 """JobDecisions: rank 0 decides for all ranks of a job, and all of them act after the same step.
 
 1. Rank 0 writes a decision into the job's store: which action, and what exactly it is to do.
-2. Each rank reads it within about a second, prepares the action, and answers. If one cannot do it, or is silent, nobody does it.
+2. Each rank reads it within about a second, prepares the action, and answers. If one cannot, or does not answer, none does it.
 3. Once all have answered, rank 0 adds the step after which they act. It lies so far ahead that each rank reads it before.
 
 A thread does all of this; the training thread counts steps. After its answer a rank reads the store at least every `lease` steps,
@@ -160,7 +160,7 @@ class JobDecisions:
         self._slots = {**self._slots, slot.number: slot}
 
     def want(self, slot: ActionSlot, choice: str) -> None:
-        """Ask for an action: rank 0 decides on it, another rank tells rank 0."""
+        """Ask for an action: rank 0 decides on it, another rank reports it to rank 0."""
         slot.choice = choice
         self._loop.wake()
 
@@ -264,7 +264,7 @@ class JobDecisions:
         return JobDecision(*json.loads(text)) if text else None, values.get(self._key("wish"), b"").decode()
 
     def _proposed(self, wish: str) -> JobDecision | None:
-        """Return the decision that rank 0 makes now, None without a cause. Another rank tells rank 0 that it has one."""
+        """Return the decision that rank 0 makes now, None without a cause. Another rank reports to rank 0 that it has one."""
         wanted = next((slot for slot in self._slots.values() if slot.choice is not None), None)
         if self._job.rank:
             if wanted is not None and self._session:
@@ -288,7 +288,7 @@ class JobDecisions:
         return max(2, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 2
 
     def _answer(self, decision: JobDecision) -> None:
-        """Prepare, and tell rank 0 that this rank can do it, or why not."""
+        """Prepare, and report to rank 0 that this rank can do it, or why not."""
         if self._considered != self._number:
             self._considered = self._number
             self._objection = self._prepare(decision)

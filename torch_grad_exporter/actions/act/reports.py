@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.users_code import without_addresses
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.collectors.outcomes import ActionOutcome, ActionTotals, Happened
+from torch_grad_exporter.collectors.outcomes import ActionMark, ActionOutcome, ActionTotals
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, say
 
 if TYPE_CHECKING:
@@ -70,6 +70,6 @@ class ActionReports:
             return
         changes_training = isinstance(trigger.action, StepAction)
         action = repr(trigger.action) if changes_training else trigger.counted
-        self.totals.happened.add(Happened(self.now(), self.steps, trigger.name, action, outcome.value), trigger.counted)
+        self.totals.marks.add(ActionMark(self.now(), self.steps, trigger.name, action, outcome.value), trigger.counted)
         if changes_training and outcome is ActionOutcome.DONE:
             say(logger, logging.WARNING, "%s: %s changed the training at step %d", trigger.name, action, self.steps)

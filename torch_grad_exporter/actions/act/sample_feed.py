@@ -39,7 +39,7 @@ OF_SAMPLES = frozenset((*GRADIENTS.specs, *CLIPPING.specs)) - _BETWEEN_SAMPLES
 class Series:
     """The values of one series, one per sample. Dropping it ends its part of the feed.
 
-    `add` is for the thread that drains, `take` for the thread that evaluates. If nobody takes for a
+    `add` is for the thread that drains, `take` for the thread that evaluates. If they are not taken for a
     long time, the oldest values are lost.
     """
 

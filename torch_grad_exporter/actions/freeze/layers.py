@@ -165,7 +165,7 @@ class FrozenLayers:
             wanted = {label: held for label, held in plan.layers.items() if label not in self._held}
             self._refuse_unreached({held.tracked.identity for ones in wanted.values() for held in ones})
             self._held = {**self._held, **wanted}
-            self._settle()
+            self._apply()
             frozen = [label for label, ones in wanted.items() if any(held.frozen for held in ones)]
             self._held = {label: ones for label, ones in self._held.items() if label not in wanted or label in frozen}
             self.labels.add(frozen, plan.shown.intersection(frozen))
@@ -189,11 +189,11 @@ class FrozenLayers:
             waiting = {label: ones for label, ones in self._given_back.items() if label not in table.layers} | ours
             # Of a module that is gone there is nothing to train again.
             self._given_back = {label: ones for label, ones in waiting.items() if any(key.module() is not None for key in ones)}
-            self._settle()
+            self._apply()
             self.labels.remove(gone, kept={*table.layers, *table.frozen, *self._given_back})
         return [*gone]
 
-    def _settle(self) -> None:
+    def _apply(self) -> None:
         """Freeze the parameters all of whose layers are frozen, and give back the others."""
         for held in chain.from_iterable(self._held.values()):
             self._set(held, frozen=held.partners <= self._held.keys())

@@ -1,1 +1,1 @@
-"""Notify: tells people when a problem begins and when it ends, without a Prometheus."""
+"""Notify: informs people when a problem begins and when it ends, without a Prometheus."""

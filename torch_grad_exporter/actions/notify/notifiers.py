@@ -27,7 +27,7 @@ _LEVELS = {"critical": logging.ERROR, "warning": logging.WARNING, "info": loggin
 
 
 class Notifier:
-    """One way to tell people.
+    """One way to inform people.
 
     Attributes:
         kind: Its name in metrics and log lines.

@@ -17,7 +17,7 @@ from urllib3.util import Retry
 
 from torch_grad_exporter.actions.notify.notification import SendError
 from torch_grad_exporter.arguments import check_number, shown
-from torch_grad_exporter.outputs.own_requests import AGENT, mute, unheard
+from torch_grad_exporter.outputs.own_requests import AGENT, mute, unlogged
 
 HIDDEN = "<hidden>"  # shown in place of an address
 
@@ -89,7 +89,7 @@ class Receiver:
 
     def _post(self, url: str, body: bytes, kind: str, seconds: float) -> None:
         headers = {"User-Agent": AGENT, "Content-Type": kind, "Connection": "close", **self._headers}
-        with unheard(), requests.Session() as session:
+        with unlogged(), requests.Session() as session:
             user = requests.utils.get_auth_from_url(url)
             chosen = any(name.lower() == "authorization" for name in headers)
             # An authentication that changes nothing keeps a password of ~/.netrc out.

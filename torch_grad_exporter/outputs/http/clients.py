@@ -156,14 +156,14 @@ class Clients(HTTPServerConnectionDelegate):
                 self._drop(leaving)
             client = Client(sock, self._loop.time())
             self._clients[client] = None
-            self._begin(self._welcome(client))
+            self._begin(self._open(client))
 
     def _begin(self, coroutine: Awaitable[None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _welcome(self, client: Client) -> None:
+    async def _open(self, client: Client) -> None:
         try:
             settings = await asyncio.wait_for(self._endpoints.settings(), self._timeout)
             if client not in self._clients:  # dropped meanwhile

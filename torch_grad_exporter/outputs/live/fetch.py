@@ -132,7 +132,7 @@ def _read(source: str) -> bytearray:
         raise UserError(f"cannot read {source}: {error.strerror or error}{address}") from None
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """A handler that follows no redirection: the password is only for the server that was named."""
 
     def redirect_request(self, *_arguments: object) -> None:
@@ -154,7 +154,7 @@ def _fetched(address: str, cacert: str | None) -> bytearray:
     request = urllib.request.Request(f"{where}/api/v1/saved", headers=headers)  # noqa: S310 - http and https alone come here
     host, proxy = parts.hostname or "", _proxy(parts.scheme, parts.hostname or "")
     proxies = urllib.request.ProxyHandler({} if proxy is None else {parts.scheme: proxy})
-    opener = urllib.request.build_opener(_Stay, proxies, urllib.request.HTTPSHandler(context=_context(cacert)))
+    opener = urllib.request.build_opener(_NoRedirects, proxies, urllib.request.HTTPSHandler(context=_context(cacert)))
     # A proxy's answer looks like the exporter's, so the message names it in any case.
     via = "" if proxy is None else f", asked through the proxy {proxy.rpartition('@')[2]},"
     direct = "" if proxy is None else f"; to ask the exporter itself, set no_proxy={host}"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
-from torch_grad_exporter.collectors.outcomes import Happenings
+from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.outputs.live.encoding import Json, cells, columns, frame, judged, metrics, named, number
@@ -71,7 +71,7 @@ class Live:
         history: Its samples.
         scrape: Returns all metrics.
         targets: Returns the ranks in the form of http_sd.
-        happenings: What actions have done.
+        marks: What actions have done.
         record: What was wrong until now.
         activations: The history of the outputs of inner modules, if there is one.
         logged: The history of logged values, if there is one.
@@ -85,7 +85,7 @@ class Live:
         scrape: Scrape,
         *,
         targets: Callable[[], bytes],
-        happenings: Happenings,
+        marks: ActionMarks,
         record: Record,
         activations: History | None = None,
         logged: History | None = None,
@@ -96,7 +96,7 @@ class Live:
         self._concluded = False
         self._activations = activations
         self._logged = logged
-        self._happenings = happenings
+        self._marks = marks
         self._targets = targets
         self._history = history
         self._scrape = scrape
@@ -167,7 +167,7 @@ class Live:
             "earlier": list(self._earlier(problems)),
             "quantities": list(self.quantities),
             "values": 0 if self._logged is None else self._logged.samples,
-            "actions": [asdict(action) for action in self._happenings.latest()],
+            "actions": [asdict(action) for action in self._marks.latest()],
             "ranks": list(self._others()),
         }
 

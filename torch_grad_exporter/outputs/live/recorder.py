@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.collectors.of_sample import OfSample
+from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, RECORD_SECONDS, History, Moment
@@ -99,7 +99,7 @@ class Looks:
         moments: Of gradients.
         activations: Of activations, if they are seen.
         clock: Counts steps.
-        of_sample: Returns the metrics of a sample.
+        sample_families: Returns the metrics of a sample.
         record: Judges each of the first samples.
         errors: Counts failures of that.
     """
@@ -111,11 +111,11 @@ class Looks:
         activations: ActivationMoments | None,
         clock: StepClock,
         *,
-        of_sample: OfSample,
+        sample_families: SampleFamilies,
         record: Record,
         errors: ErrorLog,
     ) -> None:
-        self._of_sample, self._record, self._judging = of_sample, record, errors.boundary(SOURCE, limit=None)
+        self._families, self._record, self._judging = sample_families, record, errors.boundary(SOURCE, limit=None)
         self._host, self._moments, self._activations = host, moments, activations
         self._clock = clock
         self._samples: deque[tuple[float, Moment]] = deque()
@@ -136,8 +136,8 @@ class Looks:
     def _sampled(self, at: float, reading: Reading) -> None:
         """Take a sample."""
         moment = self._moments.of_sample(reading, self._clock.number)
-        self._judging(self._of_sample.take, reading)
-        self._judging(self._record.of_sample, moment.samples, moment.steps, self._of_sample)
+        self._judging(self._families.take, reading)
+        self._judging(self._record.of_sample, moment.samples, moment.steps, self._families)
         self._samples.append((at, moment))
         self._look_inside(at, moment)
 

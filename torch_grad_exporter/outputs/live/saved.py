@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_grad_exporter.collectors.outcomes import Happened
+from torch_grad_exporter.collectors.outcomes import ActionMark
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, VIEWS
 from torch_grad_exporter.outputs.live.rows import SCALARS
@@ -138,10 +138,10 @@ def status(saved: Saved) -> Status:
     )
 
 
-def actions(saved: Saved) -> list[Happened]:
+def actions(saved: Saved) -> list[ActionMark]:
     """Return what `exporter.on` did, the oldest first; nothing if an earlier version has saved it."""
     return [
-        Happened(
+        ActionMark(
             float(_finite([action["time"]], "time")[0]),
             int(_finite([action["step"]], "step")[0]),
             *(_text(action[name]) for name in ("name", "action", "result")),

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.collectors.of_sample import OfSample
-from torch_grad_exporter.collectors.outcomes import Happenings
+from torch_grad_exporter.collectors.outcomes import ActionMarks
+from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activation_totals import ActivationTotals
@@ -37,8 +37,8 @@ class View:
         clock: Counts steps.
         scrape: All metrics, or those that rules read.
         targets: Returns the ranks in the form of http_sd.
-        happenings: What actions have done.
-        of_sample: Returns the metrics of a sample.
+        marks: What actions have done.
+        sample_families: Returns the metrics of a sample.
         dead_from: Samples from which on a dead ratio means anything.
         errors: Counts failures.
         moments: Whether mean and standard deviation are measured.
@@ -54,8 +54,8 @@ class View:
         scrape: Scrape,
         *,
         targets: Callable[[], bytes],
-        happenings: Happenings,
-        of_sample: OfSample,
+        marks: ActionMarks,
+        sample_families: SampleFamilies,
         dead_from: int,
         errors: ErrorLog,
         logged: LoggedValues,
@@ -66,13 +66,11 @@ class View:
         inside = None if activations is None else ActivationMoments(activations)
         record = Record()
         gradients = GradientMoments(dead_from, quantities)
-        looks = Looks(host, gradients, inside, clock, of_sample=of_sample, record=record, errors=errors)
+        looks = Looks(host, gradients, inside, clock, sample_families=sample_families, record=record, errors=errors)
         self.history = History(looks.gradients, now=time.time, quantities=quantities)
         inner = None if inside is None else History(looks.activations, now=time.time, quantities=ACTIVATIONS)
         values = History(LoggedMoments(logged).take, now=time.time, quantities=LOGGED, together=Together.MEAN)
-        self.live = Live(
-            run, self.history, scrape, targets=targets, happenings=happenings, record=record, activations=inner, logged=values
-        )
+        self.live = Live(run, self.history, scrape, targets=targets, marks=marks, record=record, activations=inner, logged=values)
         self._pages = Pages(self.live)
         # In this order: a look at gradients takes everything else as well.
         histories = [history for history in (self.history, inner, values) if history is not None]

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
 from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings
-from torch_grad_exporter.outputs.own_requests import mute, unheard
+from torch_grad_exporter.outputs.own_requests import mute, unlogged
 
 # What helps against a limit of a proxy, such as nginx with its 1 MB.
 SMALLER = "set OTEL_EXPORTER_OTLP_COMPRESSION=gzip, or raise the limit of the receiver and of the proxies before it"
@@ -60,7 +60,7 @@ class Delivery:
     def __init__(self, settings: PushSettings, seconds: float) -> None:
         seconds = min(seconds, settings.timeout)
         self._session = session = _Session(settings) if settings.protocol is Protocol.HTTP else None
-        with unheard() as said:
+        with unlogged() as said:
             self._exporter = _over_grpc(settings, seconds) if session is None else _over_http(settings, seconds, session)
         # It quotes a header that it cannot read, which may be a password.
         self.warnings = [_shown("a header of the environment cannot be read" if "eader" in text else text) for text in said]
@@ -68,7 +68,7 @@ class Delivery:
     def send(self, data: MetricsData) -> None:
         """Return when a request has arrived. Raises `DeliveryError`, `TooLargeError` or `RejectedError`."""
         result = MetricExportResult.FAILURE
-        with unheard() as said:
+        with unlogged() as said:
             try:
                 result = self._exporter.export(data)
             except Exception as error:  # noqa: BLE001 - some versions raise where others return a failure
@@ -84,7 +84,7 @@ class Delivery:
 
     def close(self) -> None:
         """Give the connection back; ends a pause between two tries. From any thread."""
-        with unheard():
+        with unlogged():
             self._exporter.shutdown()
 
 

@@ -55,7 +55,7 @@ class Deltas:
         table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
         places, now = table.places(family.labels, self._at), _numbers(family)
         if "layer" in family.spec.labels:
-            table.settle_removed(family.labels, family.spec.labels.index("layer"), places, now)
+            table.fold_removed(family.labels, family.spec.labels.index("layer"), places, now)
         present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
         known, before = table.known[places], table.numbers[places]
         if family.spec.older:
@@ -131,7 +131,7 @@ class _Table:
             places = self._places[labels] = np.array([self._rows[row] for row in labels.rows], dtype=np.int64)
         return places
 
-    def settle_removed(self, labels: LabelRows, layer: int, places: IntArray, now: FloatArray) -> None:
+    def fold_removed(self, labels: LabelRows, layer: int, places: IntArray, now: FloatArray) -> None:
         """Count the arrived numbers of removed layers as arrived of the remainder, and forget these layers.
 
         A layer is removed if its row is gone, or has begun again. `layer`: which of the labels is the layer. `now`: the numbers of

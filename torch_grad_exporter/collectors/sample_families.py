@@ -1,4 +1,4 @@
-"""OfSample: families of gradients and progress of one sample, without a scrape, for rules that judge samples."""
+"""SampleFamilies: families of gradients and progress of one sample, without a scrape, for rules that judge samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_grad_exporter.store.snapshots import Reading
 NAMES = frozenset({"gradients", "training"})
 
 
-class OfSample:
+class SampleFamilies:
     """Makes families of the latest sample. For one thread at a time. `chosen`: the collectors that are on.
 
     A metric of the last 60 seconds, which may be hundreds of samples, is here one of the samples since the last call.
