@@ -32,7 +32,7 @@ from matplotlib.text import Text
 import torch_grad_exporter
 from tests.support.certificates import authority
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.tools import eventually
+from tests.support.tools import eventually, full_disk
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli import plot
@@ -316,6 +316,12 @@ def test_invalid_source_is_one_line_of_error(tmp_path: Path, capsys: pytest.Capt
     for kind in ("png", "html"):
         assert cli.main(["plot", source, "--out", str(tmp_path / "missing" / f"a.{kind}")]) == 2
         assert f"missing/a.{kind}" in capsys.readouterr().err
+        out = tmp_path / f"a.{kind}"
+        out.write_text("before")
+        with full_disk():
+            assert cli.main(["plot", source, "--out", str(out)]) == 2
+        assert f"cannot write {out}" in capsys.readouterr().err
+        assert out.read_text() == "before"
     with pytest.raises(SystemExit) as ended:
         cli.main(["plot", source, "--out", "a.pdf"])
     assert ended.value.code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import shutil
 import tempfile
 import threading
@@ -66,3 +67,14 @@ def lasting_threads() -> list[str]:
     """The names of all threads but those of the exporter's that end by themselves within moments, each at its own time."""
     passing = ("torch-grad-exporter-address", "torch-grad-exporter-collect", "torch-grad-exporter-textfile")
     return sorted(thread.name for thread in threading.enumerate() if thread.name not in passing)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file that this process writes meanwhile become larger than 1,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

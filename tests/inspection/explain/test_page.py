@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.inspection.explain.planted import Two, X, Y
+from tests.support.tools import full_disk
 from torch_grad_exporter import explain
 from torch_grad_exporter.inspection.explain import Explanation
 
@@ -46,6 +47,15 @@ def saved(tmp_path: Path, *arguments: object) -> str:
     """Return the page of an explanation."""
     explain(*arguments).save(tmp_path / "page.html")
     return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    """A full disk raises, and leaves the page before."""
+    model = nn.Linear(4, 3)
+    before = saved(tmp_path, lambda: model(X).sum(), model)
+    with full_disk(), pytest.raises(OSError, match=r"large"):
+        saved(tmp_path, lambda: model(X).sum(), model)
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == before
 
 
 def test_only_bad_nodes_are_red(tmp_path: Path) -> None:

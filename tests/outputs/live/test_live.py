@@ -8,7 +8,6 @@ import http.client
 import itertools
 import math
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -27,7 +26,7 @@ import torch
 from tests.outputs.live.support import Json, decoded, strict
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import Key, errors, key, value, values
-from tests.support.tools import PATIENCE, eventually
+from tests.support.tools import PATIENCE, eventually, full_disk
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.rules import RULES
 
@@ -274,14 +273,9 @@ def test_save_says_what_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "there.json").write_text("before")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("missing/a.json", "folder", "zero", "full.json", "there.json"):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if name in ("full.json", "there.json"):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-        try:
-            with pytest.raises(OSError, match=rf"save\(\) cannot write: .*{name}") as raised:
-                exporter.save(tmp_path / name)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        full = full_disk() if name in ("full.json", "there.json") else contextlib.nullcontext()
+        with full, pytest.raises(OSError, match=rf"save\(\) cannot write: .*{name}") as raised:
+            exporter.save(tmp_path / name)
         assert raised.value.__cause__ is None
     with pytest.raises(TypeError):
         exporter.save(b"bytes")  # type: ignore[arg-type]
