@@ -21,7 +21,7 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernels
-from torch_grad_exporter.statistics.kernels.probe import probe
+from torch_grad_exporter.statistics.kernels.trial import probe
 
 PROBE = len(probe(torch.device("cpu"))[1])
 """Gradients of the first comparison."""

@@ -100,8 +100,8 @@ class AccumulateGradNodes:
     """Hooks on the AccumulateGrad nodes of parameters.
 
     `on_first`: what is called with the first parameter that a backward reaches. `table`: the table of which all parameters are
-    hooked, `None` while none or only some of them are. `running`: whether a backward is known to run, as `BackwardHooks` sets it.
-    `fired`: the parameters that it has reached.
+    hooked, `None` while none or only some of them are. `running`: whether a backward runs that writes gradients, as `BackwardHooks`
+    sets it. `fired`: the parameters that it has reached.
 
     A parameter that is frozen has no node, and one that is thawed within the round is thawed too late to be hooked, as by a loop
     that trains two networks in turn. So the nodes of those that are frozen at times are held: a node outlives the freezing.

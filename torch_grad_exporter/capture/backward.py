@@ -88,7 +88,6 @@ class BackwardHooks:
         self._reductions, self._counted, self._forwards = reductions, counted, forwards
         self._thread, self._periodic = thread, periodic
         self.task = -1
-        self._writes = False  # it writes gradients: it has begun for the rules of rounds
         self._before: GradientVersions | None = None  # all gradients before it, where nodes do not show all that is written
         self._at_start: GradientVersions | None = None  # when the exporter was started, until a backward is over
         self._end_hook = hooks.guarded("backward_hook", self._ended)
@@ -139,8 +138,7 @@ class BackwardHooks:
 
     def abandoned(self) -> None:
         """Outside of any backward: one that began and did not end has raised."""
-        self.task, self._writes = -1, False
-        self._detection.nodes.running = False
+        self.task, self._detection.nodes.running = -1, False
         self._inspections.tell(Inspection.backward_dropped)
 
     # How it begins
@@ -159,7 +157,7 @@ class BackwardHooks:
 
     def _announced(self, task: int, start: float) -> None:
         """From here on time is that of the backward, and at its end we are called."""
-        self.task, self._writes = task, False
+        self.task, self._detection.nodes.running = task, False
         self._clock.switch(BACKWARD, start)
         # What a wrapper waits for at the end is part of the backward.
         nested = self._rounds.next_is_sampled or self._reductions.wrapped or self._index.fully_sharded
@@ -172,13 +170,12 @@ class BackwardHooks:
         self._detection.around_roots = self.task != -1
         if self.task == -1:
             self._announced(graph_task(), start)
-        if not self._writes:
-            self._begin((tracked, gradients))
+        self._begin((tracked, gradients))
         self._cost.spent(start, sampled=self._rounds.current.sampled)
 
     def stepped_within(self) -> None:
         """An optimizer steps while the backward runs, so it writes gradients."""
-        if not self._writes:
+        if not self._detection.nodes.running:
             start = self._clock.clock()
             if self.task == -1:
                 self._announced(graph_task(), start)
@@ -189,8 +186,7 @@ class BackwardHooks:
         self._counted.settle()
         rounds, detection = self._rounds, self._detection
         # First: what fails below must not begin it again at each node.
-        self._writes, self._before = True, None
-        detection.nodes.running = True
+        self._before, detection.nodes.running = None, True
         detection.nodes.fired.clear()
         rounds.backward_began(self._forwards.evidence, within_step=self._clock.stepping)
         if rounds.current.sampled:
@@ -214,14 +210,13 @@ class BackwardHooks:
         if self.task == -1:
             return
         start = self._clock.clock()
-        writes, before = self._writes, self._before
-        self.task, self._writes, self._before = -1, False, None
+        nodes, current, before = self._detection.nodes, self._rounds.current, self._before
+        self.task, self._before = -1, None
         self._clock.switch(OUTSIDE, start)
-        nodes, current = self._detection.nodes, self._rounds.current
-        nodes.running = False
-        if not writes:  # a `torch.autograd.grad`
+        if not nodes.running:  # a `torch.autograd.grad`
             self._clock.spent(self._clock.clock() - start)
             return
+        nodes.running = False
         table, sampled = current.table, current.sampled
         now = PresentGradients.of(table.tracked, nodes.parameters(table), marked=self._reader.readable) if sampled else None
         fired = reduced(table, self._fired(before, now)) if sampled else set()

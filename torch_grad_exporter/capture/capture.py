@@ -172,7 +172,7 @@ class Capture:
         """Parameters do not have the gradients that they are trained with: no round is sampled any more."""
         self._counted.settle()
         self._schedule.never()
-        self.rounds.gradients_elsewhere()
+        self.rounds.current.sampled = False
         table = self._index.table
         self.detection.follow(table, set(range(len(table.tracked))))
         self.detection.arm(sampled=False)

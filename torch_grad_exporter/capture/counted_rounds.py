@@ -42,6 +42,9 @@ AT_LEAST = 2
 SIZES = 8
 """Rounds followed closely whose mean size is that of the rounds that are only counted."""
 
+Regular = tuple[int, torch.optim.Optimizer]
+"""The only optimizer of a training whose rounds are alike, with its number."""
+
 
 class CountedRounds:
     """Belongs to the training thread, but for `look` and `release`.
@@ -77,13 +80,11 @@ class CountedRounds:
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
-    def round_over(self, regular: Callable[[], int | None], over: GuardedHook, resume: Callable[[], None]) -> bool:
+    def round_over(self, regular: Callable[[], Regular | None], over: GuardedHook, resume: Callable[[], None]) -> None:
         """Begin to only count, or a witness' trial, after a round that was followed closely, if the next ones need not be.
 
-        Returns whether it did.
-
-        `regular`: the number of the only optimizer that ever steps, where all recent rounds were alike. `over`: is called with the
-        step that ends the counting, and with that of another optimizer. `resume`: prepares the round after it.
+        `regular`: the only optimizer that ever steps, where all recent rounds were alike. `over`: is called with the step that ends
+        the counting, and with that of another optimizer. `resume`: prepares the round after it.
         """
         number, clock = self._rounds.current.number, self._clock
         examples, backwards = clock.examples - self._seen[0], clock.backward_passes - self._seen[1]
@@ -94,15 +95,12 @@ class CountedRounds:
             self._skipped, self._not_before = clock.skipped, number + AFTER_TROUBLE
         rounds = self._schedule.only_counted(number + 1)
         follow = number < self._not_before or self._requests.pending
-        stepper = None if rounds < AT_LEAST or follow else regular()
-        known = self._optimizers.numbered() if stepper is not None else []
-        if len(known) == 1 and known[0][0] == stepper:
-            if self._on_trial(backwards):
-                self._resume = resume
-                self._begin(known[0], rounds, over)
-        elif self._witness is not None:
+        optimizer = None if rounds < AT_LEAST or follow else regular()
+        if optimizer is None:
             self._dismiss()
-        return self._witness is not None
+        elif self._on_trial(backwards):
+            self._resume = resume
+            self._begin(optimizer, rounds, over)
 
     def follow(self, rounds: int) -> None:
         """Follow at least this many of the next rounds instead of counting them."""
@@ -125,7 +123,7 @@ class CountedRounds:
             self._witness = next(map(Witness.on_trial, present), None)
         return passed
 
-    def _begin(self, optimizer: tuple[int, torch.optim.Optimizer], rounds: int, over: GuardedHook) -> None:
+    def _begin(self, optimizer: Regular, rounds: int, over: GuardedHook) -> None:
         witness, clock = self._witness, self._clock
         if witness is None:
             return

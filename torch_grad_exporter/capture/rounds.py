@@ -60,7 +60,6 @@ class RoundTracker:
         self.samples = 0
         self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
         self.inputs_wanted = False
-        self._readable = True
         self._postponed = False  # a sample that could not be taken yet is to be taken of the next round
         self._skipped_unseen = False  # a step was skipped while rounds were only counted
         self._steps_on_inputs = False  # a step was taken on a backward that gives inputs a gradient, which then is not an attack
@@ -74,15 +73,6 @@ class RoundTracker:
             return current.sampled
         number = current.number + 1
         return self._postponed or self._schedule.next_due(number) == number
-
-    def regular_optimizer(self) -> int | None:
-        """Return the only optimizer that ever steps, if the last rounds were all like this one, which has just had its step."""
-        current = self.current
-        busy = self.stepping or self.closures or current.sample_is_open
-        if busy or len(current.stepped) != 1 or not current.backwards:
-            return None
-        repeats = self.pattern.repeats(current.models, current.stepped, current.backwards)
-        return next(iter(current.stepped)) if repeats else None
 
     def forward_began(self) -> None:
         """A forward with gradients begins after steps: an optimizer that steps later uses other gradients than were read.
@@ -195,10 +185,6 @@ class RoundTracker:
         self.closures.clear()
         self.current.abandoned = bool(self.current.backwards)
 
-    def gradients_elsewhere(self) -> None:
-        """No round can be sampled, since gradients are not those of the parameters. The schedule has to know it, too."""
-        self._readable = self.current.sampled = False
-
     def step_skipped(self) -> None:
         """The step of this round was skipped, which the gradients do not show."""
         self._clock.skipped += 1
@@ -248,7 +234,7 @@ class RoundTracker:
         # The answer of a fused optimizer comes late: the step before may turn out to be a skipped one now.
         late = bool(self._fused.undecided) and self._fused.settle(number)
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled
-        sampled = due or ((surprising or self._postponed) and self._readable)
+        sampled = due or ((surprising or self._postponed) and self._schedule.shown_interval is not None)
         self._skipped_unseen = self._postponed = False
         self.current = ArmedRound(number, sampled=sampled, table=self._index.table, extra=not due)
         self._cost.settle()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardHooks
-from torch_grad_exporter.capture.counted_rounds import CountedRounds
+from torch_grad_exporter.capture.counted_rounds import CountedRounds, Regular
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
@@ -239,15 +239,19 @@ class StepHooks:
             self._schedule.stepped(None if seconds is None else seconds - own, own, sampled=sampled)
             self._counted.round_over(self._regular_optimizer, self._over_hook, self._forwards.step_over)
 
-    def _regular_optimizer(self) -> int | None:
-        """Return the only optimizer that ever steps, if the next rounds may be taken for the same as the last ones."""
-        optimizers = self._optimizers
-        quiet = self._detection.sees_backwards and not self._detection.nodes.held and self._backward.task == -1
+    def _regular_optimizer(self) -> Regular | None:
+        """Return the only optimizer, if its round is over and the next ones may be taken for the same as all recent ones."""
+        rounds, optimizers, detection, current = self._rounds, self._optimizers, self._detection, self._rounds.current
+        busy = rounds.stepping or rounds.closures or current.sample_is_open or self._backward.task != -1
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
-        if not quiet or self._index.fully_sharded or self._fused.undecided or optimizers.has_tools:
+        if busy or not detection.sees_backwards or detection.nodes.held or self._index.fully_sharded or self._fused.undecided:
             return None
-        stepper = self._rounds.regular_optimizer()
-        return None if stepper in optimizers.copying | self._fused.answering | self._nested else stepper
+        known = optimizers.numbered()
+        if len(known) != 1 or {known[0][0]} != current.stepped or not current.backwards or optimizers.has_tools:
+            return None
+        special = optimizers.copying | self._fused.answering | self._nested
+        repeats = rounds.pattern.repeats(current.models, current.stepped, current.backwards)
+        return known[0] if repeats and current.stepped.isdisjoint(special) else None
 
     # The end
 

@@ -13,6 +13,7 @@ from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import device, host
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Gradients, Group, Grouping
+from torch_grad_exporter.statistics.declared import MOMENTS
 from torch_grad_exporter.statistics.device import ByTorch, GroupReading
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout, Packing
@@ -67,7 +68,7 @@ class EagerStatistics:
         # Gradients that were stacked are not cut.
         self._by_torch = ByTorch(layout, wide, max(chunk_elements, STACKED_ELEMENTS // 2))
         self._norms_by_torch = replace(self._by_torch, layout=Layout([*layout.apart], norms_only=True))
-        self._kernels = kernels
+        self._kernels = kernels if layout.apart.keys() <= {MOMENTS} else None  # the programs measure no other statistics
         self._units: dict[torch.device, UnitState] = {}
         self._grouping = Grouping()
         # The table of the last sample, and whether its model is small.

@@ -15,7 +15,6 @@ import enum
 import importlib.util
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +27,10 @@ from torch_grad_exporter.errors import Guard, logger, say
 from torch_grad_exporter.metrics.families import BoolArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, Group
-from torch_grad_exporter.statistics.declared import MOMENTS
 from torch_grad_exporter.statistics.device import ByTorch, GroupReading
 from torch_grad_exporter.statistics.kernels import launch
-from torch_grad_exporter.statistics.kernels.probe import probe
 from torch_grad_exporter.statistics.kernels.tables import Read
-from torch_grad_exporter.statistics.kernels.trial import Send, Trial
+from torch_grad_exporter.statistics.kernels.trial import Send, Trial, probe
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.torch_compat.autograd import capturing_graph
 
@@ -137,12 +134,12 @@ class Kernels:
         rest = [by_torch.read(*left)] if left else []
         if not mine:
             return rest
-        if state.trusted and (found := self._guard.result(self._launched, run, own, mine, by_torch)) is not None:
+        if state.trusted and (found := self._guard.result(self._launched, run, own, mine)) is not None:
             return [found, *rest]
         state.trusted = False
         reading = by_torch.read(own, mine)
         if state.stage is _Stage.PROBED:
-            self._try(state, self._compare, state, reading, mine, by_torch)
+            self._try(state, self._compare, state, reading, mine)
         return [reading, *rest]
 
     def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[GroupReading]:
@@ -171,15 +168,15 @@ class Kernels:
         programs = self._load()
         state.launcher, state.for_norms = (launch.Launcher(where, self._layout, programs) for _ in range(2))
         group, parts = probe(where)
-        self._compare(state, by_torch.read(group, parts), parts, by_torch)
+        self._compare(state, by_torch.read(group, parts), parts)
         state.seconds = time.perf_counter() - start
 
-    def _compare(self, state: _Device, expected: GroupReading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
+    def _compare(self, state: _Device, expected: GroupReading, parts: Sequence[Batch]) -> None:
         """Begin a trial, if it can be sent now."""
         self._once = True
         if state.launcher is None:
             return
-        trial = Trial.of(expected, self._launched(state.launcher, expected.group, parts, by_torch), self._layout, self._send)
+        trial = Trial.of(expected, self._launched(state.launcher, expected.group, parts), self._layout, self._send)
         if trial is not None:
             state.stage = _Stage.PROBING if state.stage is _Stage.NEW else _Stage.COMPARING
             state.trial = trial
@@ -200,10 +197,9 @@ class Kernels:
             message = "programs in Triton measure the gradients on %s from now on; compiling and trying them took %.1f s, once"
             say(logger, logging.INFO, message, where, state.seconds)
 
-    def _launched(self, run: launch.Launcher, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> GroupReading:
+    def _launched(self, run: launch.Launcher, group: Group, parts: Sequence[Batch]) -> GroupReading:
         found = run(gradients_of(parts), same(group, parts))
-        rows, pieces = with_apart(found.rows, parts, by_torch)
-        return GroupReading(group, pieces, rows, found.zero, found.alive)
+        return GroupReading(group, [1] * len(found.rows), found.rows, found.zero, found.alive)
 
 
 Part = tuple[Group, tuple[Batch, ...]]
@@ -238,23 +234,3 @@ def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
             positions, tensors = itertools.compress(batch.positions, wanted), itertools.compress(batch.tensors, wanted)
             batches.append(replace(batch, positions=tuple(positions), tensors=tuple(tensors)))
     return replace(group, members=members, **numbers), tuple(batches)
-
-
-def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, list[int]]:
-    """Return the programs' rows with what torch measures besides: a large gradient has several rows then, see `device.py`."""
-    others = [(one, here) for one, here in by_torch.layout.apart.items() if one is not MOMENTS]
-    if not others:
-        return rows, [1] * len(rows)
-    found: list[torch.Tensor] = []
-    pieces: list[int] = []
-    for batch, own in zip(parts, torch.split(rows, [len(batch.tensors) for batch in parts]), strict=True):
-        chunks = list(batch.cut(by_torch.most))
-        pieces += [len(chunks)] * len(own)
-        for number, chunk in enumerate(chunks):
-            row = own if number == 0 else torch.zeros_like(own)
-            if number:
-                row[:, Column.MIN], row[:, Column.MAX] = math.inf, -math.inf
-            for one, here in others:
-                row[:, here] = one.on_device(chunk.reshape(len(chunk), -1), torch.float64)
-            found.append(row)
-    return torch.cat(found), pieces
