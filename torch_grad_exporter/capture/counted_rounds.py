@@ -97,7 +97,7 @@ class CountedRounds:
         follow = number < self._not_before or self._requests.pending
         optimizer = None if rounds < AT_LEAST or follow else regular()
         if optimizer is None:
-            self._dismiss()
+            self.release()
         elif self._on_trial(backwards):
             self._resume = resume
             self._begin(optimizer, rounds, over)
@@ -116,9 +116,9 @@ class CountedRounds:
         witness = self._witness
         passed = witness is not None and witness.passed(backwards)
         if witness is not None and not passed:
-            self._follow_for_a_while()
+            self.follow(AFTER_TROUBLE)
         if not passed:
-            self._dismiss()
+            self.release()
             present = self._detection.probes.present()  # gets a gradient in each backward, as far as the last sample shows
             self._witness = next(map(Witness.on_trial, present), None)
         return passed
@@ -167,7 +167,7 @@ class CountedRounds:
         skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step, over=over)
         unfinished = 0 if after_step else max(0, surplus - skipped * counting.to_a_step)
         if not steps or (surplus and after_step):
-            self._follow_for_a_while()
+            self.follow(AFTER_TROUBLE)
         norm_waits = self._tell(counting, skipped)
         self._add(durations, own, counting)
         self._pass_over(steps, skipped=skipped, backwards=unfinished)
@@ -177,10 +177,7 @@ class CountedRounds:
         if witness is not None and after_step and not surplus:
             witness.begin()  # the next round is its trial for the next time
         else:
-            self._dismiss()
-
-    def _follow_for_a_while(self) -> None:
-        self._not_before = self._rounds.current.number + AFTER_TROUBLE
+            self.release()
 
     def _add(self, durations: tuple[float, ...], own: float, counting: CountingHook) -> None:
         clock = self._clock
@@ -201,11 +198,6 @@ class CountedRounds:
             self._rounds.backwards_counted(backwards)
             self._detection.probes.backward_over(self._rounds.current.models)
         self._inspections.tell(Inspection.counted, unfinished=backwards > 0)
-
-    def _dismiss(self) -> None:
-        witness, self._witness = self._witness, None
-        if witness is not None:
-            witness.dismiss()
 
     # Norms that the user gives
 
@@ -261,7 +253,9 @@ class CountedRounds:
 
     def release(self) -> None:
         """Release the parameter that is the witness; idempotent."""
-        self._dismiss()
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.dismiss()
 
 
 def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool, over: bool) -> int:

@@ -253,17 +253,11 @@ class GradientProbes:
         """
         after = self._after_backward
         moved = [after.tracked[position] for position in after.moved()]
-        seen = [_is_zero(gradient) for probe in moved for gradient in self._gradients_beside(probe)]
+        beside = (other for probe in moved for other in (probe, *self.present(probe.model)))  # one alone may be zero by itself
+        seen = [_is_zero(gradient) for probe in beside if (gradient := probe.gradient()) is not None]
         if False in seen or not seen:
             return False
         return None if None in seen else True
-
-    def _gradients_beside(self, own: TrackedParameter) -> Iterator[torch.Tensor]:
-        """Return the gradients of a probe and of the others of its model: one alone may be zero by itself."""
-        for probe in (own, *self.present(own.model)):
-            gradient = probe.gradient()
-            if gradient is not None:
-                yield gradient
 
     def updated(self) -> bool:
         """Return whether parameters were written to since the last backward."""

@@ -24,7 +24,6 @@ from torch_grad_exporter.capture.round_pattern import RoundPattern
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
 from torch_grad_exporter.store.records import Mailbox, OptimizerView, Outcome, RoundEnded, SamplePart, SampleRead
@@ -207,16 +206,6 @@ class GradientReader:
         current.early += self._statistics.read(current.table, gradients)
         self._cost.timer.end(begun)
         current.early_fired |= gradients.keys()
-
-    def positions_in(self, table: ParameterTable, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Return the positions in the table of the parameters in this optimizer's groups."""
-        known = table.tracked.positions
-        return [known[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in known]
-
-    def positions_of(self, table: ParameterTable, optimizer: int) -> list[int]:
-        """Return the positions in the table of what the optimizer with this number owns."""
-        owned: list[int] = np.flatnonzero(self._optimizers.owners(table, {optimizer}) == optimizer).tolist()
-        return owned
 
     @_guarded(AGAIN)
     def read_again(self, current: ArmedRound, seen: StepView, *, ours: bool = False) -> None:

@@ -104,7 +104,7 @@ class StepReadings:
         current = self._rounds.current
         if current.left is None or not self._backward.reduces_by_itself:
             return None
-        untouched = current.left.moved().isdisjoint(self._reader.positions_of(current.table, optimizer))
+        untouched = current.left.moved().isdisjoint(self._optimizers.positions_of(current.table, optimizer))
         self._detection.trusts_backwards |= untouched
         return untouched
 
@@ -123,7 +123,7 @@ class StepReadings:
         self._forwards.look_for_ranks()
         if not current.captured:
             current.table = self._index.refresh()
-        if not self._read_early(current, self._reader.positions_of(current.table, seen.optimizer)):
+        if not self._read_early(current, self._optimizers.positions_of(current.table, seen.optimizer)):
             return
         current.fired |= current.early_fired
         if current.fired:

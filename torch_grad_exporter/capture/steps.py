@@ -25,7 +25,7 @@ from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.optimizers import Optimizers, positions_in
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
 
@@ -124,7 +124,7 @@ class StepHooks:
         """An optimizer steps before the backward is over: all that do so are one step, at the backward's end."""
         self._backward.stepped_within()
         self._rounds.stepping.add(number)
-        self._readings.within_backward(number, self._reader.positions_in(self._rounds.current.table, optimizer))
+        self._readings.within_backward(number, positions_in(self._rounds.current.table, optimizer))
         if task != self._within[0]:
             self._within = task, set()
             at_end_of_backward(self._end_hook)

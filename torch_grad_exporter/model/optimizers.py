@@ -220,6 +220,11 @@ class Optimizers:
                     parameters += group["params"]
         return parameters
 
+    def positions_of(self, table: ParameterTable, number: int) -> list[int]:
+        """Return the positions in the table of what an optimizer owns."""
+        owned: list[int] = np.flatnonzero(self.owners(table, {number}) == number).tolist()
+        return owned
+
     @property
     def _adopter(self) -> int | None:
         """The optimizer that parameters without one are counted with: the only one there is.
@@ -257,6 +262,12 @@ def owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def positions_in(table: ParameterTable, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the positions in the table of the parameters in an optimizer's groups, in their order."""
+    known = table.tracked.positions
+    return [known[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in known]
+
+
 def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
     """Return what changes when parameters are added to an optimizer or replaced. Does not visit each of them."""
     every = (group["params"] for group in optimizer.param_groups)
@@ -265,9 +276,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
 
 def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer owns a parameter of the table, even if that is out of its place, or copies of all."""
-    known = table.tracked.positions
-    owned = any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
-    return owned or has_copies(optimizer, table.tracked.parameters())
+    return bool(positions_in(table, optimizer)) or has_copies(optimizer, table.tracked.parameters())
 
 
 def has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:

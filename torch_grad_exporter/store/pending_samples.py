@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -48,6 +49,19 @@ class CountedSample:
     def outcome(self, optimizer: int) -> Outcome:
         """Return what became of this optimizer's step."""
         return Outcome.SKIPPED if optimizer in self.left_out else self.ended.outcome
+
+
+class Listener(Protocol):
+    """Follows what is counted. Called on the thread that drains, after the tables."""
+
+    def counted(self, sample: CountedSample) -> None:
+        """Take a sample with its outcome; again when more optimizers have stepped on it."""
+
+    def observed(self, name: str, value: float) -> None:
+        """Take a value that was observed."""
+
+    def rounds_over(self, rounds: int) -> None:
+        """This many more rounds are over."""
 
 
 class PendingSamples:

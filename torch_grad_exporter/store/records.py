@@ -10,7 +10,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch_grad_exporter.metrics.families import FloatArray, IntArray
@@ -130,6 +130,13 @@ class Inspected:
     round: int
     tickets: tuple[Ticket, ...]
     data: object = None  # plain data that only the inspection knows
+
+
+class Taker(Protocol):
+    """An inspection's own table, registered under the name of the inspection. Called on the thread that drains."""
+
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Take a record whose vectors have all arrived, in the order of its tickets."""
 
 
 Record = SampleRead | RoundEnded | StepsTaken | Observed | Inspected

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.store.cursors import Losses, Single
+from torch_grad_exporter.store.cursors import Cursor, Losses, Single
 from torch_grad_exporter.store.histograms import Counts, Records
 from torch_grad_exporter.store.layer_table import UntrackedLayers
 from torch_grad_exporter.store.run_table import TotalsSnapshot
@@ -58,3 +58,12 @@ class Reading:
     gradients: NewGradients
     losses: Losses = field(default_factory=Losses)  # none in the reading of a single sample
     singles: Sequence[Single] = ()
+
+
+@dataclass(slots=True, eq=False)
+class EachSample:
+    """A consumer that reads at each of the next samples while some are `left`; `take` gets Unix time and the reading."""
+
+    cursor: Cursor
+    take: Callable[[float, Reading], object]
+    left: int

@@ -13,8 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 from weakref import WeakSet
 
 # NumPy imports this when its `unique` or `median` is first called. No background thread may be the one that does: its
@@ -24,13 +24,12 @@ import numpy.ma
 
 from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.store.cursors import Cursor, Losses, Singles
 from torch_grad_exporter.store.layer_table import LayerTable
 from torch_grad_exporter.store.optimizer_table import OptimizerTable
-from torch_grad_exporter.store.pending_samples import CountedSample, PendingSamples
+from torch_grad_exporter.store.pending_samples import CountedSample, Listener, PendingSamples
 from torch_grad_exporter.store.records import (
     Inspected,
     Mailbox,
@@ -39,12 +38,13 @@ from torch_grad_exporter.store.records import (
     RoundEnded,
     SampleRead,
     StepsTaken,
+    Taker,
     number_of,
     tickets_of,
     values_of,
 )
 from torch_grad_exporter.store.run_table import RunTable
-from torch_grad_exporter.store.snapshots import GradientSnapshot, NewGradients, Reading, Snapshot
+from torch_grad_exporter.store.snapshots import EachSample, GradientSnapshot, NewGradients, Reading, Snapshot
 
 CLOSE_SECONDS = WAIT_SECONDS = 5.0  # how long `close`, and a scrape, wait for a drain; the scrape has older values then
 MOST_WAITING = 1 << 13  # records that wait for their vectors, at most; beyond, the first of them is given up
@@ -52,35 +52,6 @@ DRAIN_SECONDS, POLL_SECONDS = 1.0, 0.005  # between two drains, and two looks at
 LOST_SECONDS = 60.0  # until a vector that never arrives is given up
 
 _Kept = TypeVar("_Kept")
-
-
-class Taker(Protocol):
-    """An inspection's own table, registered under the name of the inspection. Called on the thread that drains."""
-
-    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
-        """Take a record whose vectors have all arrived, in the order of its tickets."""
-
-
-class Listener(Protocol):
-    """Follows what is counted. Called on the thread that drains, after the tables."""
-
-    def counted(self, sample: CountedSample) -> None:
-        """Take a sample with its outcome; again when more optimizers have stepped on it."""
-
-    def observed(self, name: str, value: float) -> None:
-        """Take a value that was observed."""
-
-    def rounds_over(self, rounds: int) -> None:
-        """This many more rounds are over."""
-
-
-@dataclass(slots=True, eq=False)
-class EachSample:
-    """A consumer that reads at each of the next samples while some are `left`; `take` gets Unix time and the reading."""
-
-    cursor: Cursor
-    take: Callable[[float, Reading], object]
-    left: int
 
 
 class Worker:

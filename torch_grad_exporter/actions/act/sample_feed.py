@@ -28,8 +28,8 @@ from torch_grad_exporter.collectors.gradients import (
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.store.records import Outcome
-from torch_grad_exporter.store.snapshots import GradientSnapshot, Reading
-from torch_grad_exporter.store.worker import EachSample, Worker
+from torch_grad_exporter.store.snapshots import EachSample, GradientSnapshot, Reading
+from torch_grad_exporter.store.worker import Worker
 
 _BETWEEN_SAMPLES = {GRAD_CLIP_CANDIDATES, GRAD_CLIP_THRESHOLD, GRAD_NORM_RECENT_MAX, LAYER_FROZEN}  # these change without a sample
 
