@@ -124,7 +124,7 @@ class BackwardHooks:
         if self._clock.forward_came or self._counted.counting is not None or graph_task() != -1:
             return
         start = self._clock.clock()
-        self._forwards.backward_comes()
+        self._thread.ident = threading.get_ident()
         self._hook(loss)
         self._clock.spent(self._clock.clock() - start)
 

@@ -46,6 +46,7 @@ class BackwardDetection:
         nodes: The hooks.
         probes: A few parameters of each model, whose gradients show whether they were cleared.
         around_roots: Whether the last backward ran through the output of a root.
+        looked: Whether the table was brought up to date when the running backward reached that output.
         trusts_backwards: Whether a loop that reduces gradients by itself has done so by the end of a backward.
     """
 
@@ -55,6 +56,7 @@ class BackwardDetection:
         self.nodes = AccumulateGradNodes()
         self.probes = GradientProbes()
         self.around_roots = False
+        self.looked = False
         self.trusts_backwards = False
         self._unsure = False  # a step came without a backward that was seen: all parameters are to report the next ones
         self._misses = 0
@@ -62,7 +64,6 @@ class BackwardDetection:
         self._followed: tuple[ParameterTable, set[int]] | None = None
         self._detectors: dict[tuple[int, int, int], TrackedParameter] = {}  # by model, optimizer, and first or last
         self._steady: dict[tuple[int, int], set[TrackedParameter]] = {}  # by model and optimizer, what each backward has reached
-        self._replaced = False  # parameters were out of their places when the last forward began, or lazy
 
     @property
     def mode(self) -> Mode:
@@ -84,51 +85,39 @@ class BackwardDetection:
         elif not (sampled or self._unsure) and self._detectors:
             nodes.arm_some(dict.fromkeys(self._detectors.values()))
         elif not (self.around_roots and nodes.table is self._index.table):
-            # Where roots are called, a forward will come that looks for what has changed since.
+            # Where roots are called, the backward looks for what has changed since.
             self._cost.of(self._arm_all)
 
-    def _arm_all(self, *, in_place: bool = False) -> None:
-        """Hook the nodes of all parameters that are trained now, until the round ends. `in_place`: like `LayerIndex.refresh`."""
+    def _arm_all(self, *, in_place: bool = False, within_step: bool = False) -> None:
+        """Hook the nodes of all parameters that are trained now, until the round ends. For the rest see `LayerIndex.refresh`."""
         if not self.nodes.armed:  # else a change shows by the nodes
             self._index.look_at_shapes()
-        table = self._index.refresh(in_place=in_place)
+        table = self._index.refresh(in_place=in_place, within_step=within_step)
         if not self.nodes.hooks_all_of(table) and table.parameters() is not None:
             self.nodes.arm(table)
 
-    def forward_began(self) -> None:
-        """Before a forward of a round that is not sampled: use no node whose parameter has another shape."""
-        if self._drop_changed():
-            self.nodes.arm_some(dict.fromkeys(self._detectors.values()))
-
-    def sampled_forward_began(self) -> None:
-        """Before a forward of a sampled round: hook what was added or thawed since the step as well."""
-        index, nodes = self._index, self.nodes
-        if capturing_graph():
-            nodes.release()  # they were made for another stream
+    def forward_began(self, *, sampled: bool) -> None:
+        """Before a forward: use no node that was made for another shape of its parameter, or for another stream."""
+        nodes = self.nodes
+        if sampled and capturing_graph():
+            nodes.release()
             return
-        # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
-        looks = self.by_nodes and not within_transform()
-        present = index.present() if looks else None
-        changed = self._drop_changed()
-        if looks and (changed or present is None or not nodes.hooks_all_of(index.table)):
-            self._arm_all(in_place=True)
-            self._replaced = index.has_lazy or index.table.parameters() is None
-
-    def _drop_changed(self) -> bool:
-        changed = self.nodes.drop_changed()
-        if changed:
+        if nodes.drop_changed():
             self._index.look_at_shapes()
-        return changed
+            if not sampled:
+                nodes.arm_some(dict.fromkeys(self._detectors.values()))
+        # If FSDP manages the model now, it shows the parameters here for the last time. Within `torch.func.functional_call` others
+        # are in the parameters' places, and are not to be tracked.
+        if sampled and self.by_nodes and not nodes.armed and not within_transform():
+            self._arm_all(in_place=True)
 
     def output_reached(self, *, sampled: bool) -> None:
-        """A backward has reached the output of a root and no parameter yet: hook what its forward could not show.
-
-        Such as parameters that were replaced before it, or all of them if the exporter was started within it.
-        """
-        unseen = self._replaced or not self.nodes.armed
-        if unseen and self.by_nodes and sampled:
-            self._cost.of(self._arm_all)
-        self._replaced = False
+        """A backward has reached the output of a root and no parameter yet: hook what was added or thawed since the last step."""
+        self.looked = sampled and self.by_nodes
+        if self.looked:
+            start = self._cost.now()
+            self._arm_all(within_step=True)
+            self._cost.charge(start)
 
     # What was seen
 

@@ -7,7 +7,6 @@ the forward, since other tensors are in the places of sharded parameters from th
 from __future__ import annotations
 
 import sys
-import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -126,23 +125,16 @@ class ForwardHooks:
 
     def _prepare(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward with gradients begins, outside of any backward."""
-        sampled = self._rounds.next_is_sampled
+        sampled, start = self._rounds.next_is_sampled, self._clock.clock()
+        self._detection.forward_began(sampled=sampled)
         if sampled:
+            self._cost.charge(start)
             self.follow_device()
-            self._cost.of(self._detection.sampled_forward_began)
             self._ranks(self._look_for_ranks, root)
             self._look_for_pipeline(sys._getframe(2))
-        else:
-            self._detection.forward_began()
         if self._index.fully_sharded:
             self._look_early(sampled=sampled)
         self._inspections.tell(Inspection.forward_began, root, args, kwargs, sampled=sampled)
-
-    def backward_comes(self) -> None:
-        """A backward is about to begin that no forward of a root has shown."""
-        self._thread.ident = threading.get_ident()
-        if torch.is_grad_enabled() and self._rounds.next_is_sampled:
-            self._cost.of(self._detection.sampled_forward_began)
 
     def follow_device(self) -> None:
         """The model may be somewhere else than before: phases are timed on the device where most of its parameters are."""
@@ -220,7 +212,8 @@ class ForwardHooks:
             return True
         if detection.by_nodes and not detection.nodes.armed:
             self._index.look_at_shapes()
-        before, current.table = current.table, self._index.refresh(within_step=True)
+        looked = detection.around_roots and detection.looked
+        before, current.table = current.table, self._index.table if looked else self._index.refresh(within_step=True)
         if current.table is before or not current.fired:
             return True
         fired = {before.tracked[position] for position in current.fired}

@@ -78,8 +78,6 @@ class LayerIndex:
         """The table of the last refresh."""
         self.fully_sharded = False
         """Whether FSDP manages a module, which then shows its sharded parameters outside of forward and backward only."""
-        self.has_lazy = False
-        """Whether a parameter is yet to be initialised, by the first forward."""
         self._scan()
 
     def refresh(self, *, within_step: bool = False, in_place: bool = False) -> ParameterTable:
@@ -123,12 +121,10 @@ class LayerIndex:
         self._scanned, (columns, owned) = [weakref.ref(module) for module in modules], _looked_at(modules)
         wanted: list[TrackedParameter] = []
         layers: set[str] = set()
-        self.has_lazy = False
         flat = self._flat.of(root for _, _, root in self._roots()) if self.fully_sharded else {}
         for place in self._places():
             parameter = place.parameter
             layers.add(place.layer)
-            self.has_lazy |= is_lazy(parameter)
             trained = _is_trained(parameter) and has_part(parameter, flat)
             if not trained and id(parameter) not in self._known:
                 continue
