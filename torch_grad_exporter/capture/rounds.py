@@ -163,7 +163,7 @@ class RoundTracker:
             self._begin_round()
         return again or not self.current.backwards
 
-    def step_ended(self, optimizer: int, waited: frozenset[int] = frozenset()) -> None:
+    def step_ended(self, optimizer: int, waited: frozenset[int]) -> None:
         """An optimizer's step is over. `waited`: the optimizers that own captured gradients, where a sample is open."""
         current = self.current
         self.closures.discard(optimizer)

@@ -6,7 +6,8 @@ Other packages add statistics of their own:
         exporter = start_exporter(model)
 
 An exporter measures what is declared when it starts, in each of its samples. The values of each
-layer are in `GradientSnapshot.declared["signs.positive"]`, where a collector finds them.
+layer are in `GradientSnapshot.declared["signs.positive"]`, where a collector finds them. The programs in
+Triton measure the package's own: beside others, torch's operations measure all of them.
 """
 
 from __future__ import annotations
