@@ -170,7 +170,8 @@ class BackwardHooks:
         self._detection.around_roots = self.task != -1
         if self.task == -1:
             self._announced(graph_task(), start)
-        self._begin((tracked, gradients))
+        if not self._detection.nodes.running:  # else the thread of another device was faster
+            self._begin((tracked, gradients))
         self._cost.spent(start, sampled=self._rounds.current.sampled)
 
     def stepped_within(self) -> None:
