@@ -81,6 +81,7 @@ def start_exporter(
     dry_run: Sequence[Policy] | None = None,
     alerts: Notifier | Sequence[Notifier] | None = None,
     registry: prometheus_client.CollectorRegistry | None = None,
+    extra_registries: Sequence[prometheus_client.CollectorRegistry] | None = None,
     meter_provider: MeterProvider | None = None,
 ) -> Exporter:
     """Watch the training of `model`; serve a live page at `http://<host>:<port>/` and its metrics at `/metrics`.
@@ -129,7 +130,7 @@ def start_exporter(
             Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
             gradients, activations, nan_origin, layer_times, watched, training, logged, cuda_memory,
-            gpu, process, host, container, exporter.
+            gpu, process, host, container, extra, exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).
@@ -172,6 +173,8 @@ def start_exporter(
             `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.
         registry: A registry of `prometheus_client` in which the metrics are to appear as well
             (default: none).
+        extra_registries: Registries of `prometheus_client` whose metrics are served and pushed as
+            well (default: none). Such as `[prometheus_client.REGISTRY]`. See docs/your-metrics.md.
         meter_provider: OpenTelemetry's, in whose instruments global values, progress and resources
             are to appear as well (default: none).
 
@@ -195,7 +198,7 @@ def start_exporter(
         on_failure=on_failure, otlp_endpoint=otlp_endpoint, otlp_protocol=otlp_protocol,
         otlp_headers=otlp_headers, otlp_interval=otlp_interval, optimizers=optimizers,
         grad_scaler=grad_scaler, clip=clip, dry_run=dry_run, alerts=alerts, registry=registry,
-        meter_provider=meter_provider,
+        extra_registries=extra_registries, meter_provider=meter_provider,
     )  # fmt: skip
     exporter = start(models, checked)
     try:

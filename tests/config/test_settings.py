@@ -25,7 +25,7 @@ from torch_grad_exporter.statistics.kernels.choice import Implementation
 DEFAULT = frozenset(
     {
         "gradients", "activations", "layer_times", "logged", "watched", "nan_origin", "training", "cuda_memory", "gpu",
-        "process", "host", "container", "exporter",
+        "process", "host", "container", "extra", "exporter",
     }
 )  # fmt: skip
 

@@ -65,7 +65,7 @@ def build_scrape(
         waits=totals.waits, ending=ending, dead_window=settings.dead_window, moments=settings.moments,
         weights=totals.weights if settings.weights else None, local_norms=totals.local_norms,
         notified=notified, acted=acted, clip=None if clip is None else clip.reports, frozen=frozen,
-        activations=totals.activations, watched=totals.watched, logged=totals.logged, origins=totals.origins,
+        activations=totals.activations, watched=totals.watched, logged=totals.logged, extra=checked.extra, origins=totals.origins,
         layer_times=totals.layer_times,
     )  # fmt: skip
     group = LateGroup(identity, checked.rank)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.capture.progress import Counts, StepClock
     from torch_grad_exporter.capture.schedule import SamplingSchedule
     from torch_grad_exporter.collectors.clipping import ClipReports
+    from torch_grad_exporter.collectors.extra import ExtraRegistries
     from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
     from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
     from torch_grad_exporter.distributed.identity import Identity
@@ -76,6 +77,7 @@ class CollectorContext:
         activations: Outputs of inner modules.
         layer_times: Times of layers.
         watched: Gradients of watched tensors.
+        extra: The user's registries.
         logged: Values that the user logs.
         origins: Places where values have become non-finite.
     """
@@ -103,4 +105,5 @@ class CollectorContext:
     layer_times: LayerTimes | None
     watched: WatchTotals
     logged: LoggedValues
+    extra: ExtraRegistries
     origins: Origins | None

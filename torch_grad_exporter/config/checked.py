@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.actions.clip.policy import ClipOptions, OnFailure, policy_name
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.extra import ExtraRegistries
 from torch_grad_exporter.config.option import check_names, misspelt, resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity, process_group
@@ -39,6 +41,7 @@ class Checked:
         run: The name of the run, on every series.
         store: The job's store, which may be connected already; the owner of this closes it.
         web_config: TLS and users of the server, None for plain HTTP.
+        extra: Registries whose metrics are shown as well.
         push: What to push over OTLP, None for nothing.
         clip: How to clip gradients, None to only watch.
         modules: The modules whose activations are shown, None for none.
@@ -53,6 +56,7 @@ class Checked:
     run: str
     store: JobStore
     web_config: WebConfigFile | None
+    extra: ExtraRegistries
     push: push_settings.PushSettings | None
     clip: ClipOptions | None
     modules: InnerModules | None
@@ -99,6 +103,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     web_config = _web_config(settings, given)
     layers = LayerFilter(settings.include, settings.exclude)
     timed = InnerModules(models, layers, ModuleKind.OWNERS, settings.max_layers) if settings.layer_times else None
+    extra = ExtraRegistries(arguments.extra_registries, REGISTRY.catalogue)
     # Last, since it may open a connection.
     store = JobStore()
     try:
@@ -115,6 +120,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
         run=run,
         store=store,
         web_config=web_config,
+        extra=extra,
         push=push,
         clip=clip,
         modules=modules,

@@ -7,7 +7,7 @@ change here, `make golden` writes the docstring of `start_exporter` and docs/opt
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -101,6 +101,7 @@ class Arguments:
     dry_run: tuple[Policy, ...] = ()
     alerts: tuple[notifiers.Notifier, ...] = ()
     registry: prometheus_client.CollectorRegistry | None = None
+    extra_registries: tuple[prometheus_client.CollectorRegistry, ...] = ()
     meter_provider: MeterProvider | None = None
 
     @classmethod
@@ -117,6 +118,11 @@ class Arguments:
             raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
         if registry is not None and not hasattr(registry, "register"):
             raise TypeError(f"registry={shown(registry)}: expected a prometheus_client.CollectorRegistry")
+        extra = given.get("extra_registries") or ()
+        if not isinstance(extra, Sequence) or not all(isinstance(each, prometheus_client.CollectorRegistry) for each in extra):
+            raise TypeError(f"extra_registries={shown(extra)}: expected a list, such as [prometheus_client.REGISTRY]")
+        if registry is not None and registry in extra:
+            raise ValueError("registry= and extra_registries= name the same registry, which would contain itself; leave out one")
         if provider is not None and not isinstance(provider, MeterProvider):
             raise TypeError(f"meter_provider={shown(provider)}: expected an opentelemetry.metrics.MeterProvider")
         return cls(
@@ -127,6 +133,7 @@ class Arguments:
             dry_run=checked_policies(given.get("dry_run")),
             alerts=notifiers.chosen(given.get("alerts")),
             registry=registry,
+            extra_registries=tuple(extra),
             meter_provider=provider,
         )
 
@@ -213,6 +220,8 @@ HELP = {
     "alerts": Help("notifiers that report problems when they begin and end",
         "Such as `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.", "none"),
     "registry": Help("a registry of `prometheus_client` in which the metrics are to appear as well", default="none"),
+    "extra_registries": Help("registries of `prometheus_client` whose metrics are served and pushed as well",
+        "Such as `[prometheus_client.REGISTRY]`. See docs/your-metrics.md.", "none"),
     "meter_provider": Help("OpenTelemetry's, in whose instruments global values, progress and resources are to appear as well",
         default="none"),
 }
