@@ -63,6 +63,18 @@ def replace(path: Path, content: bytes) -> None:
         raise
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """Write what the user asks for: a file is replaced at once, and a pipe or a device, such as /dev/stdout, gets the content.
+
+    Raises:
+        OSError: It cannot be written, or is a folder.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+    else:
+        replace(path, content)
+
+
 def _write_unnamed(path: Path, content: bytes) -> None:
     """Write a file that has no name until it is whole, so that a process that is killed leaves nothing. Linux only."""
     if not hasattr(os, "O_TMPFILE"):

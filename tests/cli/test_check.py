@@ -466,6 +466,17 @@ def test_junit_xml_has_a_case_for_each_row(runs: Path, tmp_path: Path, capsys: p
     assert "a?b <&> ?" in (told.text or "")
 
 
+def test_junit_xml_goes_into_a_pipe(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe or a device in place of the file, such as /dev/stdout, gets the XML and stays."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert checked(capsys, runs / "healthy.json.gz", "--junit", pipe)[0] == 0
+    assert ET.fromstring(os.read(reader, 1 << 16)).tag == "testsuites"  # noqa: S314 - what we wrote
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
 # A run that goes on
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch_grad_exporter.cli.printing import show
 from torch_grad_exporter.errors import UserError
-from torch_grad_exporter.files import replace
+from torch_grad_exporter.files import write_output
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import limit
 from torch_grad_exporter.gate.rows import RunVerdict
@@ -88,6 +88,6 @@ def run(values: argparse.Namespace) -> int:
 
 def _write(path: Path, verdicts: Sequence[RunVerdict]) -> None:
     try:
-        replace(path, junit(verdicts))
+        write_output(path, junit(verdicts))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}") from None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch_grad_exporter.cli.printing import show
 from torch_grad_exporter.errors import UserError
-from torch_grad_exporter.files import replace
+from torch_grad_exporter.files import write_output
 from torch_grad_exporter.outputs.live.fetch import loaded
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
@@ -59,7 +59,7 @@ def run(values: argparse.Namespace) -> int:
     """
     saved = loaded(values.source, values.cacert)
     try:
-        replace(values.out, page(saved).encode() if values.out.suffix == ".html" else _drawn(saved, values))
+        write_output(values.out, page(saved).encode() if values.out.suffix == ".html" else _drawn(saved, values))
     except OSError as error:
         raise UserError(f"cannot write {values.out}: {error}") from None
     except RecursionError:

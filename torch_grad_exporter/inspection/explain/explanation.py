@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from torch_grad_exporter.files import replace
+from torch_grad_exporter.files import write_output
 from torch_grad_exporter.inspection.explain.drawing import Drawing, svg
 from torch_grad_exporter.inspection.explain.verdicts import Row, Verdict
 
@@ -82,7 +82,7 @@ class Explanation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a page with the table and the graph, in which nodes with a bad gradient are red. It loads nothing from elsewhere.
 
-        A graph of many nodes is folded by module. The file is whole, or as it was before.
+        A graph of many nodes is folded by module. A file is whole, or as it was before.
 
         Raises:
             OSError: The file cannot be written.
@@ -99,7 +99,7 @@ class Explanation:
             "<p>Red: the gradient there is missing, zero everywhere, or not finite. A box says more under the mouse.</p>"
             f"<div class='graph'>{svg(self._drawing.boxes, self._drawing.arrows)}</div>{apart}</body></html>\n"
         )
-        replace(Path(path), page.encode())
+        write_output(Path(path), page.encode())
 
     def _table(self, shown: Sequence[Row]) -> str:
         head = "<tr><th>parameter<th>verdict<th>where<th>note</tr>"
