@@ -128,11 +128,24 @@ def board(uid: str, title: str, description: str, content: Sequence[Row], *, lay
         for panel in () if row.collapsed else shown:
             found.with_panel(panel)
     made = found.build()
+    _close_up(made)
     for drawn in _panels(made):
         legend = getattr(drawn.options, "legend", None)
         if legend is not None and drawn.grid_pos is not None and drawn.grid_pos.w < WIDE:
             legend.placement, legend.width = common.LegendPlacement.BOTTOM, None
     return made
+
+
+def _close_up(made: dashboard.Dashboard) -> None:
+    """Move what is below a collapsed row up to it: the builder leaves room for the panels within."""
+    end, gap = 0, 0
+    for panel in made.panels or ():
+        within = panel.panels if isinstance(panel, dashboard.RowPanel) else []
+        places = [each.grid_pos for each in (panel, *within) if each.grid_pos is not None]
+        gap = places[0].y - end if isinstance(panel, dashboard.RowPanel) else gap
+        for place in places:
+            place.y -= gap
+        end = max(end, places[0].y + places[0].h)
 
 
 def _panels(made: dashboard.Dashboard) -> Iterator[dashboard.Panel]:

@@ -9,7 +9,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
-from dashboards.generate.health import lost
+from dashboards.generate.health import NAMED, lost
 from dashboards.generate.panels import SCIENTIFIC, Panel, Query, steps, url
 from dashboards.generate.queries import KEPT, counted_over_range, equal, highest, of_rank, of_run, recorded
 from dashboards.generate.tables import Column, rows
@@ -42,7 +42,7 @@ def _missing() -> Panel:
 
 
 def _skew() -> Panel:
-    query = Query(recorded("run:torch_train_steps:skew"), "{{run}}")
+    query = Query(ask.top(NAMED, recorded("run:torch_train_steps:skew")), "{{run}}")
     text = "Optimizer steps between the first rank and the last. A few are due to scrapes at different moments."
     return draw.plain(draw.number("Steps between first and last rank", text, "short", query, nothing="No rules, or no steps yet"))
 
@@ -52,7 +52,7 @@ def _slowest() -> Panel:
     text = (
         "The rank with the longest own time in a step, as a multiple of that of the fastest rank. From 1.33 on it is a straggler."
     )
-    slowest = Query(f"topk by (run) (1, {ratio})", RANK)
+    slowest = Query(ask.top(NAMED, f"topk by (run) (1, {ratio})"), RANK)
     panel = draw.number("Slowest rank", text, "none", slowest, nothing=draw.NO_OWN_TIME)
     return panel.decimals(2).thresholds(steps(("green", None), ("orange", 1.33)))
 
@@ -106,7 +106,7 @@ def _comparison() -> Panel:
         Column("run", "Run"), Column("rank", "Rank", width=70, link=to_resources), Column("host", "Host", link=to_resources),
         Column("Value #B", "Own time / fastest", "none", full=2, orange=1.33, width=170), Column("Value #C", "Step", "s", width=90),
         Column("Value #D", "Own time", "s", width=90), Column("Value #E", "Data and host", "s", width=110),
-        Column("Value #F", "Waits for others", "s", width=120), Column("Value #G", "Steps behind", width=105),
+        Column("Value #F", "Waits for others", "s", width=120), Column("Value #G", "Steps behind", width=105, decimals=0),
         Column("Value #H", "Idle for", "s", width=90), Column("Value #I", "NaN and Inf", width=95, decimals=0),
     ]  # fmt: skip
     text = (
@@ -150,7 +150,7 @@ def _host_time() -> Panel:
 def _lag() -> Panel:
     text = "Optimizer steps that a rank is behind the first rank. A rising line is a rank that has stopped."
     query = Query(_behind(), RANK)
-    return draw.lines("Steps behind", text, "short", query, nothing=NO_RULES, many=True).min(0)
+    return draw.lines("Steps behind", text, "short", query, nothing=NO_RULES, many=True).min(0).axis_soft_max(1).decimals(0)
 
 
 def _nonfinite() -> Panel:

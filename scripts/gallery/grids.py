@@ -45,7 +45,7 @@ def heatmap(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], spa
     """Each series a row, or each bucket of a histogram, the first at the bottom unless the axis is turned; below, the colours."""
     options, unit = panel["options"], panel["options"]["yAxis"]["unit"]
     buckets = panel["targets"][0]["format"] == "heatmap"
-    rows = _in_use(by_buckets(answers)) if buckets else list(answers)
+    rows = by_buckets(answers) if buckets else list(answers)
     times = sorted({moment for series in rows for moment in series.times})
     places = {moment: place for place, moment in enumerate(times)}
     cells = np.full((len(rows), len(times)), math.nan)
@@ -68,12 +68,6 @@ def heatmap(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], spa
     names = [written(float(series.name), unit) if buckets else fitted(series.name, left - 8, 7) for series in rows]
     _rows(axes, names, plot.h, turned=bool(options["yAxis"].get("reverse")))
     _meaning(canvas, at, scheme(panel), norm, options["cellValues"])
-
-
-def _in_use(rows: Sequence[Series]) -> list[Series]:
-    """The buckets from the first to the last that anything is in."""
-    used = [place for place, series in enumerate(rows) if any(value > 0 for value in series.values)]
-    return list(rows[min(used) : max(used) + 1]) if used else list(rows)
 
 
 def _rows(axes: Axes, names: Sequence[str], high: float, *, turned: bool) -> None:

@@ -252,7 +252,12 @@ def units(board: Json) -> Found:
 
 
 def places(board: Json) -> Found:
-    """Ids, titles and query letters are unique, and no panel lies over another one or beyond the grid."""
+    """Ids, titles and query letters are unique, and no panel lies over another one, beyond the grid or below a gap."""
+    end = 0
+    for panel in board["panels"]:
+        if panel["gridPos"]["y"] > end:
+            yield f"{panel['title']}: a gap above"
+        end = max(end, panel["gridPos"]["y"] + panel["gridPos"]["h"])
     for rows in (board["panels"], *(panel.get("panels", []) for panel in board["panels"])):
         for panel in rows:
             if panel["gridPos"]["x"] + panel["gridPos"]["w"] > 24:

@@ -78,6 +78,7 @@ FAULTS: list[tuple[str, Fault]] = [
     ("variables: no variable layer", _panel(title="Loss of ${layer:text}")),
     ("units: Loss: unit ['seconds']", _defaults(unit="seconds")),
     ("places: Loss: leaves the grid", _panel(gridPos={"x": 17, "y": 0, "w": 8, "h": 8})),
+    ("places: Loss: a gap above", _panel(gridPos={"x": 0, "y": 90, "w": 8, "h": 8})),
     ("places: Health: lies over Loss", _panel(gridPos={"x": 0, "y": 0, "w": 8, "h": 8})),
     ("places: title State of 2", _panel(title="State")),
     ("tables: Firing alerts: query A", _table),

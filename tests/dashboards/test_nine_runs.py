@@ -289,7 +289,7 @@ EXPECTED: Mapping[str, Mapping[str, list[Shows]]] = {
 }  # fmt: skip
 LARGEST = {
     "Largest norms", "Furthest from their own baseline", "Zero and dead units", "Norm", "Largest element", "Zero units", "Spikes",
-    "Longest without activity", "Stalled for",
+    "Longest without activity", "Stalled for", "Steps between first and last rank",
 }  # fmt: skip
 """Panels of the largest few series, whose runs depend on the values."""
 EACH = [

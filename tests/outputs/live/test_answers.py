@@ -69,11 +69,11 @@ def test_a_layer_may_have_any_name() -> None:
 
 def test_critical_problems_stay_as_earlier_ones() -> None:
     """NaN losses are a problem for five minutes, and an earlier one with its step from then on."""
-    made = Made(families=[*TRAINING, family(TRAIN_STEPS, {("",): 40.0}), family(TRAIN_LOSS_NONFINITE, 6.0)]).record()
+    made = Made(families=[*TRAINING, family(TRAIN_STEPS, {("a",): 40.0, ("b",): 20.0}), family(TRAIN_LOSS_NONFINITE, 6.0)]).record()
     made.live.remember()
     status = made.json("status")
     assert ([problem["alert"] for problem in status["problems"]], status["earlier"]) == (["TrainingNonFiniteLoss"], [])
-    assert status["nonfinite_losses"] == 6
+    assert (status["nonfinite_losses"], status["optimizers"]) == (6, 2)
     for _ in range(30):
         made.now += 15
         made.live.remember()

@@ -550,12 +550,14 @@ def test_what_was_wrong_earlier(open_page: Callable[..., Visit], tmp_path: Path)
     saved = drawn_run()
     earlier = {"alert": "TrainingNonFiniteLoss", "severity": "critical", "layer": None, "text": HOSTILE, "first": 7, "last": 1200}
     saved["status"].update(nonfinite_elements=0, nonfinite_steps=0, nonfinite_losses=6, skipped_steps=0, world_size=2)
-    saved["status"].update(problems=[], earlier=[earlier])
+    saved["status"].update(problems=[], earlier=[earlier], optimizers=2, steps_per_second=4.0)
     page = open_page(as_page(saved, tmp_path)).page
     assert page.get_by_test_id("nonfinite").inner_text() == "6 losses"
     lines = page.get_by_test_id("problem-list").locator("li")
     assert lines.first.inner_text() == "Nothing is wrong now on this rank by the thresholds of the alert rules."
     expect(lines.last.locator(".text")).to_have_text(f"Judged at steps 7 to 1,200: {HOSTILE}")
+    expect(page.get_by_test_id("steps-per-second-note")).to_have_text("250\u00a0ms a step of each optimizer")
+    expect(page.locator("#chart-step-time h3")).to_have_text("Time from step to step of any optimizer")
 
 
 @pytest.mark.parametrize(("first", "shown"), [(4e4, "1e4"), (40.0, "40"), (-4e4, "-40,000")])

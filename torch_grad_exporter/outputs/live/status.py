@@ -66,6 +66,7 @@ def numbers(values: Values) -> Json:
         **{name: number(values.one(spec)) for name, spec in _NUMBERS.items()},
         **{name: number(sum(value for _, value in values.rows(spec))) for name, spec in _SUMS.items()},
         "dead_layers": dead,
+        "optimizers": sum(1 for _ in values.rows(training.TRAIN_STEPS)),
         "resources": list(_resources(values)),
     }
 

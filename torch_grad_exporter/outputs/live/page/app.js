@@ -194,6 +194,7 @@
 
     _status(status) {
       this.overview.show(status, Boolean(this.saved));
+      this.charts.time.setTitle(status.optimizers > 1 ? "Time from step to step of any optimizer" : "Step time");
       this._marks(status.problems || []);
       if (this._acts()) this._redraw();
     }

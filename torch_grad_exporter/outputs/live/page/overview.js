@@ -83,6 +83,8 @@
     return join(known(get(status, "overhead_budget_ratio"), (v) => `of ${numbers.percent(v)} budget`), startup ? `${numbers.percent(startup)} at start` : "");
   }
 
+  function several(status, words) { return get(status, "optimizers") > 1 ? words : ""; }
+
   function join(...texts) { return texts.filter(Boolean).join(" · "); }
 
   function known(value, said) { return value === null ? "" : said(value); }
@@ -96,9 +98,9 @@
   // Each: id, label, raw value, text, what is written below it, the alerts that are `of` it, what it is `about`, share of a bar.
   const TILES = [
     { id: "step", label: "Step", raw: (s) => get(s, "step"), format: numbers.count, note: (s) => known(get(s, "epoch"), (v) => `epoch ${numbers.number(v, 4, true)}`) },
-    { id: "steps-per-second", label: "Steps/s", raw: (s) => get(s, "steps_per_second"), format: (v) => numbers.number(v, 3), note: (s) => known(get(s, "steps_per_second"), (v) => (v > 0 ? `${numbers.duration(1 / v)} a step` : "")) },
+    { id: "steps-per-second", label: "Steps/s", raw: (s) => get(s, "steps_per_second"), format: (v) => numbers.number(v, 3), note: (s) => known(get(s, "steps_per_second"), (v) => (v > 0 ? `${numbers.duration(1 / v)} a step${several(s, " of each optimizer")}` : "")) },
     { id: "loss", label: "Loss", raw: (s) => get(s, "loss"), format: (v) => numbers.number(v, 4), note: lossNote, of: ["TrainingNonFiniteLoss", "LossSpike"] },
-    { id: "learning-rate", label: "Learning rate", raw: (s) => get(s, "learning_rate"), format: (v) => numbers.number(v, 3, true) },
+    { id: "learning-rate", label: "Learning rate", raw: (s) => get(s, "learning_rate"), format: (v) => numbers.number(v, 3, true), note: (s) => several(s, "of the first optimizer") },
     { id: "tokens-per-second", label: "Tokens/s", raw: (s) => get(s, "tokens_per_second"), format: numbers.compact, note: (s) => known(get(s, "samples_per_second"), (v) => `${numbers.compact(v)} samples/s`) },
     { id: "last-step", label: "Last step", raw: age, format: ago, note: agoNote, of: ["TrainingStalled", "TrainingNeverStarted"] },
     { id: "global-norm", label: "Gradient norm", raw: normBefore, format: (v) => numbers.number(v, 3), note: normAfter, of: ["TrainingNonFiniteGradients"] },
