@@ -97,9 +97,11 @@ def in_order(expression: str, *labels: str) -> str:
 def in_model_order(expression: str) -> str:
     """The series by run and layer in the order of the model, run by run; those without a known place come last, by name.
 
-    `count_values` makes the place a label, of four figures; see `in_order`.
+    `count_values` makes the place a label, of four figures; see `in_order`. The last place in the time range stands for all of it:
+    else a layer would be two rows.
     """
-    places = f'count_values by (run, layer) ("as", {highest(of_run("torch_grad_layer_index"), "run, layer")})'
+    last = f"last_over_time({of_run('torch_grad_layer_index')}[$__range] @ end())"
+    places = f'count_values by (run, layer) ("as", {highest(last, "run, layer")})'
     for figures, zeros in ((1, "000"), (2, "00"), (3, "0")):
         places = f'label_replace({places}, "as", "{zeros}$1", "as", "([0-9]{{{figures}}})")'
     placed = f'label_join(({expression}) + on (run, layer) group_left (as) 0 * {places}, "as", " ", "run", "as")'

@@ -221,7 +221,7 @@ RESOURCES: dict[str, list[Shows]] = {
     "Allocation retries and out of memory": [Shows(GPU, 0, 0), Shows(GPU, 0, 0)],
     "Memory waiting for streams": [Shows(GPU, 1e8, 1e10)],
     "Utilisation": [Shows(GPU, 0.5, 1)],
-    "Memory used by all processes": [Shows(GPU, 1e9, 1e10), Shows(NO_RUN, 1e9, 1e11)],
+    "Memory used by all processes": [Shows(GPU, 1e9, 1e10), Shows(NO_RUN, 1e9, 1e12)],
     "Power": [Shows(GPU, 100, 600)],
     "Temperature": [Shows(GPU, 55, 80)],
     "Clock of the multiprocessors": [Shows(GPU, 1.98e9, 1.98e9)],
