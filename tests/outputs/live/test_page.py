@@ -523,7 +523,11 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
     saved["status"].update(state="training", step=100, ended=None, ended_by=None, actions=[], last_step=SECONDS[-1] - 400, **counts)
     stalled = {"alert": "TrainingStalled", "severity": "critical", "text": "Nothing.", "layer": None, "others": []}
     dead = {"alert": "LayerDead", "severity": "warning", "text": "Layer a", "layer": "a", "others": []}
-    saved["status"]["problems"] = [{**stalled, "first_steps": "Find the rank."}, dead]
+    saved["status"]["problems"] = [
+        {**stalled, "first_steps": "Find the rank."},
+        dead,
+        {**dead, "layer": "b", "first_steps": "Look."},
+    ]
     others = {1: (HOSTILE, "http://node1:9100/"), 2: ("c", "https://[fd00::2]:9100/")}
     saved["status"].update(world_size=3, ranks=[{"rank": rank, "host": name, "url": url} for rank, (name, url) in others.items()])
     page = open_page(as_page(saved, tmp_path)).page
@@ -542,7 +546,8 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
     for name, words in said.items():
         assert (page.get_by_test_id(name).inner_text(), page.get_by_test_id(f"{name}-note").inner_text()) == words
     expect(page.locator("#since")).to_have_text(re.compile(r"^was running for 1\sd"))
-    assert page.locator(".steps").all_inner_texts() == ["Find the rank.", ""]  # in what was saved before there were any
+    # None in what was saved before there were any, and not again for another layer.
+    assert page.locator(".steps").all_inner_texts() == ["Find the rank.", "", ""]
 
 
 def test_what_was_wrong_earlier(open_page: Callable[..., Visit], tmp_path: Path) -> None:
@@ -555,7 +560,7 @@ def test_what_was_wrong_earlier(open_page: Callable[..., Visit], tmp_path: Path)
     assert page.get_by_test_id("nonfinite").inner_text() == "6 losses"
     lines = page.get_by_test_id("problem-list").locator("li")
     assert lines.first.inner_text() == "Nothing is wrong now on this rank by the thresholds of the alert rules."
-    expect(lines.last.locator(".text")).to_have_text(f"Judged at steps 7 to 1,200: {HOSTILE}")
+    expect(lines.last.locator(".text")).to_have_text(f"At steps 7 to 1,200: {HOSTILE}")
     expect(page.get_by_test_id("steps-per-second-note")).to_have_text("250\u00a0ms a step of each optimizer")
     expect(page.locator("#chart-step-time h3")).to_have_text("Time from step to step of any optimizer")
 

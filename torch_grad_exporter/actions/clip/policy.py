@@ -86,7 +86,10 @@ class Decision:
     @property
     def changes(self) -> torch.Tensor | None:
         """Whether it changes a gradient or skips the step, on its device; None if that depends on single elements."""
-        return self.skip if self.coefficients is None else (self.coefficients != 1).any()
+        if self.coefficients is None:
+            return self.skip
+        changed: torch.Tensor = self.coefficients != 1
+        return changed if changed.ndim == 0 else changed.any()
 
 
 class Policy:

@@ -193,7 +193,7 @@
         return;
       }
       const shown = this.all ? problems : problems.slice(0, SHOWN);
-      const rows = shown.map((problem) => this._problem(problem));
+      const rows = shown.map((problem, k) => this._problem(problem, k > 0 && shown[k - 1].alert === problem.alert));
       if (problems.length > SHOWN) rows.push(this._more(problems.length - SHOWN));
       list.replaceChildren(...rows, ...over);
     }
@@ -209,17 +209,18 @@
 
     _earlier({ alert, text: words, first, last }) {
       const when = first === last ? `step ${numbers.count(first)}` : `steps ${numbers.count(first)} to ${numbers.count(last)}`;
-      const body = element("span", { class: "body" }, element("span", { class: "severity" }, "Earlier"), element("span", { class: "alert" }, alert), element("span", { class: "text" }, `Judged at ${when}: ${words}`));
+      const body = element("span", { class: "body" }, element("span", { class: "severity" }, "Earlier"), element("span", { class: "alert" }, alert), element("span", { class: "text" }, `At ${when}: ${words}`));
       return element("li", { "data-severity": "info", "data-earlier": alert }, body);
     }
 
-    _problem(problem) {
+    // `again`: what to do stands with the one before.
+    _problem(problem, again) {
       const severity = SEVERITIES[problem.severity] ? problem.severity : "info";
       const [said, picture] = SEVERITIES[severity];
       const badge = element("span", { class: "severity" }, icon(picture), said);
       const alert = element("span", { class: "alert" }, problem.alert);
       const words = element("span", { class: "text" }, problem.text);
-      const steps = element("span", { class: "steps" }, problem.first_steps || "");
+      const steps = element("span", { class: "steps" }, again ? "" : problem.first_steps || "");
       const help = link(`runbook#${encodeURIComponent(String(problem.alert))}`, "More");
       help.classList.add("help");
       help.hidden = this.saved;
