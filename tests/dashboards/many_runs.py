@@ -141,17 +141,19 @@ def shards(folder: str) -> None:
 
 
 def adversaries(folder: str) -> None:
-    """Train two models in turn, each with its own optimizer."""
+    """Train two models in turn, each with its own optimizer, and with a loss below 0."""
     models = {"generator": torch.nn.Linear(16, 16), "discriminator": torch.nn.Linear(16, 1)}
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
-    start_exporter(models, 0, optimizers=optimizers, **usual(folder, "adversaries"))
+    exporter = start_exporter(models, 0, optimizers=optimizers, **usual(folder, "adversaries"))
     for x in batches():
         for name, sign in (("discriminator", 1.0), ("generator", -1.0)):
             optimizers[name].zero_grad()
             made = models["generator"](x)
             real, fake = models["discriminator"](x), models["discriminator"](made if name == "generator" else made.detach())
-            (sign * torch.nn.functional.softplus(fake).mean() + torch.nn.functional.softplus(-real).mean()).backward()
+            deceived = torch.nn.functional.softplus(fake).mean()
+            (sign * deceived + torch.nn.functional.softplus(-real).mean()).backward()
             optimizers[name].step()
+        exporter.observe(loss=-deceived.detach())
 
 
 def on_a_fake_gpu(folder: str) -> None:
