@@ -82,7 +82,7 @@ class Training:
     def count(self, source: str, error: BaseException) -> None:
         self.errors.append((source, error))
 
-    tell = count
+    report = count
 
 
 @contextlib.contextmanager
