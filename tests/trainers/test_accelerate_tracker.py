@@ -207,6 +207,19 @@ def test_what_is_logged() -> None:
     assert [set(values) for values, _ in keeps.logged] == BATCHES * [{"epoch", "loss"}]
 
 
+@pytest.mark.parametrize("log_values", [True, False])
+def test_what_the_loop_logs_is_shown(log_values: bool) -> None:
+    """The exporter shows the numbers that the loop logs, or none of them."""
+    bare = network()
+    with start_exporter(bare, port=None) as exporter:
+        values = {"loss": 0.5, "reward": torch.tensor(2.0), "note": "text", "rewards": torch.ones(3)}
+        loop([GradExporterTracker(exporter, log_values=log_values)], bare=bare, epochs=1, told=lambda _: values)
+        shown = exporter.values("^torch_train_value/")
+    expected = {"torch_train_value/loss": 0.5, "torch_train_value/reward": 2.0}
+    assert shown.items() >= expected.items() if log_values else shown == {}
+    assert not shown.keys() & {"torch_train_value/note", "torch_train_value/rewards"}
+
+
 def test_wrong_arguments_raise() -> None:
     """Wrong arguments raise where the tracker is made or at `init_trackers`."""
     with start_exporter(network(), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):

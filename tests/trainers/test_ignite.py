@@ -232,6 +232,20 @@ def test_what_is_logged() -> None:
     assert logged[3:5] == [set(), {"torch_grad_norm/0", "torch_grad_norm/2"}]
 
 
+@pytest.mark.parametrize("log_values", [True, False])
+def test_the_trainers_metrics_are_shown(log_values: bool) -> None:
+    """The exporter shows the numbers among the trainer's metrics after each epoch, without its own; or none of them."""
+    model = network()
+    with start_exporter(model, port=None) as exporter:
+        trainer = trainer_of(model)
+        metrics = {"reward": 2.5, "average": torch.tensor(0.5), "matrix": torch.ones(2, 2)}
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(metrics))
+        GradExporterHandler(model, exporter, log=True, log_every=2, log_values=log_values).attach(trainer)
+        trainer.run(batches())
+        shown = exporter.values("^torch_train_value/")
+    assert shown == ({"torch_train_value/reward": 2.5, "torch_train_value/average": 0.5} if log_values else {})
+
+
 def test_the_users_exporter(caplog: pytest.LogCaptureFixture) -> None:
     """The user's exporter continues; a second handler is logged, and the same one twice raises."""
     model = network()

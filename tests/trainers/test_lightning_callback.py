@@ -317,6 +317,27 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["torch_grad_global_norm"]) == pytest.approx(float(rows[-1]["torch_grad_global_norm"]))
 
 
+@pytest.mark.parametrize("log_values", [True, False])
+def test_what_the_module_logs_is_shown(log_values: bool) -> None:
+    """The exporter shows what `self.log` was given: at logging steps, of each epoch, and of validations; or nothing of it."""
+
+    class Logs(Through):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            self.log("train/reward", float(index), on_step=True, on_epoch=True)
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.log("val/accuracy", 0.25)
+
+    module = Logs()
+    with start_exporter(module, port=None) as exporter:
+        trainer = trainer_of(GradExporterCallback(exporter, log_values=log_values), log_every_n_steps=4)
+        trainer.fit(module, numbers(10), numbers(2))
+        shown = exporter.values("^torch_train_value/")
+    expected = {"train/reward": 4.5, "train/reward_step": 9, "train/reward_epoch": 4.5, "val/accuracy": 0.25}
+    assert shown == ({f"torch_train_value/{name}": value for name, value in expected.items()} if log_values else {})
+
+
 def _rank(rank: int, folder: Path) -> None:
     import tests.trainers  # noqa: F401, PLC0415 - what it sets in a process
 

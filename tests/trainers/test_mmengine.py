@@ -239,6 +239,23 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert logged == {step: norms[step - 1] for step in (3, 6, 11, 14)}
 
 
+@pytest.mark.parametrize("log_values", [True, False])
+def test_what_the_runner_logs_is_shown(tmp_path: Path, log_values: bool) -> None:
+    """The exporter shows what the runner's message hub has at the logger's iterations, or nothing of it."""
+    model, logged = Net(), list[float]()
+
+    def look(runner: Any) -> None:
+        logged.append(runner.message_hub.get_scalar("train/loss").current())
+
+    with start_exporter(model, port=None) as exporter:
+        hook = GradExporterHook(exporter, log_values=log_values)
+        runner_of(model, tmp_path, hook, Looks(look), default_hooks={"logger": {"type": "LoggerHook", "interval": 3}}).train()
+        shown = exporter.values("^torch_train_value/train/(loss|lr)$")
+    names = {"torch_train_value/train/loss", "torch_train_value/train/lr"}
+    assert shown.keys() == (names if log_values else set())
+    assert not log_values or shown["torch_train_value/train/loss"] == pytest.approx(logged[13])
+
+
 def test_the_users_exporter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The user's exporter continues; a second hook is logged, and the same one twice raises."""
     model = Net()

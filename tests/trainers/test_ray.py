@@ -21,7 +21,7 @@ import torch
 from ray.train.torch import TorchTrainer
 from torch.nn.functional import mse_loss
 
-from torch_grad_exporter.integrations.ray import start_exporter
+from torch_grad_exporter.integrations.ray import report, start_exporter
 
 STEPS = 5
 
@@ -73,7 +73,8 @@ def trained(model: torch.nn.Module, exporter: Any, told: dict[str, Any]) -> None
             )
             with tempfile.TemporaryDirectory() as folder:  # Ray keeps what is reported with a checkpoint
                 kept = ray.train.Checkpoint.from_directory(folder) if step == STEPS - 1 and rank == 0 else None
-                ray.train.report({"loss": loss.item(), **exporter.values("^torch_grad_global_norm$")}, checkpoint=kept)
+                report({"loss": loss.item(), **exporter.values("^torch_grad_global_norm$")}, checkpoint=kept)
+            assert exporter.values("^torch_train_value/") == {"torch_train_value/loss": loss.item()}
     told.setdefault("states", []).append([tensor.tolist() for tensor in model.state_dict().values()])
 
 

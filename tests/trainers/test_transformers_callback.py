@@ -253,6 +253,8 @@ def test_wrong_arguments_raise(tmp_path: Path) -> None:
         GradExporterCallback(prot=9100)
     with pytest.raises(TypeError, match="expected True, False or a regular expression"):
         GradExporterCallback(log=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="log_values=3.*True or False"):
+        GradExporterCallback(log_values=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every"):
         trainer_of(llama(), tmp_path, [GradExporterCallback(port=None, every=-1)]).train()
 
@@ -285,6 +287,21 @@ def test_what_is_logged(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
     assert saved["log_history"][0]["torch_grad_norm/lm_head"] > 0
     assert [name for name in log("^torch_train_steps")[0] if name.startswith("torch_")] == ["torch_train_steps_total/AdamW"]
+
+
+@pytest.mark.parametrize("log_values", [True, False])
+def test_what_the_trainer_logs_is_shown(tmp_path: Path, log_values: bool) -> None:
+    """The exporter shows what the trainer logs, under its names, without its own values; or nothing of it."""
+    model = llama()
+    with start_exporter(model, port=None) as exporter:
+        callback = GradExporterCallback(exporter, log=True, log_values=log_values)
+        trainer = trainer_of(model, tmp_path, [callback], logging_steps=4)
+        trainer.train()
+        shown = exporter.values("^torch_train_value/")
+    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items() if name != "step"}
+    assert {"loss", "grad_norm", "epoch", "train_runtime"} <= logged.keys()
+    names = [name for name in logged if not name.startswith("torch_")] if log_values else []
+    assert shown == {f"torch_train_value/{name}": pytest.approx(logged[name]) for name in names}
 
 
 def _rank(rank: int, folder: Path) -> None:

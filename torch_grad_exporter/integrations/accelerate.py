@@ -47,6 +47,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         model: What is watched, a module or a mapping of names to modules; by default what `accelerator.prepare` was given.
         log: Whether the exporter's values also go to the accelerator's other trackers, with each `accelerator.log`: with `True`
             norms, clipping and skipped steps, or the names that match a regular expression.
+        log_values: Whether what `accelerator.log` is given is shown by the exporter, too; see docs/your-metrics.md.
 
     Raises:
         TypeError: An argument is of a wrong type; some are checked by `init_trackers`.
@@ -61,10 +62,16 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
     main_process_only = False
 
     def __init__(
-        self, exporter: Exporter | None = None, *, model: Models | None = None, log: bool | str = False, **options: object
+        self,
+        exporter: Exporter | None = None,
+        *,
+        model: Models | None = None,
+        log: bool | str = False,
+        log_values: bool = True,
+        **options: object,
     ) -> None:
         super().__init__()
-        self._session = Session(type(self).__name__, exporter, options, log=log)
+        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
         self._session.check_options()
         self._model = model
         self._step: int | None = None
@@ -110,6 +117,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         if loss is not None:
             self._session.logged_loss(loss)
         self._session.observe(epoch=epoch)
+        self._session.log_values(values, step)
         logged = self._session.logged()
         if logged and self._accelerator is not None:
             for tracker in self._accelerator.trackers:

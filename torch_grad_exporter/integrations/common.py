@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import numbers
 import re
+from collections.abc import Mapping
 from types import ModuleType
+from typing import TypeGuard
 
 import torch
+
+from torch_grad_exporter.capture.values import Number
+
+# How the names of the exporter's own metrics begin.
+OURS = ("torch_grad_", "torch_train_")
 
 
 class TrainingInterrupted(Exception):  # noqa: N818 - shown as what has ended a run; it names no error
@@ -32,6 +40,17 @@ class RoundLosses:
         if len(losses) < 2:
             return losses[0] if losses else None
         return torch.stack(losses).mean()
+
+
+def numbers_of(values: Mapping[str, object]) -> dict[str, Number]:
+    """Return the numbers among what a framework logs, for `Exporter.log`; without those that are the exporter's own."""
+    return {name: value for name, value in values.items() if _is_number(value) and not name.startswith(OURS)}
+
+
+def _is_number(value: object) -> TypeGuard[Number]:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real)
 
 
 def require(module: str, at_least: str, *, extra: str, instead: str = "", package: str = "") -> ModuleType:

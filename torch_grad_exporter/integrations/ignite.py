@@ -39,6 +39,7 @@ class GradExporterHandler(SessionOwner):
         log: Whether the exporter's values are also put into `trainer.state.metrics`, for Ignite's loggers, every `log_every`
             iterations and after each epoch: with `True` norms, clipping and skipped steps, or the names that match a regular
             expression.
+        log_values: Whether the exporter shows the metrics of the trainer after each epoch; see docs/your-metrics.md.
 
     Raises:
         TypeError: An argument is of a wrong type; some are checked when the training begins.
@@ -56,12 +57,13 @@ class GradExporterHandler(SessionOwner):
         gradient_accumulation_steps: int = 1,
         log: bool | str = False,
         log_every: int = 100,
+        log_values: bool = True,
         **options: Any,
     ) -> None:
         for name, number in (("gradient_accumulation_steps", gradient_accumulation_steps), ("log_every", log_every)):
             check_whole(f"GradExporterHandler({name}={number!r})", number, example=10)
         self._model = model
-        self._session = Session(type(self).__name__, exporter, options, log=log)
+        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
         self._transform = output_transform
         self._accumulated = gradient_accumulation_steps
         self._logs, self._log_every = log is not False, log_every
@@ -112,6 +114,7 @@ class GradExporterHandler(SessionOwner):
             self._log(trainer)
 
     def _epoch_completed(self, trainer: Engine) -> None:
+        self._session.during(lambda: self._session.log_values(trainer.state.metrics))
         if self._logs:
             self._session.during(self._log, trainer)
 

@@ -51,6 +51,7 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
             the `options` of `start_exporter`, and ends it. An exporter that is running on the module is used as well.
         log: Whether the exporter's values also go to the trainer's loggers and its `callback_metrics`, whenever the trainer
             logs: with `True` norms, clipping and skipped steps, or the names that match a regular expression.
+        log_values: Whether what the module logs with `self.log` is shown by the exporter, too; see docs/your-metrics.md.
 
     Raises:
         TypeError: An argument is of a wrong type; some are checked when the training begins.
@@ -59,9 +60,11 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
     Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
-    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: object) -> None:
+    def __init__(
+        self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: object
+    ) -> None:
         super().__init__()
-        self._session = Session(type(self).__name__, exporter, options, log=log)
+        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
         self._logs = log is not False
         self._steps = 0
         self._losses = RoundLosses()
@@ -79,8 +82,9 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
         self._steps, self._losses, self._samples, self._knows_size = trainer.global_step, RoundLosses(), 0, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the epoch."""
+        """Report the epoch, and what the module has logged over the one before."""
         self._session.during(lambda: self._session.observe(epoch=trainer.current_epoch))
+        self._session.during(self._log_values, trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Report the backward, which nothing else shows if `training_step` calls submodules."""
@@ -101,8 +105,13 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
         self._session.during(self._session.evaluating)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report that it is over."""
+        """Report that it is over, and what it has found."""
         self._session.during(self._session.evaluating, False)
+        self._session.during(self._log_values, trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report what the module has logged over the last epoch."""
+        self._session.during(self._log_values, trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End a training that has failed, by this exception."""
@@ -129,13 +138,18 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
         stepped, self._steps = steps != self._steps, steps
         if stepped:
             self._report(loss=True)
-        if stepped and self._logs and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
-            self._log(trainer)
+        if stepped and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
+            self._session.log_values(trainer.logged_metrics, _steps_before(trainer))
+            if self._logs:
+                self._log(trainer)
 
     def _report(self, *, loss: bool) -> None:
         """Report what has come since the last report. `loss`: a step is over, whose loss is known now."""
         samples, self._samples = self._samples, 0
         self._session.observe(samples=samples or None, loss=self._losses.round_over() if loss else None)
+
+    def _log_values(self, trainer: Trainer) -> None:
+        self._session.log_values(trainer.callback_metrics, _steps_before(trainer))
 
     def _log(self, trainer: Trainer) -> None:
         values = self._session.logged()

@@ -36,6 +36,8 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
             the `options` of `start_exporter`, and ends it. An exporter that is running on the model is used as well.
         log: Whether the exporter's values also go to the runner's visualizer, at the iterations at which its `LoggerHook` logs:
             with `True` norms, clipping and skipped steps, or the names that match a regular expression.
+        log_values: Whether the exporter shows what is logged at these iterations, and the metrics of each validation; see
+            docs/your-metrics.md.
 
     Raises:
         TypeError: An argument is of a wrong type; some are checked when the training begins.
@@ -46,8 +48,10 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
 
     priority = "NORMAL"
 
-    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: Any) -> None:
-        self._session = Session(type(self).__name__, exporter, options, log=log)
+    def __init__(
+        self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: Any
+    ) -> None:
+        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
         self._logs = log is not False
         self._losses = RoundLosses()
 
@@ -77,6 +81,11 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
         """Report that an evaluation runs."""
         self._session.during(self._session.evaluating)
 
+    def after_val_epoch(self, runner: Any, metrics: Mapping[str, object] | None = None) -> None:
+        """Show the metrics of a validation."""
+        values = {f"val/{name}": value for name, value in (metrics or {}).items()}
+        self._session.during(self._session.log_values, values)
+
     def after_val(self, runner: Any) -> None:
         """Report that it is over."""
         self._session.during(self._session.evaluating, False)
@@ -90,7 +99,10 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
         wrapper = runner.optim_wrapper
         stepped = isinstance(wrapper, OptimWrapperDict) or wrapper.should_update()
         self._session.observe(samples=_size(data_batch), epoch=runner.epoch, loss=self._losses.round_over() if stepped else None)
-        if self._logs and self._logged_now(runner, batch_idx):
+        if not self._logged_now(runner, batch_idx):
+            return
+        self._session.log_values({name: values.current() for name, values in runner.message_hub.log_scalars.items()})
+        if self._logs:
             runner.visualizer.add_scalars(self._session.logged(), step=runner.iter + 1)
 
     def _logged_now(self, runner: Any, batch_idx: int) -> bool:

@@ -6,12 +6,14 @@ worker runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter import start_exporter as start
 from torch_grad_exporter.config.option import UNSET, Unset, with_shown_defaults
-from torch_grad_exporter.integrations.common import require
+from torch_grad_exporter.exporter import open_exporters
+from torch_grad_exporter.integrations.common import numbers_of, require
 from torch_grad_exporter.integrations.session import Models
 
 require("ray", "2.10", extra="ray", package="ray[train]")
@@ -28,7 +30,7 @@ def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: A
 
         with start_exporter(model) as exporter:
             ...
-            ray.train.report({"loss": loss, **exporter.values("^torch_grad_global_norm")})
+            report({"loss": loss, **exporter.values("^torch_grad_global_norm")})
 
     Args:
         model: What `prepare_model` returned.
@@ -45,6 +47,14 @@ def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: A
     """
     context = _context()
     return start(model, port, **{"run": _run(context), "rank": context.get_world_rank(), **options})
+
+
+def report(metrics: Mapping[str, Any], **options: Any) -> None:
+    """Report metrics to Ray, and show their numbers in this worker's exporters; the arguments are those of `ray.train.report`."""
+    for exporter in open_exporters():
+        if values := numbers_of(metrics):
+            exporter.guarded(exporter.log, values)
+    ray.train.report(metrics, **options)
 
 
 def _context() -> Any:

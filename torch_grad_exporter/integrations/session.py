@@ -20,7 +20,7 @@ from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments
 from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.exporter import open_exporters
-from torch_grad_exporter.integrations.common import TrainingInterrupted
+from torch_grad_exporter.integrations.common import TrainingInterrupted, numbers_of
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -69,6 +69,7 @@ class Session:
         exporter: The user's own, which is never ended here.
         options: Those of `start_exporter`, if there is no exporter.
         log: What the trainer's own logger gets: nothing, what `LOGGED` says, or the names that match a regular expression.
+        log_values: Whether the exporter shows what the trainer logs.
 
     Raises:
         TypeError: Both an exporter and options are given, or an unknown option.
@@ -76,7 +77,13 @@ class Session:
     """
 
     def __init__(
-        self, who: str, exporter: Exporter | None = None, options: Mapping[str, Any] | None = None, *, log: bool | str = False
+        self,
+        who: str,
+        exporter: Exporter | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        log: bool | str = False,
+        log_values: bool = True,
     ) -> None:
         if exporter is not None and options:
             raise TypeError(
@@ -96,7 +103,10 @@ class Session:
         self._who = who
         self._given = exporter
         self._options = dict(options or {})
+        if not isinstance(log_values, bool):
+            raise TypeError(f"{who}(log_values={log_values!r}): expected True or False")
         self._log = LOGGED if log is True else log
+        self._log_values = log_values
         self._current: Exporter | None = None
         self._started = False
         self._reports_losses: bool | None = None
@@ -196,6 +206,16 @@ class Session:
             self._reports_losses = "torch_train_loss" not in seen and not seen.get("torch_train_loss_nonfinite_total")
         if self._reports_losses:
             self._current.observe(loss=loss)
+
+    def log_values(self, values: Mapping[str, object], step: int | None = None) -> None:
+        """Show the numbers among the values that the trainer logs, unless the user wants none; see `Exporter.log`.
+
+        Those of the exporter itself, which `logged` has put there, are left out.
+        """
+        if self._current is not None and self._log_values:
+            numbers = numbers_of(values)
+            if numbers:
+                self._current.log(numbers, step if isinstance(step, int) and step >= 0 else None)
 
     def backward_comes(self, loss: torch.Tensor) -> None:
         """Report that a backward begins; see `Exporter.backward_comes`."""

@@ -40,6 +40,7 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
             the `options` of `start_exporter`, and ends it. An exporter that is running on the model is used as well.
         log: Whether the exporter's values are also logged with those of the trainer, at its logging steps: with `True` norms,
             clipping and skipped steps, or the names that match a regular expression.
+        log_values: Whether what the trainer logs is shown by the exporter, under its own names; see docs/your-metrics.md.
 
     Raises:
         TypeError: An argument is of a wrong type; some are checked when the training begins.
@@ -48,8 +49,10 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
     Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
-    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: object) -> None:
-        self._session = Session(type(self).__name__, exporter, options, log=log)
+    def __init__(
+        self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: object
+    ) -> None:
+        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
         self._logs = log is not False
         self._tokens = 0
         self._reported_at = -SECONDS
@@ -92,7 +95,9 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **more: object,
     ) -> None:
-        """Add the exporter's values to those of a training step that are logged."""
+        """Show what the trainer logs, and add the exporter's values to those of a training step."""
+        if logs is not None:
+            self._session.during(self._session.log_values, logs, state.global_step)
         if logs is not None and "loss" in logs:
             self._session.during(self._log, state, logs)
 
