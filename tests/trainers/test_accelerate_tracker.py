@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.support.tools import eventually
 from tests.trainers.test_accelerate import BATCHES, accelerator, loader
-from tests.trainers.training import Training, compared, ending_of
+from tests.trainers.training import AMPLE, Training, compared, ending_of
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.accelerate import GradExporterTracker
@@ -116,7 +116,9 @@ def test_numbers(options: dict[str, Any]) -> None:
 
 def test_at_defaults() -> None:
     """At the default options each value belongs to the step that it names."""
-    run = compared(partial(prepared, gradient_accumulation_steps=2, limit=0.05, batches=60, epochs=10), Way.DEFAULTS, between=3)
+    run = compared(
+        partial(prepared, gradient_accumulation_steps=2, limit=0.05, batches=60, epochs=10), Way.DEFAULTS, between=3, **AMPLE
+    )
     assert len(run.samples) > 2
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss, softplus
 
 from tests.matrix.harness import CUMULATIVE, Way
 from tests.support.scrape import lost, value
-from tests.trainers.training import Training, compared
+from tests.trainers.training import AMPLE, Training, compared
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -178,7 +178,9 @@ class Untoggled(Gan):
 @pytest.mark.parametrize("way", [Way.EVERYTHING, Way.DEFAULTS])
 def test_two_optimizers_in_turn(kind: type[Gan], way: Way) -> None:
     """Each network's values are those of its own optimizer's last sample, and all layers are shown."""
-    run = compared(partial(trained, kind=kind, batches=10 if way is Way.EVERYTHING else 100), way, between=0, without=DIRECTLY)
+    run = compared(
+        partial(trained, kind=kind, batches=10 if way is Way.EVERYTHING else 100), way, between=0, without=DIRECTLY, **AMPLE
+    )
     assert run.exporter is not None
     for layer in ("generator.0", "generator.2", "judge.0", "judge.2"):
         assert value(run.exporter, "torch_grad_norm", layer=layer) is not None

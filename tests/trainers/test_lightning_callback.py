@@ -26,7 +26,7 @@ from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_lightning import Gan, Module, Through, network, numbers
-from tests.trainers.training import Training, compared, ending_of
+from tests.trainers.training import AMPLE, Training, compared, ending_of
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.lightning import GradExporterCallback
@@ -106,7 +106,7 @@ def test_at_defaults(kind: type[Module]) -> None:
     """At the default options each value belongs to the step that it names."""
     # Of two models one is seen in half of the rounds.
     train = partial(trained, kind=kind, batches=60, max_epochs=16 if kind is UnhurriedGan else 8)
-    assert len(compared(train, Way.DEFAULTS, between=20 if kind is UnhurriedGan else 3).samples) > 2
+    assert len(compared(train, Way.DEFAULTS, between=20 if kind is UnhurriedGan else 3, **AMPLE).samples) > 2
 
 
 class Overflows(Through):

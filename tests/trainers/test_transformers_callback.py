@@ -22,7 +22,7 @@ from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
-from tests.trainers.training import Training, compared, ending_of
+from tests.trainers.training import AMPLE, Training, compared, ending_of
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.session import running_exporter
@@ -81,7 +81,9 @@ def test_numbers(tmp_path: Path, arguments: dict[str, Any]) -> None:
 
 def test_at_defaults(tmp_path: Path) -> None:
     """At the default options each value belongs to the step that it names."""
-    run = compared(partial(finetune, where=tmp_path, count=80, num_train_epochs=9, max_grad_norm=0.5), Way.DEFAULTS, between=3)
+    run = compared(
+        partial(finetune, where=tmp_path, count=80, num_train_epochs=9, max_grad_norm=0.5), Way.DEFAULTS, between=3, **AMPLE
+    )
     assert len(run.samples) > 2
 
 
@@ -253,7 +255,7 @@ def test_wrong_arguments_raise(tmp_path: Path) -> None:
         GradExporterCallback(prot=9100)
     with pytest.raises(TypeError, match="expected True, False or a regular expression"):
         GradExporterCallback(log=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="log_values=3.*True or False"):
+    with pytest.raises(TypeError, match=r"log_values=3.*True or False"):
         GradExporterCallback(log_values=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every"):
         trainer_of(llama(), tmp_path, [GradExporterCallback(port=None, every=-1)]).train()

@@ -18,6 +18,9 @@ from tests.support.scrape import OFF, errors_in, value, values
 from tests.trainers.heard import Heard
 from torch_grad_exporter import Exporter, start_exporter
 
+AMPLE = {"overhead_budget": 0.2}
+"""For a training of a second at the default schedule: on a busy machine the usual budget allows for its first samples only."""
+
 CLIPPING = "torch_grad_clip_coefficient", "torch_grad_clipped_steps_total"
 """What has a comparison of its own."""
 
