@@ -43,7 +43,7 @@ def test_options_stand_before_the_script() -> None:
 
 def test_start_exporter_arguments_are_options() -> None:
     """Each keyword of `start_exporter` that a text can express is an option."""
-    objects = {"model", "optimizers", "grad_scaler", "clip", "dry_run", "alerts", "registry", "meter_provider"}
+    objects = {"model", "optimizers", "grad_scaler", "clip", "dry_run", "alerts", "registry", "extra_registries", "meter_provider"}
     assert {one.name for one in run.OFFERED} == set(inspect.signature(start_exporter).parameters) - objects
 
 

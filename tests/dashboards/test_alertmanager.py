@@ -271,8 +271,8 @@ def test_alert_without_run_inhibits_nothing(tmp_path: Path) -> None:
         running.post(alert("SomethingElse", "warning", None), alert("TrainingStalled", "warning", None))
         expected = {*names, "SomethingElse"}
         assert eventually(lambda: {name for _, name, _ in receiver.firing()} == expected)
+        assert eventually(lambda: ("team", "TrainingStalled", "") in receiver.firing())
         assert [each for each in running.alerts() if each["status"]["inhibitedBy"]] == []
-        assert ("team", "TrainingStalled", "") in receiver.firing()
 
 
 @pytest.mark.server
