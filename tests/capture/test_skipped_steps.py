@@ -162,3 +162,28 @@ def test_counting_goes_on_after_a_skipped_step() -> None:
         loop.backward()
         loop.until_counted(exporter)
         assert value(exporter, SKIPPED) == 1
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_edit_of_zeros_clears_nothing(in_place: bool) -> None:
+    """A micro-batch without a gradient whose zeros the loop scales goes on as an accumulation; one that it clears is skipped."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model, every=1) as exporter:
+        for number in range(12):
+            optimizer.zero_grad()
+            for scale in (0.0, 1.0) if number % 2 else (1.0,):
+                (scale * model(batch()).square().mean()).backward()
+                for parameter in model.parameters() if not scale else ():
+                    parameter.grad = parameter.grad.mul_(0.5) if in_place else 0.5 * parameter.grad
+            expected = whole(model)
+            optimizer.step()
+            assert value(exporter, NORM) == pytest.approx(expected, rel=1e-5)
+            assert value(exporter, CAPTURES) == number + 1
+        assert value(exporter, SKIPPED) == 0
+        optimizer.zero_grad(set_to_none=False)
+        model(batch()).square().mean().backward()
+        optimizer.zero_grad(set_to_none=False)
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        assert value(exporter, SKIPPED) == 1

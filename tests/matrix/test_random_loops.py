@@ -13,7 +13,12 @@ SHOWN = 0.95
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seeds", [range(6), *(pytest.param(range(start, start + 50), marks=pytest.mark.full) for start in range(6, 506, 50))]
+    "seeds",
+    [
+        range(6),
+        range(20_298, 20_299),
+        *(pytest.param(range(start, start + 50), marks=pytest.mark.full) for start in range(6, 506, 50)),
+    ],
 )
 def test_random_loops(seeds: range) -> None:
     """No scrape shows a number that the loop's record does not have, hardly a sample is lost, and training is unchanged."""

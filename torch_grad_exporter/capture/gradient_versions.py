@@ -203,8 +203,8 @@ class GradientProbes:
 
     def __init__(self) -> None:
         self._probes: dict[int, list[TrackedParameter]] = {}
-        self._last: tuple[GradientVersions, list[int]] = GradientVersions.of(()), []
-        """The gradients of the last backward, and how often their parameters had been written to.
+        self._last: tuple[GradientVersions, list[int], set[int]] = GradientVersions.of(()), [], set()
+        """The gradients of the last backward, how often their parameters had been written to, and the models where all were zero.
 
         One value: what a signal's handler raises may end any method between two statements.
         """
@@ -225,7 +225,8 @@ class GradientProbes:
     def backward_over(self, models: Iterable[int]) -> None:
         """Remember the gradients at the end of a backward, one of each model that it ran through."""
         first = [probe for model in models for probe in itertools.islice(self.present(model), 1)]
-        self._last = GradientVersions.of(first), _versions_of(parameters_of(first))
+        zero = {probe.model for probe in first if self._are_zero([probe, *self.present(probe.model)])}
+        self._last = GradientVersions.of(first), _versions_of(parameters_of(first)), zero
 
     @property
     def _after_backward(self) -> GradientVersions:
@@ -249,19 +250,25 @@ class GradientProbes:
     def zeroed(self) -> bool | None:
         """Return whether gradients of the last backward were set to zero, or replaced by zeros; `None` if they may have been.
 
-        On a device nothing is read, so all that was written to may be zero.
+        On a device nothing is read, so all that was written to may be zero. Zeros that the backward itself has left show nothing.
         """
-        after = self._after_backward
-        moved = [after.tracked[position] for position in after.moved()]
-        beside = (other for probe in moved for other in (probe, *self.present(probe.model)))  # one alone may be zero by itself
-        seen = [_is_zero(gradient) for probe in beside if (gradient := probe.gradient()) is not None]
-        if False in seen or not seen:
-            return False
-        return None if None in seen else True
+        after, _, zero = self._last
+        moved = [probe for position in after.moved() if (probe := after.tracked[position]).model not in zero]
+        return self._are_zero([other for probe in moved for other in (probe, *self.present(probe.model))])
+
+    def _are_zero(self, probes: Iterable[TrackedParameter]) -> bool | None:
+        """Return whether all gradients are zero, since one alone may be by itself; False without any, `None` if unknown."""
+        seen: set[bool | None] = set()
+        for probe in probes:
+            if (gradient := probe.gradient()) is not None:
+                seen.add(_is_zero(gradient))
+                if False in seen:
+                    return False
+        return None if None in seen else bool(seen)
 
     def updated(self) -> bool:
         """Return whether parameters were written to since the last backward."""
-        after, values = self._last
+        after, values, _ = self._last
         return any(now not in (-1, before) for now, before in zip(_versions_of(parameters_of(after.tracked)), values, strict=True))
 
     def untouched(self) -> bool:
