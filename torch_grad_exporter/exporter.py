@@ -175,8 +175,9 @@ class Exporter:
     def log(self, values: Mapping[str, Number], step: int | None = None) -> None:
         """Show numbers of your own, such as a reward or an evaluation loss, by name.
 
-        From any thread. Tensors on a device are copied in the background and not waited for. The
-        first call raises what is wrong; later ones count it, and the training goes on.
+        From any thread; in compiled code it does nothing. Tensors on a device are copied in the
+        background and not waited for. The first call raises errors; later ones count them, and the
+        training goes on.
 
         Args:
             values: Numbers or tensors of one element, by names of 1 to 200 characters; at most 200

@@ -50,8 +50,8 @@ class ValueLog:
                     on_devices.setdefault(value.device, {})[name] = value
                 else:
                     numbers[name] = on_host(value)
-            except (TypeError, ValueError, OverflowError) as error:
-                wrong = type(error)(f"log({shown(name)}): {error}")
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last one of a tensor without a number
+                wrong = (TypeError if isinstance(error, TypeError) else ValueError)(f"log({shown(name)}): {error}")
         self._post(numbers, on_devices, step)
         if wrong is not None:
             raise wrong
@@ -64,7 +64,7 @@ class ValueLog:
             if (ticket := self._transfer.send_together([*tensors.values()])) is not None:
                 names.append((*tensors,))
                 tickets.append(ticket)
-        if numbers or names:
+        if numbers or names:  # not an inspection, but the worker hands it to its table by the same door
             self._mailbox.append(Inspected(SOURCE, 0, (*tickets,), LoggedCall(self._clock.now(), step, numbers, (*names,))))
 
     def _check(self, name: object) -> None:
