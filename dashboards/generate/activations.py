@@ -45,13 +45,13 @@ def _gradients() -> Panel:
 
 def _nonfinite() -> Panel:
     selector = of_run("torch_activation_nonfinite_elements_total", KEPT)
-    found = f"sum by (run, layer, kind) ({counted(selector)})"
+    elements = f"sum by (run, layer, kind) ({counted(selector)})"
     most = f"topk(20, sum by (run, layer, kind) (increase({selector}[$__range] @ end())))"
     text = (
         "Elements of outputs that were NaN or Inf, over sampled steps, the 20 modules with the most. The first in the order of the "
         "model is where it began."
     )
-    query = Query(f"{found} and on (run, layer, kind) {most}", "{{layer}} {{kind}} {{run}}")
+    query = Query(f"{elements} and on (run, layer, kind) {most}", "{{layer}} {{kind}} {{run}}")
     panel = draw.lines("NaN and Inf in sampled outputs", text, "short", query, nothing=NOTHING, many=True)
     return panel.min(0).axis_soft_max(1).decimals(0)
 

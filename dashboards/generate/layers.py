@@ -144,7 +144,7 @@ def _global_distribution() -> Panel:
 
 def _balance() -> Panel:
     text = (
-        "Gradient norm of each optimizer over that of all optimizers of the run, where several models are watched, as of a GAN. "
+        "Gradient norm of each optimizer over that of all optimizers of the run, where several models are watched, such as a GAN. "
         "What is healthy differs from run to run. A line that moves towards 0 is of a model that no longer learns from the other: "
         "ModelsOutOfBalance fires where the norms part by a factor of 10 from what they were."
     )

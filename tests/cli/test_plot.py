@@ -161,12 +161,12 @@ def test_plot_from_exporter_with_tls_and_password(folder: Path, capsys: pytest.C
         assert capsys.readouterr().out == f"{out}\n"
         with pytest.raises(UserError, match="--cacert"):
             plot.loaded(address)
-        with pytest.raises(UserError, match=r"401|password") as told:
+        with pytest.raises(UserError, match=r"401|password") as raised:
             plot.loaded(f"https://alice:secret@localhost:{exporter.port}", str(folder / "ca.crt"))
-        assert "secret" not in str(told.value)
-        with pytest.raises(UserError, match=r"missing\.crt") as told:
+        assert "secret" not in str(raised.value)
+        with pytest.raises(UserError, match=r"missing\.crt") as raised:
             plot.loaded(address, str(folder / "missing.crt"))
-        assert "does not answer" not in str(told.value)
+        assert "does not answer" not in str(raised.value)
 
 
 @contextlib.contextmanager
@@ -291,9 +291,9 @@ def test_damaged_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_other_version_is_refused(tmp_path: Path) -> None:
     """The error names the version of the file and the version that is supported."""
-    for version, told in ((2, "version 2"), ("1", "version '1'"), (None, "version None")):
+    for version, named in ((2, "version 2"), ("1", "version '1'"), (None, "version None")):
         content = {**saved(made(2)), "version": version}
-        with pytest.raises(UserError, match=f"{told} of the format; this program reads version 1"):
+        with pytest.raises(UserError, match=f"{named} of the format; this program reads version 1"):
             plot.loaded(written(tmp_path, content))
 
 

@@ -299,7 +299,7 @@ def states_of_many_runs_are_counted() -> Iterator[Scene]:
 
 @scene
 def stopped_run_is_told_apart() -> Iterator[Scene]:
-    """A run that Stop() ended is no clean end, also once its target is gone."""
+    """A run that Stop() ended is not a clean end, also once its target is gone."""
     stop = 'torch_grad_exporter_actions_total{action="Stop", result="done"}'
     for minute in (50, 120):
         for counted, number in ((((stop, 1),), 0.0), ((), 1.0)):

@@ -51,13 +51,13 @@ def test_each_time_is_a_mark_at_its_step() -> None:
 
 def test_marks_are_bounded() -> None:
     """The latest marks are kept with names of a bounded length, and for each action the last time."""
-    found = ActionMarks()
+    marks = ActionMarks()
     for number in range(10 * MOST):
-        found.add(ActionMark(float(number), number, "n" * 10_000, "a" * 10_000, "done"), f"action {number % 3}")
-    latest = found.latest()
-    assert [one.step for one in latest] == list(range(9 * MOST, 10 * MOST))
-    assert all(len(one.name) == len(one.action) == LONGEST for one in latest)
-    assert found.last_done == {f"action {number % 3}": float(number) for number in range(10 * MOST - 3, 10 * MOST)}
+        marks.add(ActionMark(float(number), number, "n" * 10_000, "a" * 10_000, "done"), f"action {number % 3}")
+    latest = marks.latest()
+    assert [mark.step for mark in latest] == list(range(9 * MOST, 10 * MOST))
+    assert all(len(mark.name) == len(mark.action) == LONGEST for mark in latest)
+    assert marks.last_done == {f"action {number % 3}": float(number) for number in range(10 * MOST - 3, 10 * MOST)}
 
 
 @pytest.mark.slow

@@ -48,9 +48,9 @@
   }
 
   function wide(lists) {
-    const found = lists.flat().filter((value) => known(value) && Number.isFinite(value));
-    const low = found.reduce((least, value) => Math.min(least, value), Infinity);
-    return low > 0 && found.some((value) => value >= 1000 * low);
+    const shown = lists.flat().filter((value) => known(value) && Number.isFinite(value));
+    const low = shown.reduce((least, value) => Math.min(least, value), Infinity);
+    return low > 0 && shown.some((value) => value >= 1000 * low);
   }
 
   class Chart {
