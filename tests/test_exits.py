@@ -330,46 +330,12 @@ def test_an_end_beside_a_scrape(starter: Starter, bare: Callable[[str], End], sc
 # Ports
 
 
-LOADER = """
-from torch.utils.data import DataLoader
-
-loader = DataLoader(torch.ones(64, 6), batch_size=2, num_workers=4, persistent_workers=True, multiprocessing_context="fork")
-for x in loader:
-    step(x)
-print(*(worker.pid for worker in loader._iterator._workers), flush=True)
-time.sleep(600)
-"""
-
-
 def runs(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-@pytest.mark.process
-@pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
-def test_the_port_is_free_though_workers_live_on(starter: Starter) -> None:
-    """With the parent killed by SIGKILL and four orphaned workers alive, the next run has the same port."""
-    one = starter.start(program(before=LOADER), "watched")
-    port = one.port()
-    workers = [int(pid) for pid in one.line(1).split()]
-    try:
-        with client(port, ASKED) as asking, client(port, b""):
-            while asking.recv(1 << 16):
-                pass
-            os.kill(one.pid, signal.SIGKILL)
-            assert one.wait() == -signal.SIGKILL
-        with start_exporter(torch.nn.Linear(1, 1), port, addr="127.0.0.1") as next_run:
-            assert next_run.port == port
-            with client(port, ASKED) as asking:
-                assert asking.recv(15) == b"HTTP/1.1 200 OK"
-        assert [runs(worker) for worker in workers] == [True] * 4
-    finally:
-        for worker in filter(runs, workers):
-            os.kill(worker, signal.SIGKILL)
 
 
 INHERIT = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import contextlib
 import functools
 import gc
 import gzip
@@ -148,32 +147,6 @@ def test_close_between_backward_and_step() -> None:
 
 
 # A second start
-
-
-@pytest.mark.slow
-def test_close_from_another_thread_while_training() -> None:
-    """Another thread may close in the middle of training, and the training is not affected."""
-    model = Perceptron()
-    failures: list[BaseException] = []
-    for _ in range(4):
-        exporter, begun = start(model, moments=True, weights=True), threading.Event()
-
-        def close(exporter: Exporter = exporter, begun: threading.Event = begun) -> None:
-            begun.wait(PATIENCE)
-            try:
-                exporter.close()
-            except BaseException as error:  # noqa: BLE001 - the test reports it
-                failures.append(error)
-
-        thread = threading.Thread(target=close)
-        thread.start()
-        while thread.is_alive():
-            train(model, 2)
-            begun.set()
-        thread.join()
-        assert errors(exporter) == {}
-        assert hooks_of(model) == 0
-    assert failures == []
 
 
 def test_starting_again_replaces() -> None:
@@ -436,19 +409,3 @@ def test_wrong_values_cost_only_themselves() -> None:
         assert shown[key("torch_train_tokens_total")] == 5
         assert shown[key("torch_grad_captures_total", layer="first")] == 3
         assert sum(errors(exporter).values()) >= 1
-
-
-@pytest.mark.parametrize("taken", ["by a gauge", "by an exporter"])
-def test_a_registry_that_refuses(taken: str) -> None:
-    """The start fails where a registry has such metrics already, and leaves no thread, hook or port."""
-    registry, other, model = prometheus_client.CollectorRegistry(), Perceptron(), Perceptron()
-    with contextlib.ExitStack() as stack:
-        if taken == "by a gauge":
-            prometheus_client.Gauge("torch_grad_norm", "somebody else's", registry=registry)
-        else:
-            stack.enter_context(start(other, registry=registry))
-        before = lasting_threads()
-        with pytest.raises(ValueError, match="torch_grad"):
-            start(model, 0, registry=registry)
-        assert lasting_threads() == before
-        assert hooks_of(model) == 0

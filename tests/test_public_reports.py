@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from unittest import mock
 
@@ -212,60 +211,6 @@ def test_a_scaler_that_skips_first() -> None:
         assert value(exporter, "torch_train_skipped_steps_total") == 6
         assert value(exporter, "torch_grad_nonfinite_steps_total", outcome="stepped") == 0
         assert exporter.problems() == []
-
-
-class Observed(torch.optim.SGD):
-    """An optimizer whose step lets another thread run a forward to its end."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.01)
-        self.model = model
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Run the forward of an actor in the middle of the step."""
-        actor = threading.Thread(target=torch.no_grad()(self.model), args=(batch(),))
-        actor.start()
-        actor.join()
-        return super().step(closure)
-
-
-def test_an_actor_within_a_step() -> None:
-    """A forward on another thread during a step changes neither the count of steps nor the norms."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-    optimizer = Observed(model)
-    with start_exporter(model, port=None, every=1) as exporter:
-        for _ in range(30):
-            optimizer.zero_grad()
-            model(batch()).square().mean().backward()
-            gradients = [parameter.grad.double() for parameter in model[0].parameters()]
-            optimizer.step()
-        assert value(exporter, "torch_train_steps_total", optimizer="Observed") == 30
-        assert value(exporter, "torch_train_skipped_steps_total") == 0
-        assert value(exporter, "torch_grad_captures_total", layer="0") == 30
-        assert value(exporter, "torch_grad_norm", layer="0") == pytest.approx(norm(gradients), rel=1e-5)
-
-
-def test_a_backward_for_the_inputs_in_every_second_step() -> None:
-    """Adversarial training in every second step: the backward that is thrown away is neither a skipped step nor in the sums."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-    optimizer = sgd(model)
-    squares = 0.0
-    with start_exporter(model, port=None, every=1) as exporter:
-        for step in range(40):
-            inputs = batch()
-            if step % 2:
-                inputs.requires_grad_()
-                model(inputs).square().mean().backward()
-                inputs = (inputs + 0.1 * inputs.grad.sign()).detach()
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            squares += norm(parameter.grad.double() for parameter in model[0].parameters()) ** 2
-            optimizer.step()
-        assert value(exporter, "torch_train_skipped_steps_total") == 0
-        assert value(exporter, "torch_grad_captures_total", layer="0") == 40
-        assert value(exporter, "torch_grad_norm_squared_accumulated_total", layer="0") == pytest.approx(squares, rel=1e-5)
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["backward", "by hand"])

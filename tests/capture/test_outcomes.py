@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 
@@ -15,7 +14,6 @@ from tests.capture.scenes import (
     LAYER_CAPTURES,
     NORM,
     SKIPPED,
-    STATE,
     STEPS,
     Loop,
     clearing,
@@ -25,7 +23,6 @@ from tests.capture.scenes import (
 )
 from tests.support.models import Perceptron, sgd
 from tests.support.scrape import outcomes, value
-from torch_grad_exporter import start_exporter
 
 ACCUMULATED = "torch_grad_norm_squared_accumulated_total"
 DISTRIBUTION = "torch_grad_global_norm_distribution_count"
@@ -119,17 +116,6 @@ def test_a_norm_whose_step_never_comes() -> None:
 
 
 # Samples that are not finite
-
-
-def test_a_nan_after_which_the_loop_raises() -> None:
-    """A NaN after which the loop raises out of the `with` is in the last scrape."""
-    model = Perceptron()
-    exporter = start_exporter(model, port=None, every=1)
-    with contextlib.suppress(FloatingPointError), exporter:
-        loss_of(model, nan=True).backward()
-        raise FloatingPointError
-    assert outcomes(exporter) == {"unknown": 1}
-    assert value(exporter, STATE, state="failed") == 1
 
 
 @pytest.mark.process

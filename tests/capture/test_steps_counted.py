@@ -19,7 +19,6 @@ from tests.capture.scenes import (
     STATE,
     STEPS,
     Loop,
-    all_regimes,
     each_regime,
     watching,
 )
@@ -138,25 +137,3 @@ def test_a_forked_child_can_train(regime: str) -> None:
         assert os.waitpid(child, 0)[1] == 0
         loop.go_on(regime)
         assert value(exporter, STEPS, optimizer="SGD") == value(exporter, BACKWARDS) == loop.steps
-
-
-@pytest.mark.slow
-@all_regimes
-def test_training_is_unchanged(regime: str) -> None:
-    """Losses and parameters of many clipped steps are the same in every bit with and without an exporter."""
-    steps = 60 if regime == "sampled" else 300
-
-    def trained(watched: bool) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        loop, losses = Loop(), []
-        with watching(loop.model, **REGIMES[regime]) if watched else contextlib.nullcontext():
-            for _ in range(steps):
-                loop.optimizer.zero_grad()
-                loss = loop.model(batch()).square().mean()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05)
-                loop.optimizer.step()
-                losses.append(loss.detach())
-        return [torch.stack(losses), *loop.model.parameters()]
-
-    assert all(map(torch.equal, trained(watched=True), trained(watched=False)))

@@ -133,6 +133,7 @@ class Run:
             yield
         for module in model.values() if isinstance(model, Mapping) else [model]:
             self.state += [t.detach().clone() for t in (*module.parameters(), *module.buffers())]
+        self.state.append(torch.get_rng_state())
 
     def uses(self, optimizers: OPTIMIZERS) -> None:
         """Reports that these optimizers step from now on, and replace those of the same name."""

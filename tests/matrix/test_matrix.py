@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -30,8 +31,16 @@ FIRST = {name.partition("[")[0]: name for name in reversed(REGIMES)}
 SLOW = {"inductor", "compiled_training_step", "compiled_optimizer", "compiled_dynamic_shapes"}
 """Regimes that `make test` leaves out: a compiler takes seconds."""
 
+AT_DEFAULTS = {"accumulation", "closure", "autocast_and_scaler", "gradient_penalty", "submodules_called_directly"}
+"""Regimes that `make test` also runs with an exporter at its defaults."""
+
 INSPECTED = {"accumulation", "inplace_activations", "module_used_twice"}
 """Regimes that `make test` also runs with inspections."""
+
+
+def thinned(often: Collection[str]) -> list[object]:
+    """Return all kinds, those that are not named here only for `make test-full`."""
+    return [kind if kind in often else pytest.param(kind, marks=pytest.mark.full) for kind in FIRST]
 
 
 @functools.cache
@@ -53,8 +62,7 @@ def test_regime(name: str) -> None:
     assert unchanged(REGIMES[name].run(Way.EVERYTHING), without_exporter(name)) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("kind", thinned(AT_DEFAULTS))
 def test_defaults(kind: str) -> None:
     """An exporter at its defaults leaves losses and state unchanged, and nothing fails."""
     assert unchanged(REGIMES[FIRST[kind]].run(Way.DEFAULTS), without_exporter(FIRST[kind])) == []
@@ -71,7 +79,7 @@ def test_clipping_to_a_huge_norm(kind: str) -> None:
     assert unchanged(run, plain) == []
 
 
-@pytest.mark.parametrize("kind", [kind if kind in INSPECTED else pytest.param(kind, marks=pytest.mark.full) for kind in FIRST])
+@pytest.mark.parametrize("kind", thinned(INSPECTED))
 def test_inspections(kind: str) -> None:
     """With inspections of modules and of origins losses and state are unchanged, and nothing fails."""
     assert unchanged(REGIMES[FIRST[kind]].run(Way.INSIDE), without_exporter(FIRST[kind])) == []
