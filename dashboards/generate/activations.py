@@ -14,21 +14,21 @@ BY = "{{layer}} {{run}}"
 def _sizes() -> Panel:
     selector = of_run("torch_activation_rms")
     text = (
-        "Every module is a row, run by run, in the order of the names. The colour is the decimal logarithm of the root mean "
+        "Every module is a row, run by run, in the order of the model. The colour is the decimal logarithm of the root mean "
         "square of its output: where rows turn blue with the depth, activations vanish."
     )
     rms = f"log10(clamp_min({highest(selector, 'run, layer')}, 1e-12))"
-    query = Query(ask.in_order(rms, "run", "layer"), BY)
+    query = Query(ask.in_model_order(rms, modules=True), BY)
     return draw.field_of_rows("Size of every output", text, query, scheme="Turbo", limits=(-4, 4), nothing=NOTHING, unit=draw.POWER)
 
 
 def _dead() -> Panel:
     selector = of_run("torch_activation_dead_ratio")
     text = (
-        "Every module is a row. The colour is the share of its output units that were zero in every element of the sample, from "
-        "0 to 1. Units stay dead behind a ReLU whose inputs are all negative."
+        "Every module is a row, in the order of the model. The colour is the share of its output units that were zero in every "
+        "element of the sample, from 0 to 1. Units stay dead behind a ReLU whose inputs are all negative."
     )
-    query = Query(ask.in_order(highest(selector, "run, layer"), "run", "layer"), BY)
+    query = Query(ask.in_model_order(highest(selector, "run, layer"), modules=True), BY)
     return draw.field_of_rows("Dead units of every output", text, query, scheme="Turbo", limits=(0, 1), nothing=NOTHING)
 
 

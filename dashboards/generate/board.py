@@ -1,4 +1,4 @@
-"""What all five dashboards have in common: variables, links to each other, annotations, time range, and where panels stand."""
+"""What all dashboards have in common: variables, links to each other, annotations, time range, and where panels stand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _variable(name: str, label: str, description: str, query: str, sort: dashboa
     return variable.multi(True).include_all(True).all_value(".+").current(EVERYTHING)
 
 
-def _variables(*, layer: bool) -> list[Builder[dashboard.VariableModel]]:
+def _variables(*, layer: bool, value: bool) -> list[Builder[dashboard.VariableModel]]:
     world, by_name = "torch_train_world_size", dashboard.VariableSort.ALPHABETICAL_ASC
     found: list[Builder[dashboard.VariableModel]] = [
         builders.DatasourceVariable("datasource").label("Data source").type("prometheus").current(DEFAULT),
@@ -89,6 +89,9 @@ def _variables(*, layer: bool) -> list[Builder[dashboard.VariableModel]]:
         _variable("rank", "Rank", "Process of the run, for panels about processes",
             f"label_values({of_run(world)}, rank)", dashboard.VariableSort.NUMERICAL_ASC),
     ]  # fmt: skip
+    if value:
+        query = f"label_values({of_run('torch_train_value')}, name)"
+        found.append(_variable("value", "Value", "Logged names, a panel each", query, dashboard.VariableSort.NATURAL_ASC))
     if layer:
         query = f"label_values({of_run('torch_grad_captures_total', KEPT)}, layer)"
         found.append(
@@ -113,11 +116,13 @@ def plain(found: dashboard.Dashboard) -> dict[str, object]:
     return made
 
 
-def board(uid: str, title: str, description: str, content: Sequence[Row], *, layer: bool = False) -> dashboard.Dashboard:
-    """A dashboard of these rows, with all that is the same in each."""
+def board(
+    uid: str, title: str, description: str, content: Sequence[Row], *, layer: bool = False, value: bool = False
+) -> dashboard.Dashboard:
+    """A dashboard of these rows, with all that is the same in each; `layer`, `value`: the variables that it has besides."""
     found = builders.Dashboard(title).uid(uid).description(description).tags([TAG, "pytorch"]).readonly()
     found.tooltip(dashboard.DashboardCursorSync.CROSSHAIR).time("now-1h", "now").refresh("30s").timezone("browser")
-    found.variables(_variables(layer=layer)).annotations(list(_annotations()))
+    found.variables(_variables(layer=layer, value=value)).annotations(list(_annotations()))
     links = builders.DashboardLink("Training dashboards").type(dashboard.DashboardLinkType.DASHBOARDS).tags([TAG])
     found.links([links.include_vars(True).keep_time(True).as_dropdown(True).tooltip("Another view of the same runs")])
     for place, row in enumerate(content, start=1):

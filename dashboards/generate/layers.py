@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grafana_foundation_sdk.builders import statetimeline
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dashboards.generate import activations, clipping, layer_times
@@ -27,7 +28,8 @@ def trouble() -> str:
     return " or ".join(f"(({found.where()}) * 0 + {number})" for number, found in conditions.items())
 
 
-def _trouble() -> Panel:
+def troubled() -> statetimeline.Panel:
+    """The layers in trouble, over time."""
     text = (
         "Each layer that was in trouble in the time range, and when. Dead: more than nine in ten output units "
         "without gradient for the whole dead_window. Vanished: a norm below a ten-millionth of the global norm. No "
@@ -38,13 +40,15 @@ def _trouble() -> Panel:
     return panel.data_links([link("This layer", UID, "var-layer=${__field.labels.layer}", run=CLICKED)])
 
 
-def _norms() -> Panel:
+def norms() -> Panel:
+    """A row for each layer, its norm as a colour."""
     text = (
         "Every layer is a row, run by run, in the order of the model. The colour is the decimal logarithm of the norm of its "
         "gradient before clipping: -3 is 0.001. Rows that turn blue have a vanishing gradient, rows that turn red an "
-        "exploding one."
+        f"exploding one. NaN and Inf are {ask.OFF_SCALE}."
     )
-    query = Query(ask.in_model_order(f"log10(clamp_min({ask.layer_norm()}, 1e-12))"), "{{layer}} {{run}}")
+    logarithm = f"log10(clamp_min({ask.layer_norm()} < +Inf, 1e-12)) or on (run, layer) {ask.not_finite()}"
+    query = Query(ask.in_model_order(f"({logarithm})"), "{{layer}} {{run}}")
     nothing = "No layer was read; for sharded gradients this needs the recording rules"
     return draw.field_of_rows("Norm of every layer", text, query, scheme="Turbo", limits=(-6, 2), unit=draw.POWER, nothing=nothing)
 
@@ -53,9 +57,12 @@ def _deviations() -> Panel:
     text = (
         "Every layer is a row. The colour is the distance of its norm from its own median of the last 128 samples, "
         "in robust sigmas: red is far above, blue far below. For a sharded layer it is the part that is furthest "
-        "above."
+        f"above. NaN and Inf are {ask.OFF_SCALE}, a gradient of zeros is -{ask.OFF_SCALE}."
     )
-    query = Query(ask.in_model_order(highest(of_run("torch_grad_norm_zscore"), "run, layer")), "{{layer}} {{run}}")
+    sigmas = highest(of_run("torch_grad_norm_zscore"), "run, layer")
+    zero = f"-{ask.OFF_SCALE} * group by (run, layer) ({of_run('torch_grad_norm')} == 0)"
+    every = f"({sigmas} or on (run, layer) {ask.not_finite()} or on (run, layer) {zero})"
+    query = Query(ask.in_model_order(every), "{{layer}} {{run}}")
     return draw.field_of_rows(
         "Deviation of every layer from its own baseline", text, query, scheme="RdYlBu", limits=(-6, 6),
         nothing="Needs 20 samples of a layer",
@@ -134,12 +141,12 @@ def _origin() -> Panel:
 
 
 def _global_distribution() -> Panel:
-    query = Query(ask.buckets(of_rank("torch_grad_global_norm_distribution_bucket")), "{{le}}")
+    selector = of_rank("torch_grad_global_norm_distribution_bucket")
     text = (
         "Norm over all parameters at every sampled step of the chosen ranks, also between two scrapes: one outlier in fifty "
         "steps shows here and not in a line."
     )
-    return draw.distribution("Distribution of the global norm", text, SCIENTIFIC, query, nothing="No gradient was sampled")
+    return draw.distribution("Distribution of the global norm", text, SCIENTIFIC, selector, nothing="No gradient was sampled")
 
 
 def _balance() -> Panel:
@@ -189,10 +196,10 @@ def _chosen_norms() -> Panel:
 
 
 def _chosen_distribution() -> Panel:
-    query = Query(ask.buckets(of_layer("torch_grad_norm_distribution_bucket", KEPT)), "{{le}}")
+    selector = of_layer("torch_grad_norm_distribution_bucket", KEPT)
     text = "Norms of the chosen layers at every sampled step, by decade. A sharded layer has none: no rank knows the whole norm."
     nothing = "No distribution: the gradients are sharded, or none was sampled"
-    return draw.distribution("Distribution of the norm", text, SCIENTIFIC, query, nothing=nothing)
+    return draw.distribution("Distribution of the norm", text, SCIENTIFIC, selector, nothing=nothing)
 
 
 def _chosen_elements() -> Panel:
@@ -255,13 +262,13 @@ def _weights() -> Panel:
 
 
 def _elements_of_weights() -> Panel:
-    query = Query(ask.buckets(of_layer("torch_weight_distribution_bucket", KEPT)), "{{le}}")
+    selector = of_layer("torch_weight_distribution_bucket", KEPT)
     text = (
         "Magnitudes of the elements of the chosen layers' weights, by half a decade: all elements, each time that a layer is "
         "measured. The lowest bucket has those up to 1e-5, zeros among them. With start_exporter(weights=True)."
     )
     nothing = "Needs start_exporter(weights=True)"
-    return draw.distribution("Distribution of the weights", text, SCIENTIFIC, query, nothing=nothing)
+    return draw.distribution("Distribution of the weights", text, SCIENTIFIC, selector, nothing=nothing)
 
 
 def _moments() -> Panel:
@@ -293,7 +300,7 @@ def _extremes() -> Panel:
 
 
 def _all_layers() -> list[Panel]:
-    return [_trouble().span(24).height(8), _norms().span(12).height(14), _deviations().span(12).height(14)]
+    return [troubled().span(24).height(8), norms().span(12).height(14), _deviations().span(12).height(14)]
 
 
 def _chosen() -> list[Panel]:

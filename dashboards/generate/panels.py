@@ -20,7 +20,7 @@ from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 
-from dashboards.generate.queries import NOTHING, or_nothing
+from dashboards.generate.queries import NOTHING, buckets, observed, or_nothing
 
 Named = tuple[str, str]
 """A word and a colour for a value."""
@@ -183,6 +183,19 @@ def bars(panel: timeseries.Panel) -> timeseries.Panel:
     return panel.draw_style(common.GraphDrawStyle.BARS).fill_opacity(80).min(0).decimals(0)
 
 
+def repeated(panel: timeseries.Panel, variable: str, side_by_side: int) -> timeseries.Panel:
+    """The same once for each chosen value of a variable; without any, once with its sentence."""
+    return panel.repeat(variable).repeat_direction("h").max_per_row(side_by_side)
+
+
+def band(panel: timeseries.Panel, above: Query, below: Query, color: str) -> timeseries.Panel:
+    """The same with the area between two of its queries filled; their legends name no label, so each is one line at most."""
+    hidden = [setting("custom.lineWidth", 0), setting("color", {"mode": "fixed", "fixedColor": color})]
+    panel.override_by_name(below.legend, [*hidden, setting("custom.hideFrom", {"legend": True, "tooltip": False, "viz": False})])
+    filled = [setting("custom.fillBelowTo", below.legend), setting("custom.fillOpacity", 20)]
+    return panel.override_by_name(above.legend, [*hidden, *filled])
+
+
 def limit(panel: timeseries.Panel, value: float) -> timeseries.Panel:
     """The same with a dashed line where an alert begins."""
     panel.thresholds(steps(("transparent", None), ("orange", value)))
@@ -243,9 +256,11 @@ def _heatmap(panel: heatmap.Panel, color: heatmap.HeatmapColorOptions, hidden: f
     return panel.filter_values(heatmap.FilterValueRange().le(hidden)).cell_gap(1).max_data_points(120)
 
 
-def distribution(title: str, description: str, unit: str, query: Query, nothing: str) -> heatmap.Panel:
-    """How a histogram's observations spread, over time; the query yields an increase by `le`."""
-    panel = about(heatmap.Panel(), title, description, unit, _sentence(nothing, [query]))
+def distribution(title: str, description: str, unit: str, selector: str, nothing: str) -> heatmap.Panel:
+    """How the observations of a histogram spread over time; `selector`: its buckets. Without any there is a row that says so."""
+    filled = or_nothing(buckets(selector), "{{le}}", nothing + ONE_SCRAPE, UNDRAWN, unless=f"{observed(selector)} > 0")
+    query = Query(filled, "{{le}}")
+    panel = about(heatmap.Panel(), title, description, unit, NO_RUN)
     panel = asking(panel, [query], PromQueryFormat.HEATMAP)
     axis = heatmap.YAxisConfig().unit(unit).axis_placement(common.AxisPlacement.LEFT).reverse(False)
     if unit == SCIENTIFIC:

@@ -94,18 +94,45 @@ def in_order(expression: str, *labels: str) -> str:
     return f'label_join({ordered}, "as", " ", {first}, "as")'
 
 
-def in_model_order(expression: str) -> str:
+def in_model_order(expression: str, *, modules: bool = False) -> str:
     """The series by run and layer in the order of the model, run by run; those without a known place come last, by name.
+
+    `modules`: of those some have no parameters, and so no place; they come after the last layer beside them.
 
     `count_values` makes the place a label, of four figures; see `in_order`. The last place in the time range stands for all of it:
     else a layer would be two rows.
     """
     last = f"last_over_time({of_run('torch_grad_layer_index')}[$__range] @ end())"
-    places = f'count_values by (run, layer) ("as", {highest(last, "run, layer")})'
+    placed = f"({expression}) + on (run, layer) group_left (as) 0 * {_places(last, 'run, layer')}"
+    found = [f'label_join({placed}, "as", " ", "run", "as")', f'label_join({expression}, "as", " ~ ", "run", "layer")']
+    if modules:
+        parents = _places(_with_parent(last), "run, parent")
+        beside = f"{_with_parent(expression)} + on (run, parent) group_left (as) 0 * {parents}"
+        found.insert(1, f'label_join({beside}, "as", " ", "run", "as", "layer")')
+    return " or on (run, layer) ".join(found)
+
+
+def _with_parent(expression: str) -> str:
+    """The same with the name of the module that a layer is in, up to the last point."""
+    return f'label_replace({expression}, "parent", "$1", "layer", "(|.*[.])[^.]+")'
+
+
+def _places(selector: str, by: str) -> str:
+    """The largest value for each `by` as a label `as` of four figures."""
+    places = f'count_values by ({by}) ("as", {highest(selector, by)})'
     for figures, zeros in ((1, "000"), (2, "00"), (3, "0")):
         places = f'label_replace({places}, "as", "{zeros}$1", "as", "([0-9]{{{figures}}})")'
-    placed = f'label_join(({expression}) + on (run, layer) group_left (as) 0 * {places}, "as", " ", "run", "as")'
-    return f'{placed} or on (run, layer) label_join({expression}, "as", " ~ ", "run", "layer")'
+    return places
+
+
+OFF_SCALE = 99
+"""The value of what a scale of colours has no number for: beyond its end."""
+
+
+def not_finite() -> str:
+    """`OFF_SCALE` for each layer whose norm is NaN or Inf, which a heatmap would leave out."""
+    norms = (of_run(name) for name in ("torch_grad_norm", "torch_grad_shard_norm"))
+    return f"{OFF_SCALE} * group by (run, layer) ({' or '.join(f'({norm} unless {norm} < +Inf)' for norm in norms)})"
 
 
 def highest(selector: str, by: str) -> str:
@@ -150,10 +177,21 @@ def by_host(expression: str) -> str:
     return f"max by (host) ({with_host(expression)})"
 
 
+def observed(selector: str) -> str:
+    """How many observations of a histogram there were in the time range, by bucket: the same at each moment."""
+    return f"sum by (le) (increase({selector}[$__range] @ end()))"
+
+
 def buckets(selector: str) -> str:
-    """The increase by bucket, from the lowest bucket with an observation in the time range on: others would fill the axis."""
-    used = f"sum by (le) (increase({selector}[$__range] @ end())) > 0"
-    return f"sum by (le) ({increase(selector)}) and on (le) ({used})"
+    """The increase by bucket, from the lowest bucket with an observation in the time range to the highest: others fill the axis.
+
+    The number of a label `le` is the quantile of a histogram that has this bucket alone.
+    """
+    seen, finite = observed(selector), observed(f'{selector.removesuffix("}")}, le!="+Inf"}}')
+    alone = f'label_replace({seen} > 0, "at", "$1", "le", "(.+)")'
+    bounds = f'histogram_quantile(1, {alone} or label_replace({alone}, "le", "+Inf", "", ""))'
+    within = f'label_replace({bounds} <= 1.001 * scalar(histogram_quantile(1, {seen})), "le", "$1", "at", "(.+)")'
+    return f"sum by (le) ({increase(selector)}) and on (le) ({within} or {seen} > scalar(max({finite})))"
 
 
 def quantile(share: float, selector: str, by: str) -> str:
@@ -174,16 +212,19 @@ def or_all(expression: str, *labels: str) -> str:
     return expression
 
 
-def or_nothing(expression: str, legend: str, text: str, value: int = NOTHING) -> str:
-    """The same, or where there are runs and no series, one whose first label in the legend is a sentence that says so."""
+def or_nothing(expression: str, legend: str, text: str, value: int = NOTHING, unless: str = "") -> str:
+    """The same, or where there are runs and no series, one whose first label in the legend is a sentence that says so.
+
+    `unless`: of what there is none in the whole time range, where single moments without it are usual.
+    """
     label = legend.partition("{{")[2].partition("}}")[0]
-    there = f"{value} * group({of_run('torch_train_world_size')})"
+    there = f"{value} * group({of_run('torch_train_world_size')})" + (f" unless on () ({unless})" if unless else "")
     return f'{expression} or on () label_replace({there}, "{label}", "{text}", "", "")'
 
 
-def firing(*matchers: str) -> str:
+def firing(*matchers: str, state: str = "firing") -> str:
     """The alerts of the chosen runs that fire; they have no job, but their runs have, within the hour."""
-    alerts = f"ALERTS{{{', '.join((equal('alertstate', 'firing'), CHOSEN_RUN, *matchers))}}}"
+    alerts = f"ALERTS{{{', '.join((equal('alertstate', state), CHOSEN_RUN, *matchers))}}}"
     return f"({alerts} and on (run) last_over_time({of_run('torch_train_world_size')}[{RECENTLY}]))"
 
 

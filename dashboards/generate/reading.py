@@ -11,6 +11,8 @@ from typing import NamedTuple
 FOLDER = Path(__file__).resolve().parent.parent / "grafana"
 ALL = ".+"
 """What the variables stand for where All is chosen."""
+EVERYTHING = dict.fromkeys(("job", "run", "rank", "layer", "value"), ALL)
+"""All variables where All is chosen."""
 
 
 class PanelQuery(NamedTuple):

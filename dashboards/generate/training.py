@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from dashboards.generate import logged
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
@@ -103,7 +104,8 @@ def _loss() -> Panel:
     return draw.logarithmic(panel, 2).override_by_query("B", linear).data_links([TO_LAYERS])
 
 
-def _norm() -> Panel:
+def norm() -> Panel:
+    """The norm of the whole gradient."""
     text = (
         "L2 norm over all parameters at the last sampled step, before clipping and as the optimizer saw it. For "
         "sharded gradients without observe(grad_norm=...) it is the root mean square of 5 minutes, from the "
@@ -165,9 +167,9 @@ def _step_time() -> Panel:
 
 
 def _step_heatmap() -> Panel:
-    query = Query(ask.buckets(of_rank("torch_train_step_duration_seconds_bucket")), "{{le}}")
+    selector = of_rank("torch_train_step_duration_seconds_bucket")
     text = "Number of steps by duration. A second band is work that only some steps do, such as a checkpoint or an evaluation."
-    panel = draw.distribution("Distribution of step times", text, "s", query, nothing="No step in this time range")
+    panel = draw.distribution("Distribution of step times", text, "s", selector, nothing="No step in this time range")
     return panel.links([draw.panel_link("Step times of each rank", "torch-grad-ranks")])
 
 
@@ -238,12 +240,13 @@ def _slowest_ranks() -> Panel:
 def dashboard() -> Dashboard:
     """The whole dashboard. The first row is one screen of 1440 x 900, 18 rows of the grid, that says whether a run is healthy."""
     numbers = [panel.span(4).height(4) for panel in banner()]
-    pictures = [panel.span(8).height(7) for panel in (_loss(), _norm(), _throughput())]
+    pictures = [panel.span(8).height(7) for panel in (_loss(), norm(), _throughput())]
     content = [
         Row("Health", [*numbers, *pictures, _alerts().span(24).height(6)]),
         Row("All runs", [_runs().span(24).height(7)]),
         Row("Speed", [panel.span(8) for panel in (_step_time(), _step_heatmap(), _phases())]),
         Row("Learning rate, memory and ranks", [panel.span(6) for panel in (
             _learning_rate(), _mixed_precision(), _memory(), _slowest_ranks())]),
+        Row("Logged values: $value", logged.row(), collapsed=True),
     ]  # fmt: skip
-    return board(UID, "Training overview", "Whether the run is healthy, and if not, where to look.", content)
+    return board(UID, "Training overview", "Whether the run is healthy, and if not, where to look.", content, value=True)

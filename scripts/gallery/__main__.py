@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dashboards.generate.reading import dashboards
-from scripts.gallery.asking import ask, now
-from scripts.gallery.page import draw
+from scripts.gallery.asking import ask, now, values
+from scripts.gallery.page import draw, repeated
 from tests.support.nine_runs import Scene, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,10 @@ def pictures(scene: Scene, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in PICTURES.items():
         asked = functools.partial(_asked, scene, span, picture.chosen)
-        canvas = draw(boards[f"{picture.dashboard}.json"], asked, span, picture.chosen, picture.high)
+        board = boards[f"{picture.dashboard}.json"]
+        variables = (variable for variable in board["templating"]["list"] if variable["type"] == "query")
+        offered = {variable["name"]: values(scene.prometheus, variable, span, picture.chosen) for variable in variables}
+        canvas = draw(repeated(board, offered), asked, span, picture.chosen, picture.high)
         for colors in (256, 192, 128, 64):
             if (size := canvas.save(folder / f"{name}.png", colors)) <= LARGEST:
                 break

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dashboards.generate.reading import ALL, interpolated
+from dashboards.generate.reading import EVERYTHING, interpolated
 from tests.support.real_prometheus import Prometheus
 
 Json = dict[str, Any]
@@ -62,9 +62,17 @@ def name(legend: str, labels: Mapping[str, str]) -> str:
     return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: labels.get(found[1], ""), legend).replace("  ", " ").strip()
 
 
+def values(prometheus: Prometheus, variable: Json, span: Range, chosen: Mapping[str, str]) -> list[str]:
+    """The values that a variable offers."""
+    query = variable["query"]["query"] if isinstance(variable["query"], dict) else variable["query"]
+    series, label = re.fullmatch(r"label_values\((.+),\s*(\w+)\)", query).groups()  # type: ignore[union-attr]
+    matched = {"match[]": interpolated(series, EVERYTHING | dict(chosen), ""), "start": str(span.begin), "end": str(span.end)}
+    return list(prometheus.get(f"/api/v1/label/{label}/values", **matched))  # type: ignore[call-overload]
+
+
 def ask(prometheus: Prometheus, panel: Json, span: Range, chosen: Mapping[str, str], points: int) -> list[Series]:
     """The answers to all queries of a panel, one after the other, with the variables as chosen and the others at All."""
-    variables = dict.fromkeys(("job", "run", "rank", "layer"), ALL) | dict(chosen)
+    variables = EVERYTHING | dict(chosen)
     step = span.step(min(points, panel.get("maxDataPoints") or points))
     found: list[Series] = []
     for target in panel["targets"]:

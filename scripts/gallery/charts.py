@@ -31,7 +31,8 @@ def lines(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], span:
         _table(canvas, Box(at.x + at.w - aside, at.y, aside, at.h), drawn, colors)
         at = at.inset(right=aside + 8)
     else:
-        at = at.inset(bottom=_list(canvas, at, answers, colors))
+        listed = [place for place, (_, own) in enumerate(drawn) if not own.get("custom.hideFrom", {}).get("legend")]
+        at = at.inset(bottom=_list(canvas, at, [answers[place] for place in listed], [colors[place] for place in listed]))
     plot = at.inset(left=_room(line for line in drawn if line not in right), top=6, right=_room(right) if right else 8, bottom=20)
     main = canvas.axes(plot)
     other = canvas.axes(plot) if right else main
@@ -40,7 +41,10 @@ def lines(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], span:
     if stacked:
         _areas(main, drawn, colors)
     for (series, own), ink in zip(drawn, colors, strict=True):
-        if not stacked:
+        below = next((other for other in answers if other.name == own.get("custom.fillBelowTo")), None)
+        if below is not None:
+            main.fill_between(*_common(series, below), color=ink, alpha=own["custom.fillOpacity"] / 100, linewidth=0)
+        elif not stacked and own.get("custom.lineWidth", 1):
             _line(other if own.get("custom.axisPlacement") == "right" else main, series, own, ink)
     _limits(main, defaults(panel))
     _values(main, defaults(panel), [line for line in drawn if line not in right])
@@ -120,6 +124,13 @@ def _line(axes: Axes, series: Series, own: dict[str, Any], ink: str) -> None:
     axes.plot(times, values, color=ink, linewidth=1.1, linestyle=(0, (5, 4)) if dash else "-", zorder=3)
     if alone.any() or np.isfinite(values).sum() == 1:
         axes.plot(times[np.isfinite(values)], values[np.isfinite(values)], ".", color=ink, markersize=3)
+
+
+def _common(above: Series, below: Series) -> tuple[list[float], list[float], list[float]]:
+    """The times that both have, and the values of each then."""
+    pairs = [dict(zip(series.times, series.values, strict=True)) for series in (above, below)]
+    times = [at for at in above.times if at in pairs[1]]
+    return times, [pairs[0][at] for at in times], [pairs[1][at] for at in times]
 
 
 def _areas(axes: Axes, drawn: Sequence[tuple[Series, dict[str, Any]]], colors: Sequence[str]) -> None:

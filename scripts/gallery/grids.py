@@ -44,7 +44,8 @@ def by_buckets(answers: Sequence[Series]) -> list[Series]:
 def heatmap(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], span: Range) -> None:
     """Each series a row, or each bucket of a histogram, the first at the bottom unless the axis is turned; below, the colours."""
     options, unit = panel["options"], panel["options"]["yAxis"]["unit"]
-    buckets = panel["targets"][0]["format"] == "heatmap"
+    # Of no observation there is a row with a sentence.
+    buckets = panel["targets"][0]["format"] == "heatmap" and all(_is_number(series.labels["le"]) for series in answers)
     rows = by_buckets(answers) if buckets else list(answers)
     times = sorted({moment for series in rows for moment in series.times})
     places = {moment: place for place, moment in enumerate(times)}
@@ -68,6 +69,10 @@ def heatmap(canvas: Canvas, at: Box, panel: Json, answers: Sequence[Series], spa
     names = [written(float(series.name), unit) if buckets else fitted(series.name, left - 8, 7) for series in rows]
     _rows(axes, names, plot.h, turned=bool(options["yAxis"].get("reverse")))
     _meaning(canvas, at, scheme(panel), norm, options["cellValues"])
+
+
+def _is_number(text: str) -> bool:
+    return text[-1].isdigit() or text == "+Inf"
 
 
 def _rows(axes: Axes, names: Sequence[str], high: float, *, turned: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from scripts.gallery import charts, grids, tiles
@@ -27,6 +28,24 @@ def place(grid: Mapping[str, int]) -> Box:
     return Box(MARGIN + grid["x"] * column, HEADER + grid["y"] * UNIT, grid["w"] * column - GAP, grid["h"] * UNIT - GAP)
 
 
+def repeated(dashboard: Json, values: Mapping[str, Sequence[str]]) -> Json:
+    """The dashboard with a panel for each value of the variable that one is repeated for, as Grafana puts them."""
+    panels, down = [], 0
+    for panel in dashboard["panels"]:
+        grid = panel["gridPos"] | {"y": panel["gridPos"]["y"] + down}
+        names = values[panel["repeat"]] if panel.get("repeat") else []
+        if not names:
+            panels.append(panel | {"gridPos": grid})
+            continue
+        columns = min(panel["maxPerRow"], len(names))
+        for place, name in enumerate(names):
+            own = json.loads(json.dumps(panel).replace(f"${panel['repeat']}", json.dumps(name)[1:-1]))
+            at = {"x": place % columns * 24 // columns, "y": grid["y"] + place // columns * grid["h"], "w": 24 // columns}
+            panels.append(own | {"gridPos": grid | at})
+        down += (len(names) - 1) // columns * grid["h"]
+    return dashboard | {"panels": panels}
+
+
 def upright(dashboard: Json) -> Iterator[Json]:
     """Rows and panels that are on the screen: those of a collapsed row are not."""
     yield from dashboard["panels"]
@@ -49,7 +68,7 @@ def draw(dashboard: Json, ask: Ask, span: Range, chosen: Mapping[str, str], high
 
 
 def _with(title: str, chosen: Mapping[str, str]) -> str:
-    return title.replace("$layer", chosen.get("layer", "All"))
+    return title.replace("$layer", chosen.get("layer", "All")).replace("$value", chosen.get("value", "All"))
 
 
 def _header(canvas: Canvas, dashboard: Json, span: Range, chosen: Mapping[str, str]) -> None:

@@ -29,9 +29,9 @@ RATES = frozenset({"rate", "irate", "increase"})
 SUMS = frozenset({"sum", "avg", "stddev", "stdvar", "quantile"})
 CHOOSES = frozenset({"and", "unless", "==", ">", "<", ">=", "<="})
 MAYBE_NAN = re.compile(
-    r"torch_(?!grad_(?:units|missing_parameters|sample_step|exporter_))(?:(?:grad|weight|run_grad)_.*|train_(?:loss|learning_rate|loss_scale))"
+    r"torch_(?!grad_(?:units|missing_parameters|sample_step|exporter_))(?:(?:grad|weight|run_grad)_.*|train_(?:loss|value|learning_rate|loss_scale)|rl_.*)"
 )
-"""Gauges of what a model computes, of which NaN is a value."""
+"""Gauges of what a model or a script computes, of which NaN is a value."""
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 UNITS = frozenset((Path(__file__).parent / "grafana_schema" / "units.txt").read_text(encoding="utf-8").split())
 FREE_UNITS = re.compile(r"(prefix|suffix|si|count|time|currency|bool):.+")
@@ -274,6 +274,13 @@ def places(board: Json) -> Found:
         yield from (f"{panel['title']}: two queries {letter}" for letter, number in letters.items() if number > 1)
 
 
+def repeats(board: Json) -> Found:
+    """A repeated panel is as wide as the grid: Grafana makes it so."""
+    for panel in each_panel(board):
+        if panel.get("repeat") and panel["gridPos"]["w"] < 24:  # type: ignore[index]
+            yield f"{panel['title']}: is repeated over the whole width"
+
+
 def tables(board: Json) -> Found:
     """A table queries current values as a table; a range would give each series a row per point."""
     for panel in each_panel(board):
@@ -307,10 +314,9 @@ def links(board: Json) -> Found:
 
 
 def empty(board: Json) -> Found:
-    """A table, timeline or heatmap of rows has a row where nothing is wrong: Grafana 12 draws an error or bare headers there."""
+    """A table, timeline or heatmap has a row where it has no data: Grafana 12 draws an error or bare headers there."""
     for panel in each_panel(board):
-        rows = panel["type"] in {"table", "state-timeline"} or panel["options"].get("yAxis", {}).get("reverse")  # type: ignore[union-attr]
-        if rows and "or on () label_replace(" not in panel["targets"][0]["expr"]:  # type: ignore[index]
+        if panel["type"] in {"table", "state-timeline", "heatmap"} and "or on () label_replace(" not in panel["targets"][0]["expr"]:  # type: ignore[index]
             yield f"{panel['title']}: nothing to draw without series"
 
 
@@ -332,7 +338,7 @@ def schemes(board: Json) -> Found:
 
 RULES: tuple[Callable[[Json], Found], ...] = (
     metrics, choices, rate_interval, kinds, counts, totals, nan, datasource, variables, units, places, tables, thresholds, links,
-    empty, narrow, schemes,
+    empty, narrow, schemes, repeats,
 )  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScal
         if step % 50 != 49:
             scaler.step(optimizer)
         scaler.update()
+        exporter.log({"eval/score": float("nan") if step % 50 == 49 else 0.5})
         exporter.observe(loss=loss.detach(), samples=len(x), tokens=16 * len(x), epoch=step // 100)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.grafana import ALL, dashboards, each_panel, interpolated, is_sentence, sentence
+from tests.support.grafana import ALL, EVERYTHING, dashboards, each_panel, interpolated, is_sentence, sentence
 from tests.support.real_prometheus import Prometheus, running
 from tests.support.scrape import Key, key, values
 from tests.support.tools import PATIENCE, eventually, find
@@ -90,7 +90,7 @@ def shown(prometheus: Prometheus, panel: Json, run: str = ALL) -> list[float]:
     """Return all numbers of a panel, of the last minute or of now."""
     found = []
     for target in panel["targets"]:
-        chosen = {"job": ALL, "run": run, "rank": ALL, "layer": ALL}
+        chosen = EVERYTHING | {"run": run}
         asked = interpolated(target["expr"], chosen, "4s", span="60s")
         if target.get("instant"):
             answer = [(labels, [float(value)]) for labels, value in prometheus.query(asked)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
-from tests.support.grafana import ALL, dashboards, interpolated, panels
+from tests.support.grafana import ALL, EVERYTHING, dashboards, interpolated, panels
 from tests.support.tools import PATIENCE, REPOSITORY, find
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -32,7 +32,7 @@ STATES = ("initialising", "training", "evaluating", "finished", "failed")
 
 def panel(title: str, ref: str = "A", *, span: str = "1h", dashboard: str = "Training overview", job: str = ALL) -> str:
     """Return the query of a panel with all variables at All but `job`."""
-    chosen = {"job": job, "run": ALL, "rank": ALL, "layer": ALL}
+    chosen = EVERYTHING | {"job": job}
     return interpolated(QUERIES[dashboard, title, ref], chosen, "4m", span=span)
 
 

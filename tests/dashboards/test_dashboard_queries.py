@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dashboards.many_runs import GPU_RUN, running
-from tests.support.grafana import each_panel, interpolated, is_sentence, panels
+from tests.support.grafana import EVERYTHING, each_panel, interpolated, is_sentence, panels
 from tests.support.nine_runs import slowly
 from tests.support.real_prometheus import Prometheus
 from tests.support.real_prometheus import running as a_prometheus
@@ -86,7 +86,7 @@ def up(prometheus: Prometheus) -> int:
 
 def found(prometheus: Prometheus, query: Query, **variables: str) -> int:
     """Return how many series a query has yielded so far, with all variables at All but for those given; no row that says so."""
-    chosen = {"job": ".+", "run": ".+", "rank": ".+", "layer": ".+"} | variables
+    chosen = EVERYTHING | variables
     answer = prometheus.series(interpolated(query.expression, chosen, RATE_INTERVAL), so_far())
     return sum(not is_sentence(labels, [float(value) for _, value in values]) for labels, values in answer)
 
@@ -133,7 +133,7 @@ def test_variables_have_values(prometheus: Prometheus, file: Path) -> None:
         query = variable["query"]["query"] if isinstance(variable["query"], dict) else variable["query"]
         asked = re.fullmatch(r"label_values\((.+),\s*(\w+)\)", query)
         assert asked is not None, query
-        series = interpolated(asked[1], {"job": ".+", "run": ".+", "rank": ".+", "layer": ".+"}, RATE_INTERVAL)
+        series = interpolated(asked[1], EVERYTHING, RATE_INTERVAL)
 
         def values(label: str = asked[2], series: str = series) -> set[str]:
             return set(prometheus.get(f"/api/v1/label/{label}/values", **{"match[]": series}))  # type: ignore[call-overload]
@@ -152,8 +152,7 @@ def test_legends_have_their_labels(prometheus: Prometheus, file: Path) -> None:
         for target in panel.get("targets", []):  # type: ignore[attr-defined]
             # There is no label `optimizer` while a run has one optimizer.
             names = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", target.get("legendFormat", ""))) - {"optimizer"}
-            chosen = dict.fromkeys(("job", "run", "rank", "layer"), ".+")
-            asked = [interpolated(target["expr"], chosen | {"run": run}, RATE_INTERVAL) for run in (".+", "alone")]
+            asked = [interpolated(target["expr"], EVERYTHING | {"run": run}, RATE_INTERVAL) for run in (".+", "alone")]
 
             def are_there(names: set[str] = names, asked: list[str] = asked) -> bool:
                 series = [labels for expression in asked for labels, _ in prometheus.series(expression, so_far())]

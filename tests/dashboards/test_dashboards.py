@@ -6,14 +6,16 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from dashboards.generate.__main__ import ROOT, RUNBOOK, SERVED_RUNBOOK, differing, rendered
+from dashboards.generate.panels import UNDRAWN
 from dashboards.generate.queries import in_model_order, in_order
 from tests.dashboards.lint import KNOWN
-from tests.support.grafana import ALL, PanelQuery, dashboards, each_panel, interpolated, panels
+from tests.support.grafana import ALL, EVERYTHING, PanelQuery, dashboards, each_panel, interpolated, panels
 from tests.support.tools import PATIENCE, find
 
 BOARDS = dashboards()
@@ -60,7 +62,7 @@ def test_labels_exist(name: str) -> None:
         queries = [query for query in panels(BOARDS[name]) if query.panel == panel["title"]]
         for query, target in zip(queries, panel["targets"], strict=True):  # type: ignore[call-overload]
             clauses = re.findall(r"\b(?:by|on|group_left|ignoring) \(([\w, ]*)\)", query.expr)
-            used = {label for clause in clauses for label in clause.split(", ") if label} - {"as"}  # which queries make
+            used = {label for clause in clauses for label in clause.split(", ") if label} - {"as", "parent"}  # which queries make
             used |= set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             selected = queries if panel["type"] == "table" else [query]
             assert used <= set().union(*(KNOWN[series] for one in selected for series in asked(one))), query
@@ -127,13 +129,28 @@ def test_prometheus_reads_names_of_layers(tmp_path: Path) -> None:
         interpolated(in_model_order("x * 1"), dict.fromkeys(("job", "run"), ALL), "1m"): [
             f'{{as="{run}{place}", run="{run}", layer="{layer}"}}' for layer, place in places.items()
         ],
+        # A module without a place comes after the layer beside it.
+        interpolated(
+            in_model_order('label_replace(x * 1, "layer", "${1}relu", "layer", "(.*)1")', modules=True),
+            dict.fromkeys(("job", "run"), ALL),
+            "1m",
+        ): [
+            f'{{as="{run}{places[f"{block}.1"]} {block}.relu", run="{run}", layer="{block}.relu", parent="{block}."}}'
+            for block in ("blocks.2.fc", "blocks.10.fc")
+        ]
+        + [f'{{as="{run} ~ blocks.113.fc", run="{run}", layer="blocks.113.fc"}}'],
         interpolated('y{layer=~"$layer"}', {"layer": ["a.b(1)"]}, "1m"): ['y{layer="a.b(1)"}'],
         in_order("x", "run", "layer"): [
             f'x{{as="{run} {padded}", run="{run}", layer="{layer}"}}' for layer, padded in layers.items()
         ],
     }
+    check(tmp_path, series, {expression: dict.fromkeys(labels, 1.0) for expression, labels in expected.items()}, "0s")
+
+
+def check(tmp_path: Path, series: Sequence[dict[str, str]], expected: Mapping[str, Mapping[str, float]], at: str) -> None:
+    """Let promtool compare what expressions yield: series by their labels, with their values."""
     checks = [
-        {"expr": expression, "eval_time": "0s", "exp_samples": [{"labels": labels, "value": 1} for labels in found]}
+        {"expr": expression, "eval_time": at, "exp_samples": [{"labels": labels, "value": v} for labels, v in found.items()]}
         for expression, found in expected.items()
     ]
     test = {"rule_files": [], "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": checks}]}
@@ -141,3 +158,46 @@ def test_prometheus_reads_names_of_layers(tmp_path: Path) -> None:
     command = [find("promtool"), "test", "rules", tmp_path / "test.yml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.server
+def test_distributions_show_used_buckets_only(tmp_path: Path) -> None:
+    """A distribution has the buckets from the lowest to the highest with an observation, and a sentence without any."""
+    bounds = ("1e-05", "0.0001", "0.001", "10", "+Inf")
+    histograms = {"a": (0, 3, 4, 4, 4), "b": (0, 0, 0, 1, 3), "c": (0, 0, 0, 0, 2), "d": (2, 2, 2, 2, 2), "e": (0, 0, 0, 0, 0)}
+    series, expected = [], {}
+    (query,) = (query for query in QUERIES if query.panel == "Distribution of step times")
+    for run, counts in histograms.items():
+        own = f'job="t", run="{run}", rank="0"'
+        series += [{"series": f"torch_train_world_size{{{own}}}", "values": "1x9"}]
+        for bound, count in zip(bounds, counts, strict=True):
+            name = f'torch_train_step_duration_seconds_bucket{{{own}, le="{bound}"}}'
+            series.append({"series": name, "values": f"0 {count}x7"})
+        inside = [place for place, count in enumerate(counts) if count and (not place or counts[place - 1] < counts[-1])]
+        asked = interpolated(query.expr, EVERYTHING | {"run": [run]}, "9m", span="8m")
+        expected[asked] = {f'{{le="{bounds[place]}"}}': counts[place] for place in inside}
+    nothing = '{le="No step in this time range, or one scrape only"}'
+    expected[asked] = {nothing: UNDRAWN}
+    check(tmp_path, series, expected, "8m")
+
+
+@pytest.mark.server
+def test_layers_without_a_number_are_drawn(tmp_path: Path) -> None:
+    """A layer whose gradient is NaN, Inf or zero has cells beyond the end of the scale, not holes."""
+    own = 'job="t", run="r", rank="0"'
+    norms = {"a": "NaN", "b": "Inf", "c": "0", "d": "1"}
+    series = [{"series": f'torch_grad_norm{{{own}, layer="{layer}"}}', "values": value} for layer, value in norms.items()]
+    series += [{"series": f"torch_train_world_size{{{own}}}", "values": "1"}]
+    series += [{"series": f'torch_grad_norm_zscore{{{own}, layer="d"}}', "values": "2"}]
+    asked = {
+        query.panel: interpolated(query.expr, EVERYTHING, "1m") for query in QUERIES if query.dashboard == "Gradients by layer"
+    }
+    shown = {
+        "Norm of every layer": {"a": 99.0, "b": 99.0, "c": -12.0, "d": 0.0},
+        "Deviation of every layer from its own baseline": {"a": 99.0, "b": 99.0, "c": -99.0, "d": 2.0},
+    }
+    expected = {
+        asked[title]: {f'{{as="r ~ {layer}", run="r", layer="{layer}"}}': value for layer, value in layers.items()}
+        for title, layers in shown.items()
+    }
+    check(tmp_path, series, expected, "0s")

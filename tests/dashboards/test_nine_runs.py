@@ -13,7 +13,7 @@ import pytest
 
 from scripts.gallery.fields import config
 from tests.support import nine_runs
-from tests.support.grafana import ALL, dashboards, each_panel, interpolated, is_sentence
+from tests.support.grafana import ALL, EVERYTHING, dashboards, each_panel, interpolated, is_sentence
 from tests.support.nine_runs import ENDED, EXPLODING_STEPS, LAYERS, NAN_STEPS, RUNS, Scene
 from tests.support.tools import eventually, machine_of_its_own
 
@@ -25,13 +25,13 @@ Series = tuple[Labels, list[float]]
 
 RATE_INTERVAL = "4s"
 """What Grafana takes at a scrape interval of 1 s: max(interval + scrape, 4 x scrape)."""
-EVERYTHING = dict.fromkeys(("job", "run", "rank", "layer"), ALL)
 
 EVERY = frozenset(RUNS)
 LIVE = EVERY - set(ENDED)
 RANKED = frozenset(name for name in RUNS if RUNS[name].ranks > 1)
 GPU = frozenset({"gpu"})
 HEALTHY = frozenset({"healthy"})
+LOGS = frozenset({"healthy", "explodes"})
 TOLD = frozenset({"nan", "explodes", "dead-layer", "raises", "raises-lingers", "killed", *RANKED})
 """Runs for which an alert fires."""
 SLOW = 30
@@ -174,11 +174,13 @@ OVERVIEW: dict[str, list[Shows]] = {
     "Throughput": [Shows(EVERY, 0, 1e3), Shows(EVERY, 0, 32e3)],
     "Memory at a glance": [OF_GPU, Shows(NO_RUN, 0, 1), Shows(NO_RUN, 0, 1)],
     "Slowest ranks": [Shows(RANKED, 0, 0.8)],
+    "$value": [Shows(LOGS, -1, 1e3)],
+    "NaN and Inf in logged values": [Shows(LOGS - HEALTHY, 1, EXPLODING_STEPS)],
 }  # fmt: skip
 
 BY_LAYER: dict[str, list[Shows]] = {
     "Layers in trouble": [Shows(frozenset({"dead-layer", "nan"}), 1, 4)],
-    "Norm of every layer": [Shows(EVERY, -12, 5)],
+    "Norm of every layer": [Shows(EVERY, -12, 99)],
     "Deviation of every layer from its own baseline": [Shows(EVERY, -1e6, 1e7)],
     "Largest norms": [SOME_LAYERS, SOME_LAYERS],
     "Time of the layers in a step": [TIMES],

@@ -8,9 +8,20 @@ from typing import Any
 
 from dashboards.generate.panels import UNDRAWN
 from dashboards.generate.queries import NOTHING
-from dashboards.generate.reading import ALL, FOLDER, PanelQuery, dashboards, each_panel, interpolated, panels
+from dashboards.generate.reading import ALL, EVERYTHING, FOLDER, PanelQuery, dashboards, each_panel, interpolated, panels
 
-__all__ = ["ALL", "FOLDER", "PanelQuery", "dashboards", "each_panel", "interpolated", "is_sentence", "panels", "sentence"]
+__all__ = [
+    "ALL",
+    "EVERYTHING",
+    "FOLDER",
+    "PanelQuery",
+    "dashboards",
+    "each_panel",
+    "interpolated",
+    "is_sentence",
+    "panels",
+    "sentence",
+]
 
 
 def is_sentence(labels: Mapping[str, str], values: Iterable[float]) -> bool:

@@ -110,12 +110,15 @@ class Training:
         self.exporter: Exporter = start_exporter(wrapped, 0, **options)
         self.clipped = "clip" in kind.options
         self.looks_inside = "activations" in kind.options
+        self.logs = kind.logs
         for rule, action in kind.acts:
             self.exporter.on(rule, action)
         self.loader = iter(self.exporter.watch_loader(_batches()))
         self.teacher = torch.randn(WIDTH, 4, generator=torch.Generator().manual_seed(7)) / 4
         self.factor = 1.0
         """Factor of each gradient."""
+        self.collapsing = 0
+        """Steps since the policy whose values are logged has begun to collapse."""
         for parameter in self.model.parameters():
             parameter.register_hook(lambda gradient: gradient * self.factor)
         self.steps = 0
@@ -141,7 +144,26 @@ class Training:
         self.scaler.update()
         value = float(found.detach()) if loss is None else loss
         self.exporter.observe(loss=value, samples=len(x), tokens=32 * len(x), epoch=self.steps // 100)
+        if self.logs:
+            self.exporter.log(policy(self))
         self.steps += 1
+        self.collapsing += self.collapsing > 0
+
+
+def policy(training: Training) -> dict[str, float]:
+    """Return values like those that TRL logs of a policy, which learns at first, and may collapse within 40 steps."""
+    learnt, lost, wave = training.steps / (training.steps + 100), min(1.0, training.collapsing / 40), math.sin(training.steps / 7)
+    return {
+        "reward": learnt + 0.05 * wave + lost,
+        "reward_std": 0.25 * (1 - lost) + 0.01,
+        "eval_reward": 0.9 * learnt - 0.5 * lost,
+        "kl": 0.05 * learnt + 0.01 * (1 + wave) + 40 * lost,
+        "entropy": 1.2 * (1 - 0.3 * learnt) * (1 - lost) + 0.01,
+        "clip_ratio/region_mean": 0.05 + 0.02 * wave + 0.6 * lost,
+        "completions/mean_length": 180 + 60 * learnt + 5 * wave + 300 * lost,
+        "frac_reward_zero_std": 0.1 + 0.05 * wave + 0.8 * lost,
+        "loss/auxiliary": math.nan if training.factor > 1 else 0.5,
+    }
 
 
 def _batches() -> Iterator[torch.Tensor]:
@@ -171,7 +193,7 @@ def nan_gradients(training: Training) -> None:
 def exploding(training: Training) -> None:
     """Make five fast steps with gradients 10,000 times as large, which clipping keeps from the weights."""
     pace, training.model.pace = training.model.pace, 0.01  # type: ignore[assignment]
-    training.factor = 1e4
+    training.factor, training.collapsing = 1e4, 1
     for _ in range(EXPLODING_STEPS):
         training.step()
     training.factor = 1.0
@@ -218,7 +240,7 @@ def weather(training: Training) -> None:
 class Kind:
     """A kind of run: its fault, ranks, model, pace and the exporter's options.
 
-    `acts`: pairs of rule or condition and action. `unseen`: no scrape sees its end.
+    `acts`: pairs of rule or condition and action. `unseen`: no scrape sees its end. `logs`: it logs the values of a policy.
     """
 
     then: Callable[[Training], None] = well
@@ -229,6 +251,7 @@ class Kind:
     hardware: bool = False
     acts: tuple[tuple[Any, Any], ...] = ()
     unseen: bool = False
+    logs: bool = False
 
 
 def exploded(m: Measurements) -> bool:
@@ -256,10 +279,11 @@ RUNS: Mapping[str, Kind] = {
             "layer_times": True,
             "clip": MaxNorm(CLIP),
             "dry_run": [MaxNorm(CLIP / 10), AGC()],
-        }
+        },
+        logs=True,
     ),
     "nan": Kind(nan_gradients, options={"alerts": [Log()]}),
-    "explodes": Kind(exploding, acts=ANSWERS),
+    "explodes": Kind(exploding, acts=ANSWERS, logs=True),
     "dead-layer": Kind(dead),
     "two-ranks": Kind(ranks=2, options=LOCAL),
     "four-ranks": Kind(ranks=4, options=LOCAL),
