@@ -9,20 +9,16 @@ import torch
 
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.config.checked import Checked
-from torch_grad_exporter.inspection.activation_totals import ActivationTotals
-from torch_grad_exporter.inspection.activations import Activations
+from torch_grad_exporter.inspection.activations import Activations, ActivationTotals
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
 from torch_grad_exporter.inspection.local_gradients import LocalGradients
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-from torch_grad_exporter.inspection.nan_origin.inspection import NanOrigin
-from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
 from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
-from torch_grad_exporter.inspection.watch import WatchedTensors
-from torch_grad_exporter.inspection.watch_totals import WatchTotals
-from torch_grad_exporter.inspection.weight_totals import WeightTotals
-from torch_grad_exporter.inspection.weights import WeightProbe
+from torch_grad_exporter.inspection.watch import WatchedTensors, WatchTotals
+from torch_grad_exporter.inspection.weights import WeightProbe, WeightTotals
 from torch_grad_exporter.store.logged_values import SOURCE as LOG
 from torch_grad_exporter.store.logged_values import LoggedValues
 from torch_grad_exporter.store.worker import DRAIN_SECONDS, Worker

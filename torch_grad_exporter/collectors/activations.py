@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from torch_grad_exporter.collectors.registry import Declaration
-from torch_grad_exporter.inspection.activation_totals import ActivationTotals
+from torch_grad_exporter.inspection.activations import ActivationTotals
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, Spec, scalar
 

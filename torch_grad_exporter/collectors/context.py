@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
     from torch_grad_exporter.distributed.identity import Identity
     from torch_grad_exporter.errors import ErrorLog
-    from torch_grad_exporter.inspection.activation_totals import ActivationTotals
+    from torch_grad_exporter.inspection.activations import ActivationTotals
     from torch_grad_exporter.inspection.layer_times import LayerTimes
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.nan_origin.origins import Origins
     from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
-    from torch_grad_exporter.inspection.watch_totals import WatchTotals
-    from torch_grad_exporter.inspection.weight_totals import WeightTotals
+    from torch_grad_exporter.inspection.watch import WatchTotals
+    from torch_grad_exporter.inspection.weights import WeightTotals
     from torch_grad_exporter.lifecycle import Ending
     from torch_grad_exporter.resources.devices import DeviceMemory
     from torch_grad_exporter.store.logged_values import LoggedValues

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.collectors.clipping import ClipReports
     from torch_grad_exporter.collectors.context import Snapshots
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-    from torch_grad_exporter.inspection.weight_totals import WeightTotals
+    from torch_grad_exporter.inspection.weights import WeightTotals
     from torch_grad_exporter.store.histograms import Counts, Records
     from torch_grad_exporter.store.snapshots import GradientSnapshot
 

@@ -13,7 +13,7 @@ from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, RowCache
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.inspection.weight_totals import WeightTotals
+    from torch_grad_exporter.inspection.weights import WeightTotals
 
 WEIGHTS = Section("Weights")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -199,10 +198,10 @@ class LayerTimer(Inspection, ForwardObserver):
         if self._follows_backwards:
             outputs = (tensor.grad_fn for tensor in differentiable(output))
             # Without those of calls within it, which are hooked already.
-            nodes = own_nodes(outputs, call.first, next_sequence(), self._taken)
-            for node in nodes.first:
+            first, last = own_nodes(outputs, call.first, next_sequence(), self._taken)
+            for node in first:
                 node.register_prehook(functools.partial(self._before, call))
-            for node in nodes.last:
+            for node in last:
                 node.register_hook(functools.partial(self._after, call))
         if not self._open:
             self._taken = set()
@@ -236,15 +235,7 @@ class LayerTimer(Inspection, ForwardObserver):
         self._cost.spent(start, sampled=True)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnNodes:
-    """The nodes of the graph before which a call's backward begins or goes on, and after which it is over."""
-
-    first: tuple[Any, ...] = ()
-    last: tuple[Any, ...] = ()
-
-
-def own_nodes(outputs: Iterable[Any], first: int, last: int, taken: set[int]) -> OwnNodes:
+def own_nodes(outputs: Iterable[Any], first: int, last: int, taken: set[int]) -> tuple[list[Any], list[Any]]:
     """Find the nodes that a call has made: those with a number from `first` up to `last`, that excluded.
 
     The backward goes through many nodes one after the other, from the outputs to the lowest number, so only these ends are hooked.
@@ -256,7 +247,8 @@ def own_nodes(outputs: Iterable[Any], first: int, last: int, taken: set[int]) ->
         taken: Nodes of inner calls, which are left out; those that are found are added.
 
     Returns:
-        The nodes to hook; none if there are too many to visit.
+        The nodes before which the call's backward begins or goes on, and those after which it is over; none if there are too many
+        to visit.
     """
     own: dict[int, Any] = {}
     seen: set[int] = set()
@@ -268,12 +260,12 @@ def own_nodes(outputs: Iterable[Any], first: int, last: int, taken: set[int]) ->
         if number in seen:
             continue
         if len(seen) == VISITED:
-            return OwnNodes()
+            return [], []
         seen.add(number)
         if number not in taken:
             own[number] = node
         nodes += (behind for behind, _ in node.next_functions if behind is not None and first <= number_of(behind) < last)
     taken.update(own)
     if len(own) <= FEW:
-        return OwnNodes((*own.values(),), (*own.values(),))
-    return OwnNodes((*ends.values(),), (own[min(own)],))
+        return [*own.values()], [*own.values()]
+    return [*ends.values()], [own[min(own)]]

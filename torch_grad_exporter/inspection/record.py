@@ -23,7 +23,7 @@ from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHoo
 from torch_grad_exporter.inspection.modules import InnerModule
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given
-from torch_grad_exporter.model.names import WRAPPER_PARTS, clean, joined
+from torch_grad_exporter.model.names import clean, joined
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, version_of
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -182,7 +182,7 @@ def _named(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
         first = owner.setdefault(name, raw)
         if first == raw:
             modules[name] = module
-        elif not _wraps(first, raw):
+        elif not raw.startswith(f"{first}." if first else ""):
             modules[raw] = module
     return modules
 
@@ -194,9 +194,3 @@ def _compiled(roots: Iterable[torch.nn.Module]) -> set[int]:
     """
     every = (pair for root in roots for pair in root.named_modules(remove_duplicate=False))
     return {id(module) for raw, module in every if "_orig_mod" in raw.split(".")}
-
-
-def _wraps(outer: str, inner: str) -> bool:
-    """Return whether only wrappers stand between the first name and the second one."""
-    rest = inner[len(outer) :].strip(".").split(".")
-    return inner.startswith(f"{outer}." if outer else "") and all(part in WRAPPER_PARTS for part in rest)

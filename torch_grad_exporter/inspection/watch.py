@@ -7,7 +7,8 @@ The factor stays on the device, and is exactly 1 where nothing is to be clipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.compiler import is_compiling
@@ -20,14 +21,94 @@ from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, TallyKey
-from torch_grad_exporter.inspection.tallies import without_autocast
+from torch_grad_exporter.inspection.tallies import SentTallies, without_autocast
 from torch_grad_exporter.inspection.tensors import dense
-from torch_grad_exporter.inspection.watch_totals import ClipCounts, WatchTotals
+from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
+
+# Names that are shown, at most, and the name under which all others are shown together.
+NAMES, FOLDED = 100, "(folded)"
+
+# Folded names that are counted, at most.
+COUNTED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedGradient:
+    """What is shown of a name; None where it is unknown. `clipped`: gradients that were clipped, if they may be."""
+
+    nans: float = 0.0
+    infs: float = 0.0
+    norm: float | None = None
+    zero_ratio: float | None = None
+    clipped: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCounts:
+    """The data of a record of how often gradients were clipped since the start: the labels of each device's vector."""
+
+    labels: tuple[tuple[str, ...], ...]
+
+
+class WatchTotals:
+    """The values by name. `label` belongs to the training thread, what takes records to the worker, `snapshot` to any.
+
+    Mappings are replaced and never changed, so there is no lock.
+    """
+
+    def __init__(self) -> None:
+        self._watched: Mapping[str, WatchedGradient] = {}  # without values, of all names that are shown
+        self._values: Mapping[str, WatchedGradient] = {}
+        self._folded: set[str] = set()
+
+    def label(self, name: str) -> str:
+        """Return under which name it is shown: its own, or that of the rest where there are too many."""
+        if name in self._watched:
+            return name
+        if len(self._watched) - (FOLDED in self._watched) < NAMES and name != FOLDED:
+            self._watched = {**self._watched, name: WatchedGradient()}
+            return name
+        self._watched = {**self._watched, FOLDED: WatchedGradient()}
+        if len(self._folded) < COUNTED:
+            self._folded.add(name)
+        return FOLDED
+
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Take what was measured in a sampled round, or how often gradients were clipped."""
+        if isinstance(record.data, ClipCounts):
+            self._take_counts(record.data, values)
+        elif isinstance(record.data, SentTallies):
+            scale, changed = record.data.scale(values), {}
+            for label, tally in record.data.by_label(values).items():
+                before = self._values.get(label, WatchedGradient())
+                changed[label] = replace(
+                    before,
+                    nans=before.nans + tally.nans,
+                    infs=before.infs + tally.infs,
+                    norm=None if scale is None else tally.norm / scale,
+                    zero_ratio=tally.zeros / tally.elements,
+                )
+            self._values = {**self._values, **changed}
+
+    def _take_counts(self, sent: ClipCounts, counts: tuple[FloatArray, ...]) -> None:
+        """Take a count for each label of each device."""
+        totals: dict[str, float] = {}
+        for labels, vector in zip(sent.labels, counts, strict=True):
+            for label, count in zip(labels, vector.tolist(), strict=True):
+                totals[label] = totals.get(label, 0.0) + count
+        before = self._values
+        changed = {label: replace(before.get(label, WatchedGradient()), clipped=total) for label, total in totals.items()}
+        self._values = {**before, **changed}
+
+    def snapshot(self) -> tuple[dict[str, WatchedGradient], int]:
+        """Return the values by name, and how many names are folded."""
+        return {**self._watched, **self._values}, len(self._folded)
+
 
 SOURCE = "watch"
 
@@ -99,11 +180,13 @@ class WatchedTensors(Inspection):
     def round_over(self, number: int, *, kept: bool) -> None:
         """Send what the round has shown, and the counts, to the host."""
         self._tallies.round_over(number, kept=kept)
-        sent = [(labels, self._transfer.send(torch.cat([*counts]))) for labels, counts in self._counts_by_device()]
-        arriving = [(labels, ticket) for labels, ticket in sent if ticket is not None]
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for (label, device), count in self._counts.items():
+            by_device.setdefault(device, {})[label] = count
+        sent = [self._transfer.send(torch.cat([*counts.values()])) for counts in by_device.values()]
+        arriving = tuple(ticket for ticket in sent if ticket is not None)
         if arriving and len(arriving) == len(sent):
-            names, tickets = zip(*arriving, strict=True)
-            self._mailbox.append(Inspected(SOURCE, number, tickets, ClipCounts(names)))
+            self._mailbox.append(Inspected(SOURCE, number, arriving, ClipCounts((*map(tuple, by_device.values()),))))
 
     def step_over(self, *, sampled: bool) -> None:
         """Assign what is watched from here on to the next round."""
@@ -119,20 +202,17 @@ class WatchedTensors(Inspection):
         """Measure and clip nothing from here on; takes no lock."""
         self._closed = True
 
-    def _counts_by_device(self) -> Iterator[tuple[tuple[str, ...], tuple[torch.Tensor, ...]]]:
-        for device in {device for _, device in self._counts}:
-            own = {label: count for (label, of), count in self._counts.items() if of == device}
-            yield tuple(own), tuple(own.values())
-
     # Hooks
 
     def _gradient_came(self, label: str, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Measure the gradient of a watched tensor: that at `place` of those of its node."""
-        gradient, task = gradients[place], graph_task()
-        if gradient is not None and task != -1 and not capturing_graph():
-            self._measure(label, gradient, task)
+        if (gradient := gradients[place]) is not None:
+            self._measure(label, gradient)
 
-    def _measure(self, label: str, gradient: torch.Tensor, task: int) -> None:
+    def _measure(self, label: str, gradient: torch.Tensor) -> None:
+        task = graph_task()
+        if task == -1 or capturing_graph():
+            return
         start = self._cost.now()
         values = dense(gradient)
         if values is not None:
@@ -146,9 +226,8 @@ class WatchedTensors(Inspection):
             return None
         compiler = stop_compiling()
         try:
-            task = graph_task()
-            if measured and task != -1 and not capturing_graph():
-                self._measuring(self._measure, label, gradient, task)
+            if measured:
+                self._measuring(self._measure, label, gradient)
             factor = self._guard.result(self._factor, label, max_norm, gradient)
             return None if factor is None else gradient * factor
         finally:
@@ -167,15 +246,10 @@ class WatchedTensors(Inspection):
             limit = max_norm if scale is None else max_norm * scale.to(norm.dtype)
             within = (norm <= limit) | ~norm.isfinite()
             factor = torch.where(within, torch.ones_like(norm), limit / norm)
-            self._count(label, values.device, within)
+            new, count = (~within).to(norm.dtype).reshape(1), self._counts.get((label, values.device))
+            # Never in place: on the CPU the host's side reads the memory of what was sent.
+            self._counts[label, values.device] = new if count is None else count + new
             return factor
-
-    def _count(self, label: str, device: torch.device, within: torch.Tensor) -> None:
-        key = label, device
-        count = self._counts.get(key)
-        new = (~within).to(wide(device)).reshape(1)
-        # Never in place: on the CPU the host's side reads the memory of what was sent.
-        self._counts[key] = new if count is None else count + new
 
 
 never_compile(WatchedTensors._clip_hook)

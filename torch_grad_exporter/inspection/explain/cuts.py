@@ -103,7 +103,8 @@ class CutCollector(TorchFunctionMode):
         super().__init__()
         self._graph, self._places, self._gradients = graph, places, gradients
         self._carried: Any = WeakTensorKeyDictionary()
-        self._outside = OutsideNumbers()
+        # The numbers that tensors became, by `id`, with the cuts of each; kept, so that no other number gets the same `id`.
+        self._numbers: dict[int, tuple[float, int]] = {}
         self._off = Where()  # where gradients were disabled
         self._merged: dict[tuple[str, Where], int] = {}
         self._all_used = 0
@@ -148,7 +149,7 @@ class CutCollector(TorchFunctionMode):
                 own |= bits if leaf.grad_fn is None else 0
                 behind |= bits
                 cuts |= self._carried.get(leaf, 0)
-            cuts |= self._outside.cuts_of(leaf)
+            cuts |= self._cuts_of_number(leaf)
         return _Arguments(behind, cuts, own)
 
     def _after(self, name: str, given: _Arguments, args: tuple[Any, ...], result: object) -> None:
@@ -194,8 +195,13 @@ class CutCollector(TorchFunctionMode):
         if given.behind:
             cuts |= self._add(Cut(CutKind.DETACHED, _EXITS[name], self._places.here(), given.behind))
         self.escaped |= cuts
-        if cuts:
-            self._outside.left(result, cuts)
+        for number in _leaves(result) if cuts else ():
+            if type(number) is float:  # integers and booleans are shared by the whole program
+                self._numbers[id(number)] = number, cuts | self._cuts_of_number(number)
+
+    def _cuts_of_number(self, value: object) -> int:
+        """Return the cuts that a number went through before it came back, 0 for anything else."""
+        return self._numbers.get(id(value), (0.0, 0))[1] if type(value) is float else 0
 
     def _cut(self, name: str, lost: int, result: torch.Tensor) -> int:
         """Add the cut at an operation whose result does not lead to the parameters `lost`; return its bit."""
@@ -242,24 +248,6 @@ def _name_of(func: Any) -> str:  # noqa: ANN401 - a function, a method or an ope
             return "requires_grad"  # a gradient is not part of the forward
         return f"{attribute}=" if name == "__set__" else str(attribute)
     return name.partition(".")[0]
-
-
-class OutsideNumbers:
-    """The numbers that tensors became, with the cuts that their values went through."""
-
-    def __init__(self) -> None:
-        # By `id`; the number is kept, so that no other gets the same one.
-        self._numbers: dict[int, tuple[float, int]] = {}
-
-    def left(self, result: object, cuts: int) -> None:
-        """Remember the numbers that a tensor became."""
-        for number in _leaves(result):
-            if type(number) is float:  # integers and booleans are shared by the whole program
-                self._numbers[id(number)] = number, cuts | self.cuts_of(number)
-
-    def cuts_of(self, value: object) -> int:
-        """Return the cuts that a number went through before it came back, 0 for anything else."""
-        return self._numbers.get(id(value), (0.0, 0))[1] if type(value) is float else 0
 
 
 def _leaves(value: object) -> Iterator[object]:

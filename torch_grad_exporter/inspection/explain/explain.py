@@ -9,8 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.inspection.explain.cuts import CutCollector
-from torch_grad_exporter.inspection.explain.drawing import draw
-from torch_grad_exporter.inspection.explain.explanation import Explanation
+from torch_grad_exporter.inspection.explain.explanation import Explanation, draw
 from torch_grad_exporter.inspection.explain.graph import GradientHooks, Graph
 from torch_grad_exporter.inspection.explain.places import Places
 from torch_grad_exporter.inspection.explain.saved_state import SavedState

@@ -12,9 +12,144 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from torch.autograd.graph import Node
+
 from torch_grad_exporter.files import write_output
-from torch_grad_exporter.inspection.explain.drawing import Drawing, svg
-from torch_grad_exporter.inspection.explain.verdicts import Row, Verdict
+from torch_grad_exporter.inspection.explain.graph import GradientState, followers, is_accumulator, operation
+from torch_grad_exporter.inspection.explain.verdicts import Judge, Row, Verdict
+from torch_grad_exporter.model.folding import fold
+
+# Boxes of the graph at most; there may be as many of parameters that are not in it, and one for the rest.
+BOXES = 200
+
+# Of a box, and between boxes, in pixels; and letters of a label that fit in a box.
+WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 34, 14, 26
+LETTERS = 26
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A node, or all of a module. `title`: more of it; `state`: of its gradient, None where it is unknown or not needed."""
+
+    label: str
+    state: GradientState | None
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A graph. `arrows`: from one box to another by their numbers, as gradients go. `apart`: boxes that are not in the graph."""
+
+    boxes: tuple[Box, ...]
+    arrows: tuple[tuple[int, int], ...]
+    apart: tuple[Box, ...] = ()
+
+
+def draw(judge: Judge, rows: Sequence[Row]) -> Drawing:
+    """Return the graph of what was seen; it keeps nothing of it."""
+    nodes = judge.graph.below(judge.gradients.roots)
+    named = {id(named.parameter): number for number, named in enumerate(judge.parameters)}
+    boxes, modules = {}, {}
+    for node in nodes:
+        boxes[node], modules[node] = _box(node, judge, named)
+    groups: dict[Node, object] = {node: node for node in nodes}
+    if len(nodes) > BOXES:
+        paths = [path for path in dict.fromkeys(modules.values()) if path]
+        labels = dict(zip(paths, fold(paths, BOXES - 1), strict=True))
+        groups = {node: labels.get(modules[node], "outside of modules") for node in nodes}
+    members: dict[object, list[Box]] = {}
+    for node in nodes:
+        members.setdefault(groups[node], []).append(boxes[node])
+    number = {group: place for place, group in enumerate(members)}
+    arrows = {
+        (number[groups[node]], number[groups[following]]): None
+        for node in nodes for following in followers(node) if following in boxes
+    }  # fmt: skip
+    drawn = tuple(_folded(group, inside) if isinstance(group, str) else inside[0] for group, inside in members.items())
+    return Drawing(drawn, tuple(arrow for arrow in arrows if arrow[0] != arrow[1]), _apart(judge, rows, nodes))
+
+
+def _box(node: Node, judge: Judge, named: dict[int, int]) -> tuple[Box, str]:
+    """Return the box of a node, and its module."""
+    if is_accumulator(node):
+        number = named.get(id(node.variable))  # type: ignore[attr-defined]
+        if number is None:
+            return Box("a tensor", None, "a leaf that is not a parameter of the model"), ""
+        parameter = judge.parameters[number]
+        state = judge.gradients.arrived.get(number, GradientState.MISSING)
+        return Box(parameter.name, state, f"gradient {state}"), parameter.layer
+    place = judge.graph.place(node)
+    used = (named.get(id(getattr(following, "variable", None))) for following in followers(node))
+    layer = next((judge.parameters[number].layer for number in used if number is not None), "")
+    module = place.module if place is not None else layer
+    known = judge.gradients.states.get(node)
+    if known is None and judge.graph.behind_node(node):  # a node that leads to no parameter of the model need not run
+        known = GradientState.MISSING
+    title = f"{node.name()} {place or ''}: gradient {'not needed' if known is None else known}"
+    return Box(f"{operation(node)} ({module})" if module else operation(node), known, title), module
+
+
+def _folded(label: str, inside: Sequence[Box]) -> Box:
+    """Return a box for all of a module.
+
+    Branches that carry nothing are usual within a module, so only what spoils gradients, or none reaches, counts, and parameters.
+    """
+    states = [box.state for box in inside if box.state is not None]
+    worst = GradientState.NONFINITE if GradientState.NONFINITE in states else min(states, default=None)
+    of_parameters = [box.state for box in inside if box.state is not None and box.title.startswith("gradient ")]
+    if worst is GradientState.OK and of_parameters:
+        worst = max(of_parameters)
+    return Box(label, worst, f"{len(inside)} operations and parameters")
+
+
+def _apart(judge: Judge, rows: Sequence[Row], nodes: Sequence[Node]) -> tuple[Box, ...]:
+    """Return a box for each layer and reason of parameters that are not in the graph, though they are not frozen."""
+    inside = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
+    counts: dict[tuple[str, str], int] = {}
+    for row, named in zip(rows, judge.parameters, strict=True):
+        if row.verdict not in (Verdict.FROZEN, Verdict.OK, Verdict.OPTIMIZER_MISSING) and id(named.parameter) not in inside:
+            why = " ".join(part for part in (row.verdict, row.note.partition(";")[0], str(row.where or "")) if part)
+            counts[row.layer, why] = counts.get((row.layer, why), 0) + 1
+    boxes = [Box(layer, GradientState.MISSING, f"{count} parameters: {why}") for (layer, why), count in counts.items()]
+    rest = [Box("(more)", GradientState.MISSING, f"{len(boxes) - BOXES} layers more")] if len(boxes) > BOXES else []
+    return (*boxes[:BOXES], *rest)
+
+
+def svg(boxes: Sequence[Box], arrows: Sequence[tuple[int, int]], columns: int | None = None) -> str:
+    """Return the picture: boxes in ranks, each below all that lead to it. `columns`: side by side in a grid instead."""
+    if not boxes:
+        return "<p>There is no graph.</p>"
+    ranks = [number // columns if columns else 0 for number in range(len(boxes))]
+    for start, end in sorted(arrows):
+        if start < end:  # boxes come in an order of the graph; a module that is used twice may point back
+            ranks[end] = max(ranks[end], ranks[start] + 1)
+    places, filled = [], dict.fromkeys(ranks, 0)
+    for rank in ranks:
+        places.append((10 + filled[rank] * (WIDTH + GAP_X), 10 + rank * (HEIGHT + GAP_Y)))
+        filled[rank] += 1
+    width = 10 + max(filled.values()) * (WIDTH + GAP_X)
+    height = 10 + (max(ranks) + 1) * (HEIGHT + GAP_Y)
+    lines = "".join(_line(places[start], places[end]) for start, end in arrows)
+    drawn = "".join(_rectangle(box, *place) for box, place in zip(boxes, places, strict=True))
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' role='img'>{lines}{drawn}</svg>"
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> str:
+    x, y = start[0] + WIDTH // 2, start[1] + HEIGHT
+    to_x, to_y = end[0] + WIDTH // 2, end[1]
+    return f"<path d='M{x} {y} C{x} {y + GAP_Y} {to_x} {to_y - GAP_Y} {to_x} {to_y}'/>"
+
+
+def _rectangle(box: Box, x: int, y: int) -> str:
+    label = box.label if len(box.label) <= LETTERS else f"…{box.label[1 - LETTERS :]}"
+    kind = "plain" if box.state is None else "bad" if box.state else "ok"
+    text = escape(label) + (f" · {box.state}" if box.state else "")
+    return (
+        f"<g><title>{escape(box.label)}: {escape(box.title)}</title>"
+        f"<rect class='{kind}' x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='5'/>"
+        f"<text class='{kind}' x='{x + 8}' y='{y + 21}'>{text}</text></g>"
+    )
+
 
 # Rows up to which all are printed; of more, those are left out that are `ok` without a note. And rows that are printed at most.
 SHOWN, PRINTED = 40, 200

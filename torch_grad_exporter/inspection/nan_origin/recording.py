@@ -20,10 +20,10 @@ import torch
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.distributed.identity import group_size
 from torch_grad_exporter.inspection.modules import VisibleModules, hides_its_inside
-from torch_grad_exporter.inspection.nan_origin.flags import Flags
 from torch_grad_exporter.inspection.nan_origin.tape import (
     LEAF,
     MOVES,
+    Flags,
     GradientEvent,
     HeldTensor,
     Tape,

@@ -8,7 +8,7 @@ from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter.inspection.activation_totals import ActivationTotals
+from torch_grad_exporter.inspection.activations import ActivationTotals
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, Moment

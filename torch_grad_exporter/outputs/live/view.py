@@ -11,7 +11,7 @@ from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.inspection.activation_totals import ActivationTotals
+from torch_grad_exporter.inspection.activations import ActivationTotals
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.encoding import encoded
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, History
