@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 import signal
 import threading
 import types
@@ -178,6 +179,25 @@ def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> 
     failures: list[Exception] = []
     Guard(failures.append)(action, *arguments)
     return failures[0] if failures else None
+
+
+def contained(function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+    """Call a user's function in a thread of ours. An end of the program, such as `sys.exit`, becomes a `RuntimeError`.
+
+    It would end only the thread.
+    """
+    try:
+        return function(*arguments)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"it raised {type(error).__name__}, which ends no training from here; use Stop()") from error
+
+
+def without_addresses(text: str) -> str:
+    """Return a message without the addresses in it, which may hold secrets, such as those of webhooks."""
+    # Also in parts, as urllib3 reports them.
+    return re.sub(r"\b[a-zA-Z][\w+.-]*://\S+|(?<=\burl: )\S+|(?<=\bhost=)'[^']*'", "<address>", text)
 
 
 def say(log: logging.Logger, level: int, message: str, *arguments: object, error: BaseException | None = None) -> None:

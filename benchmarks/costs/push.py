@@ -26,9 +26,8 @@ from benchmarks.interleave import interval
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import Delivery
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
+from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion, RequestSize, Unsent
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
-from torch_grad_exporter.outputs.otlp.unsent import RequestSize, Unsent
 
 POINTS = (1_000, 10_000, 50_000)
 SERIES_PER_POINT = 1.92

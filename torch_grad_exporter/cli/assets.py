@@ -16,8 +16,7 @@ from pathlib import Path
 from textwrap import indent
 
 import torch_grad_exporter
-from torch_grad_exporter.cli.arguments import matching
-from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.cli.terminal import matching, show
 from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import replace
 

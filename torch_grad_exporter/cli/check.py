@@ -7,15 +7,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.cli.terminal import show
 from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import write_output
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import limit
-from torch_grad_exporter.gate.rows import RunVerdict
-from torch_grad_exporter.gate.shown import junit, table
-from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_tolerance
-from torch_grad_exporter.gate.verdict import verdict
+from torch_grad_exporter.gate.rows import RunVerdict, junit, table
+from torch_grad_exporter.gate.verdict import FAIL_ON, Terms, check_tolerance, verdict
 from torch_grad_exporter.outputs.live.fetch import loaded
 
 

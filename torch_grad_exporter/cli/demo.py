@@ -36,10 +36,9 @@ from torch_grad_exporter.actions import (
     ZClip,
 )
 from torch_grad_exporter.actions.clip.policy import Policy
-from torch_grad_exporter.cli.arguments import number, option_help, whole
 from torch_grad_exporter.cli.assets import JOB
 from torch_grad_exporter.cli.faults import KINDS, Injection, Trouble
-from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.cli.terminal import number, option_help, show, whole
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import Settings

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.cli import assets, check, demo, plot, run
-from torch_grad_exporter.cli.printing import complain
+from torch_grad_exporter.cli.terminal import complain
 from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.version import __version__
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_grad_exporter.cli.printing import show
+from torch_grad_exporter.cli.terminal import show
 from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import write_output
 from torch_grad_exporter.outputs.live.fetch import loaded

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.arguments import near, some
 from torch_grad_exporter.cli import script
-from torch_grad_exporter.cli.arguments import option_help
-from torch_grad_exporter.cli.printing import complain
+from torch_grad_exporter.cli.terminal import complain, option_help
 from torch_grad_exporter.config.option import from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import UserError, say

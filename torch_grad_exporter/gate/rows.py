@@ -1,9 +1,13 @@
-"""The rows of a verdict: one for each rule, each limit and each comparison."""
+"""The rows of a verdict, one for each rule, each limit and each comparison: for people as a table, for CI as JUnit's XML."""
 
 from __future__ import annotations
 
 import enum
+import re
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 
 class Result(enum.Enum):
@@ -50,3 +54,102 @@ class RunVerdict:
     def of(self, result: Result) -> list[VerdictRow]:
         """Return the rows with this result."""
         return [row for row in self.rows if row.result is result]
+
+
+ORDER = (Result.FAILED, Result.NOTED, Result.OK, Result.NOT_JUDGED)
+WIDTH = 120
+INDENT = " " * 10
+
+SUITE = "torch-grad-exporter check"
+
+# Characters that XML cannot have; a layer may have any name.
+_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+# Characters that end a line or steer a terminal: a line of a CI log that begins with :: is a command there.
+_CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029]+")
+
+
+def one_line(text: str) -> str:
+    """Return a text of a run, whose names may be anything, as it can be printed."""
+    return _clean(_CONTROLS.sub(" ", text))
+
+
+def table(verdict: RunVerdict) -> str:
+    """Return what was judged, the failures first, and the verdict in the last line."""
+    rows = [row for result in ORDER for row in verdict.of(result)]
+    by_reason: dict[str, list[str]] = {}
+    for row in verdict.of(Result.NOT_JUDGED):
+        by_reason.setdefault(row.text, []).append(row.name)
+    left_out = [_paragraph(f"not judged: {reason}", names) for reason, names in by_reason.items()]
+    return "\n".join(
+        [one_line(verdict.about), *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)]
+    )
+
+
+def junit(verdicts: Sequence[RunVerdict]) -> bytes:
+    """Return a suite for each run with a test case for each row, for Jenkins and GitLab; an unusable run has one with an error."""
+    root = Element("testsuites")
+    for number, verdict in enumerate(verdicts, 1):
+        root.append(_suite(verdict, SUITE if len(verdicts) == 1 else f"{SUITE}: run {number} of {len(verdicts)}"))
+    indent(root)
+    text: bytes = tostring(root, encoding="utf-8", xml_declaration=True)
+    return text + b"\n"
+
+
+def _suite(verdict: RunVerdict, name: str) -> Element:
+    cases = [_case(row) for row in verdict.rows] if verdict.unusable is None else [_unusable(verdict.unusable)]
+    counts = {
+        "tests": str(len(cases)),
+        "failures": str(len(verdict.of(Result.FAILED))),
+        "errors": str(int(verdict.unusable is not None)),
+        "skipped": str(len(verdict.of(Result.NOT_JUDGED))),
+    }
+    suite = Element("testsuite", {"name": name, **counts, "time": "0"})
+    suite.extend(cases)
+    SubElement(suite, "system-out").text = _clean(f"{verdict.about}\n{_sum(verdict)}")
+    return suite
+
+
+def _line(row: VerdictRow) -> str:
+    begin = f"  {row.result.value:<7} {one_line(row.name)}"
+    if not row.text:
+        return begin
+    text = textwrap.fill(one_line(row.text), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+    line = f"{begin}: {text.strip()}"
+    return line if len(line) <= WIDTH else f"{begin}\n{text}"
+
+
+def _paragraph(begin: str, names: list[str]) -> str:
+    text = f"{one_line(begin)}: {one_line(', '.join(names))}"
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=INDENT, break_on_hyphens=False)
+
+
+def _sum(verdict: RunVerdict) -> str:
+    if verdict.unusable is not None:
+        return f"UNUSABLE: {one_line(verdict.unusable)}"
+    failed, judged = len(verdict.of(Result.FAILED)), len(verdict.rows) - len(verdict.of(Result.NOT_JUDGED))
+    begin = f"NOT HEALTHY: {failed} of {judged} failed" if failed else f"HEALTHY: {judged} of {judged} hold"
+    remark = f"; {verdict.remark}" if verdict.remark else ""
+    return f"{begin}, {len(verdict.rows) - judged} were not judged{remark}"
+
+
+def _case(row: VerdictRow) -> Element:
+    case = Element("testcase", {"classname": f"torch_grad_exporter.{row.group}", "name": _clean(row.name), "time": "0"})
+    text = _clean(row.text)
+    if row.result is Result.FAILED:
+        SubElement(case, "failure", {"message": text.partition("\n")[0], "type": row.group}).text = text
+    elif row.result is Result.NOT_JUDGED:
+        SubElement(case, "skipped", {"message": text})
+    elif text:
+        SubElement(case, "system-out").text = text
+    return case
+
+
+def _unusable(why: str) -> Element:
+    case = Element("testcase", {"classname": "torch_grad_exporter.run", "name": "usable", "time": "0"})
+    SubElement(case, "error", {"message": _clean(why), "type": "unusable"}).text = _clean(why)
+    return case
+
+
+def _clean(text: str) -> str:
+    return _NO_XML.sub("?", text)

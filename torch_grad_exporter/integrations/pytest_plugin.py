@@ -16,7 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
-    from torch_grad_exporter.gate.terms import Terms
+    from torch_grad_exporter.gate.verdict import Terms
     from torch_grad_exporter.start import Models
 
 
@@ -85,7 +85,7 @@ def _terms(
     tolerance: Mapping[str, float] | None,
 ) -> Terms:
     from torch_grad_exporter.gate.limits import limit  # noqa: PLC0415 - imports PyTorch
-    from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_names, check_tolerance  # noqa: PLC0415
+    from torch_grad_exporter.gate.verdict import FAIL_ON, Terms, check_names, check_tolerance  # noqa: PLC0415
     from torch_grad_exporter.outputs.live.fetch import loaded  # noqa: PLC0415
 
     chosen = FAIL_ON if fail_on is None else (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
@@ -97,7 +97,7 @@ def _terms(
 
 
 def _judge(path: Path, terms: Terms) -> None:
-    from torch_grad_exporter.gate.shown import table  # noqa: PLC0415 - imports PyTorch
+    from torch_grad_exporter.gate.rows import table  # noqa: PLC0415 - imports PyTorch
     from torch_grad_exporter.gate.verdict import verdict  # noqa: PLC0415
     from torch_grad_exporter.outputs.live.fetch import loaded  # noqa: PLC0415
 

@@ -17,12 +17,11 @@ from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer, candidate_ports
+from torch_grad_exporter.outputs.http.shared import Scrapers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
-from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
-from torch_grad_exporter.outputs.prometheus.textfile import LastValues, text_file
-from torch_grad_exporter.outputs.scrapers import Scrapers
+from torch_grad_exporter.outputs.prometheus.text import Format, LastValues, Renderer, text_file
 
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.otlp.push import Push

@@ -17,9 +17,8 @@ import pytest
 from tests.support.acting import CPU, LOSS, METRICS, NORM, Rows, World, values
 from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.actions import Event, Measurements, Stop
-from torch_grad_exporter.actions.act.measurements import MOST_WINDOWS
+from torch_grad_exporter.actions.act.measurements import MOST_WINDOWS, ConditionError
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.rules import RULES, Problem
 
 EXPLODES = Problem("GradientExploding", "critical", "Layer a: it explodes.", "a", value=7.0)

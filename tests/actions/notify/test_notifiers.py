@@ -23,8 +23,7 @@ from tests.support.tools import lasting_threads
 from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Alertmanager, Log, Notification, Webhook
-from torch_grad_exporter.actions.notify import body as bodies
-from torch_grad_exporter.actions.notify.notification import SendError
+from torch_grad_exporter.actions.notify.notification import JSON, Body, SendError, checked_body, encoded_body
 
 URL = f"https://{SECRET}:{SECRET}@hooks.example.org/{SECRET}?key={SECRET}"
 
@@ -120,10 +119,10 @@ def test_sources_of_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert re.search("url_file='.*url', its content=<hidden>: expected an address", str(failure(by_file)))
 
 
-def sent(body: bodies.Body | None, problem: Notification) -> tuple[object, str]:
+def sent(body: Body | None, problem: Notification) -> tuple[object, str]:
     """Return the decoded body of a webhook and its content type."""
-    content, kind = bodies.encoded(bodies.checked(body), problem)
-    return (json.loads(content) if kind == bodies.JSON else content.decode()), kind
+    content, kind = encoded_body(checked_body(body), problem)
+    return (json.loads(content) if kind == JSON else content.decode()), kind
 
 
 def test_a_payload_has_all_that_is_known() -> None:

@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from torch_grad_exporter.actions.act.measurements import Measurements
-from torch_grad_exporter.actions.act.queue import ActionQueue
-from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
+from torch_grad_exporter.actions.act.measurements import ConditionError, Measurements
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionQueue, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Event, Timing, Trigger, cause_and_action, name_of
-from torch_grad_exporter.actions.act.windows import ConditionError
 from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.errors import BusyError

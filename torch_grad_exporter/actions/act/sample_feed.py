@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Mapping
 
-from torch_grad_exporter.actions.act.windows import MOST_SAMPLES
+from torch_grad_exporter.actions.act.measurements import MOST_SAMPLES
 from torch_grad_exporter.collectors.clipping import (
     CLIPPING,
     GRAD_CLIP_CANDIDATES,

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction
-from torch_grad_exporter.actions.users_code import contained
 from torch_grad_exporter.arguments import check_number, near, shown
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import Guard, contained
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values
 from torch_grad_exporter.rules.catalogue import promql_only
 

@@ -18,10 +18,9 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_grad_exporter.actions.clip.clipped_optimizers import ClippedOptimizer, ClippedOptimizers
-from torch_grad_exporter.actions.clip.clipping import Clipping
+from torch_grad_exporter.actions.clip.clipping import Clipping, is_fused, remove_gradients
 from torch_grad_exporter.actions.clip.fixed import SkipAbove
 from torch_grad_exporter.actions.clip.policy import ClipOptions, NoClipping, policy_name
-from torch_grad_exporter.actions.clip.skipping import is_fused, remove_gradients
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReports

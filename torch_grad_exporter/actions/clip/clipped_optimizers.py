@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.actions.clip.clipping import Clipping
+from torch_grad_exporter.actions.clip.clipping import Clipping, SkipFlag
 from torch_grad_exporter.actions.clip.parameters import ParameterTracker
 from torch_grad_exporter.actions.clip.policy import NoClipping, policy_name
-from torch_grad_exporter.actions.clip.skipping import SkipFlag
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReport, ClipReports
 from torch_grad_exporter.errors import Guard

@@ -8,10 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from torch_grad_exporter.actions.notify import body as bodies
-from torch_grad_exporter.actions.notify.notification import Notification, SendError, rfc3339
-from torch_grad_exporter.actions.users_code import contained, without_addresses
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.actions.notify.notification import JSON, Body, Notification, SendError, checked_body, encoded_body, rfc3339
+from torch_grad_exporter.errors import contained, say, without_addresses
 from torch_grad_exporter.rules.declaration import SEVERITIES
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -133,24 +131,21 @@ class Webhook(_HttpNotifier):
         min_severity: str = "warning",
         headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
-        body: bodies.Body | None = None,
+        body: Body | None = None,
     ) -> None:
         super().__init__(url, url_file, min_severity, headers, timeout)
-        self._body = bodies.checked(body)
+        self._body = checked_body(body)
 
     def send(self, notifications: Sequence[Notification], seconds: float) -> None:
         """Post the only notification."""
         try:
-            content, kind = contained(self._encoded, notifications[0])
+            content, kind = contained(encoded_body, self._body, notifications[0])
         except Exception as error:  # noqa: BLE001 - the user's own code
             failed = f"body= has failed: {type(error).__name__}: {error}"
         else:
             self._receiver.post(content, kind, seconds)
             return
         raise SendError(without_addresses(failed))  # outside of `except`, so that the user's error is not its context
-
-    def _encoded(self, notification: Notification) -> tuple[bytes, str]:
-        return bodies.encoded(self._body, notification)
 
 
 class Alertmanager(_HttpNotifier):
@@ -200,7 +195,7 @@ class Alertmanager(_HttpNotifier):
             }
             for problem in notifications
         ]
-        self._receiver.post(json.dumps(alerts).encode(), bodies.JSON, seconds, PATH)
+        self._receiver.post(json.dumps(alerts).encode(), JSON, seconds, PATH)
 
 
 def chosen(alerts: object) -> tuple[Notifier, ...]:

@@ -1,4 +1,4 @@
-"""Origins: the worker's side of NaN origin. It asks for armed rounds, judges tapes and keeps the places that they show."""
+"""NaN origin: the inspection that sends tapes of armed rounds, and the worker's side, which asks for them and judges tapes."""
 
 from __future__ import annotations
 

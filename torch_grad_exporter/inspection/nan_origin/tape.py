@@ -43,7 +43,11 @@ class SentFlags:
 
 
 class Flags:
-    """The flags of tensors so far, in slots that are numbered from 0."""
+    """The smallest and the largest value of tensors so far, on their devices, in slots that are numbered from 0.
+
+    Both are NaN where any value is, and one is infinite where no value is NaN and any is infinite. One pass over a tensor, without
+    a copy of it; nothing is read, so nothing synchronises.
+    """
 
     def __init__(self) -> None:
         self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []

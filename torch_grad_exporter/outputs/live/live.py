@@ -19,11 +19,22 @@ from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import BusyError
-from torch_grad_exporter.outputs.live.encoding import Json, cells, columns, frame, judged, metrics, named, number
+from torch_grad_exporter.outputs.live.encoding import (
+    Json,
+    cells,
+    columns,
+    frame,
+    judged,
+    metrics,
+    named,
+    number,
+    numbers,
+    of_layer,
+    step,
+)
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
-from torch_grad_exporter.outputs.live.status import numbers, of_layer, step
 from torch_grad_exporter.outputs.live.track import Part, Together, Track
 from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch, Wrong
 from torch_grad_exporter.rules.watch import OVER

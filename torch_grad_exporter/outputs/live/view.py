@@ -1,10 +1,15 @@
-"""View: the history of this run, the page that shows it, and the file that keeps it."""
+"""View: the history of this run, the page that shows it, and the file that keeps it; a thread fills it, page open or not."""
 
 from __future__ import annotations
 
 import gzip
+import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.outcomes import ActionMarks
@@ -12,17 +17,157 @@ from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activations import ActivationTotals
+from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.encoding import encoded
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, History
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, RECORD_SECONDS, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments, LoggedMoments
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import Looks, Recorder
-from torch_grad_exporter.outputs.live.track import Together
+from torch_grad_exporter.outputs.live.rows import scalars
+from torch_grad_exporter.outputs.live.track import RECENT, Together
 from torch_grad_exporter.rules import Record
 from torch_grad_exporter.store.logged_values import LoggedValues
+from torch_grad_exporter.store.records import PLACED
+from torch_grad_exporter.store.snapshots import Reading
 from torch_grad_exporter.store.worker import Worker
+
+# Seconds between two judgements of problems.
+JUDGE_SECONDS = 15.0
+
+# Seconds between two looks while the page is closed, at a training that is fast or idle. A look costs half a millisecond.
+UNSEEN_SECONDS = 5.0
+
+# Steps a second from which on a training is fast. Slower steps have a record each.
+FAST = 4.0
+
+# Seconds for which the page counts as open after a request. It makes one every other second.
+OPEN_SECONDS = 10.0
+
+
+# The source of failures.
+SOURCE = "history"
+
+
+class Recorder(BackgroundLoop):
+    """The thread that records and judges until it is closed.
+
+    Args:
+        histories: Each takes a record every second or less often.
+        live: Judges every 15 seconds, and at the end.
+        clock: Counts steps.
+        errors: Counts failures.
+    """
+
+    def __init__(self, histories: Sequence[History], live: Live, clock: StepClock, errors: ErrorLog) -> None:
+        self._histories, self._live, self._clock = histories, live, clock
+        self._judge_at, self._open_until = -math.inf, -math.inf
+        self._stepped, self._fast = (time.monotonic(), 0), False  # time and number of the last new step
+        guard = errors.boundary(SOURCE, limit=None)
+        super().__init__("history", self._record, self._judge_now_and_then, guard=guard, pause=self._pause, last=self._finish)
+
+    def looked_at(self) -> None:
+        """Note that the page is open. From any thread."""
+        now = time.monotonic()
+        if now > self._open_until:
+            self.wake()
+        self._open_until = now + OPEN_SECONDS
+
+    def _record(self) -> None:
+        for history in self._histories:
+            history.record_if_due()
+
+    def _judge_now_and_then(self) -> None:
+        now = time.monotonic()
+        if now >= self._judge_at:
+            self._judge_at = now + JUDGE_SECONDS
+            self._live.remember()
+
+    def _finish(self) -> None:
+        for history in self._histories:
+            history.finish()
+        self._live.conclude()
+
+    def _pause(self) -> float:
+        now, steps = time.monotonic(), self._clock.number
+        before, known = self._stepped
+        if steps != known:
+            self._fast, self._stepped = steps - known >= FAST * (now - before), (now, steps)
+        idle = now - self._stepped[0] >= UNSEEN_SECONDS
+        return UNSEEN_SECONDS if now > self._open_until and (self._fast or idle) else RECORD_SECONDS
+
+
+class Looks:
+    """The moments that both histories record at a look: the present one, and those of the samples since the last look.
+
+    The first `RECENT` samples have a moment each, made on the thread that drains; the others share that of the look.
+
+    Args:
+        host: The worker.
+        moments: Of gradients.
+        activations: Of activations, if they are seen.
+        clock: Counts steps.
+        sample_families: Returns the metrics of a sample.
+        record: Judges each of the first samples.
+        errors: Counts failures of that.
+    """
+
+    def __init__(
+        self,
+        host: Worker,
+        moments: GradientMoments,
+        activations: ActivationMoments | None,
+        clock: StepClock,
+        *,
+        sample_families: SampleFamilies,
+        record: Record,
+        errors: ErrorLog,
+    ) -> None:
+        self._families, self._record, self._judging = sample_families, record, errors.boundary(SOURCE, limit=None)
+        self._host, self._moments, self._activations = host, moments, activations
+        self._clock = clock
+        self._samples: deque[tuple[float, Moment]] = deque()
+        self._inner: deque[tuple[float, Moment]] = deque()
+        self._last = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())  # of activations
+        self._cursor = host.cursor(singles=PLACED)
+        self._each = host.each_sample(self._cursor, self._sampled, RECENT)
+
+    def gradients(self) -> Moment:
+        """Return the moment of the gradients and of the run. Raises like `Worker.read`."""
+        return self._host.read_as(self._cursor, self._present)
+
+    def activations(self) -> Moment:
+        """Return the moment of the activations at the last call of `gradients`."""
+        earlier = _taken(self._inner)
+        return replace(earlier[-1][1] if earlier else self._last, earlier=earlier)
+
+    def _sampled(self, at: float, reading: Reading) -> None:
+        """Take a sample."""
+        moment = self._moments.of_sample(reading, self._clock.number)
+        self._judging(self._families.take, reading)
+        self._judging(self._record.of_sample, moment.samples, moment.steps, self._families)
+        self._samples.append((at, moment))
+        self._look_inside(at, moment)
+
+    def _present(self, reading: Reading) -> Moment:
+        by_step = self._each.left > 0
+        moment = self._moments.of(reading, self._clock.number)
+        self._look_inside(time.time(), moment)
+        return replace(moment, earlier=_taken(self._samples), by_step=by_step)
+
+    def _look_inside(self, at: float, moment: Moment) -> None:
+        """Take the activations of a sample: they are always known before its gradients."""
+        if self._activations is not None:
+            inner = self._activations.of(moment.steps, moment.sample_step)
+            if inner.samples != self._last.samples:
+                self._inner.append((at, inner))
+                self._last = inner
+
+
+def _taken(line: deque[tuple[float, Moment]]) -> list[tuple[float, Moment]]:
+    """Remove and return all moments, the first one first."""
+    return [line.popleft() for _ in range(len(line))]
+
 
 # The end waits this long for the last record, at most.
 CLOSE_SECONDS = 0.5

@@ -24,9 +24,8 @@ from torch_grad_exporter.errors import ErrorLog, Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError, TooLargeError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import SOURCE, ExportTimes, Points, Portion
+from torch_grad_exporter.outputs.otlp.points import POINTS, SOURCE, ExportTimes, Points, Portion, RequestSize, Unsent
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
-from torch_grad_exporter.outputs.otlp.unsent import POINTS, RequestSize, Unsent
 
 logger = logging.getLogger("torch_grad_exporter")
 
