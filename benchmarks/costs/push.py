@@ -26,7 +26,7 @@ from benchmarks.interleave import interval
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import Delivery
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion, RequestSize, Unsent
+from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 
 POINTS = (1_000, 10_000, 50_000)
@@ -96,11 +96,7 @@ def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[re
         compressed = Delivery(PushSettings(endpoint=endpoint), 30.0)
 
     def make() -> list[Portion]:
-        unsent = Unsent(families, made, export_times, RequestSize())
-        portions = []
-        while unsent:
-            portions.append(unsent.take())
-        return portions
+        return list(made.portions(families, export_times))
 
     def export(way: Delivery) -> None:
         for portion in make():

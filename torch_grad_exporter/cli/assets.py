@@ -119,13 +119,9 @@ def _walk(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_job(path: str, text: str, job: str) -> str:
-    if path.startswith("grafana/"):
-        return _with_job_chosen(text, job)
-    return _JOB_LINES.sub(rf"\g<1>{job}", text) if path.endswith((".yml", ".yaml")) else text
-
-
-def _with_job_chosen(text: str, job: str) -> str:
-    """Return a dashboard whose variable `job` begins with this job instead of with all jobs."""
+    """Return a file with this job's name; the variable `job` of a dashboard begins with it instead of with all jobs."""
+    if not path.startswith("grafana/"):
+        return _JOB_LINES.sub(rf"\g<1>{job}", text) if path.endswith((".yml", ".yaml")) else text
     dashboard = json.loads(text)
     for variable in dashboard["templating"]["list"]:
         if variable["name"] == "job":
@@ -139,16 +135,15 @@ def _with_runbook(path: str, text: str, url: str) -> str:
     if path.endswith(".alerts.yml"):
         rule = re.compile(r"- alert: (\w+)\n(?:.*\n)*?( +)annotations:\n")
         return rule.sub(lambda found: f"{found[0]}{found[2]}  runbook_url: {url}#{found[1]}\n", text)
-    return _with_links(text, f"{url}#${{__data.fields.alertname}}") if path == OVERVIEW else text
-
-
-def _with_links(text: str, url: str) -> str:
-    """Return the overview with this address behind the name of each alert that fires."""
+    if path != OVERVIEW:
+        return text
     dashboard = json.loads(text)
     for panel in dashboard["panels"]:
         for override in panel.get("fieldConfig", {}).get("overrides", ()):
             if override["matcher"]["options"] == "Alert":
-                override["properties"].append({"id": "links", "value": [{"title": "What to do", "url": url}]})
+                override["properties"].append(
+                    {"id": "links", "value": [{"title": "What to do", "url": f"{url}#${{__data.fields.alertname}}"}]}
+                )
     return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
 
 

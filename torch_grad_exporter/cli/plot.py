@@ -73,27 +73,20 @@ def _drawn(saved: Saved, values: argparse.Namespace) -> bytes:
         from torch_grad_exporter.cli import picture  # noqa: PLC0415 - matplotlib is optional
     except ImportError:
         raise UserError("a PNG needs matplotlib; pip install matplotlib, or write a .html") from None
-    _check_moments(saved, values.moments)
-    _check_values(saved, values.value)
+    if values.moments and not has_moments(saved):
+        raise UserError(
+            f"--moments {values.moments[0]}: this run has no means and deviations; it takes start_exporter(moments=True)"
+        )
+    _check_known("--moments", "layer", values.moments, list(saved["layer"]), "none yet")
+    _check_known("--value", "value", values.value, list(logged(saved, "whole").values), "none: exporter.log() was given none")
     view = "recent" if values.recent else "whole"
     return picture.drawn(saved, values.quantity, view, values.moments, values.value)
 
 
-def _check_moments(saved: Saved, layers: Sequence[str]) -> None:
-    if layers and not has_moments(saved):
-        raise UserError(f"--moments {layers[0]}: this run has no means and deviations; it takes start_exporter(moments=True)")
-    known = saved["layer"]
-    for name in layers:
-        if name not in known:
-            raise UserError(f"--moments {name}: no such layer; there is {', '.join(list(known)[:NAMED]) or 'none yet'}")
-
-
-def _check_values(saved: Saved, names: Sequence[str]) -> None:
-    known = logged(saved, "whole").values
+def _check_known(option: str, noun: str, names: Sequence[str], known: Sequence[str], otherwise: str) -> None:
     for name in names:
         if name not in known:
-            there = f"there is {', '.join(list(known)[:NAMED])}" if known else "exporter.log() was given none"
-            raise UserError(f"--value {name}: no such value; {there}")
+            raise UserError(f"{option} {name}: no such {noun}; there is {', '.join(known[:NAMED]) or otherwise}")
 
 
 def page(saved: Saved) -> str:
@@ -103,7 +96,7 @@ def page(saved: Saved) -> str:
     data = json.dumps(saved, separators=(",", ":")).replace("<", "\\u003c")
     first = f'<script type="application/json" id="saved">{data}</script>\n'
     policy = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(CSP)}">\n'
-    text = SCRIPT.sub(lambda m: f"<script>{_script(m[1])}</script>", text)
+    text = SCRIPT.sub(lambda m: "<script>" + _file(m[1]).replace("</script", "<\\/script") + "</script>", text)
     return text.replace("<title>", f"{policy}<title>", 1).replace("<script>", f"{first}<script>", 1)
 
 
@@ -112,7 +105,3 @@ def _file(name: str) -> str:
     if content is None:
         raise UserError(f"the package has lost its file {name}")
     return content.decode()
-
-
-def _script(name: str) -> str:
-    return _file(name).replace("</script", "<\\/script")

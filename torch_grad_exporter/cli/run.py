@@ -159,18 +159,15 @@ def summary(status: Mapping[str, Any], wrong: Sequence[Wrong], saved: Path | Non
     state = f"failed by {status['ended_by']}" if status["ended_by"] else status["state"] or "ended"
     steps = "" if status["step"] is None else f" after {times(status['step'])}"
     norm, nonfinite = status["global_norm"], status["nonfinite_steps"]
+    alerts = list(dict.fromkeys(problem.alert for problem in wrong))
     parts = [
         times(status["samples"], "sample"),
         "no gradient norm" if norm is None else f"last gradient norm {float(norm):.4g}",
         f"NaN or Inf in {times(nonfinite)}" if nonfinite else "no NaN or Inf seen",
-        _problems(list(dict.fromkeys(problem.alert for problem in wrong))),
+        f"problems: {some(alerts, NAMED)}" if alerts else "no problems",
     ]
     kept = f"saved to {saved}" if saved else "nothing was saved: --save FILE keeps the history, --linger SECONDS the page"
     return f"{state}{steps}: {', '.join(parts)}; {kept}"
-
-
-def _problems(alerts: list[str]) -> str:
-    return f"problems: {some(alerts, NAMED)}" if alerts else "no problems"
 
 
 # Arguments

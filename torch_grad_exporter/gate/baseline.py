@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,16 @@ LAST = 0.1
 NAMED = 5
 
 
+# What is compared of the values of a run: which of them, their noun, and a percentile, None for the mean.
+_COURSES: Mapping[str, tuple[str, str, int | None]] = {
+    "final_loss": ("loss", "losses", None),
+    "mean_loss": ("loss", "losses", None),
+    "global_norm_median": ("norm", "global norms", 50),
+    "global_norm_p95": ("norm", "global norms", 95),
+    "step_seconds": ("step_seconds", "step times", 50),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class _StepValues:
     """Values by step, shape (n,), without those that are not there."""
@@ -52,33 +62,27 @@ def compared(
 ) -> list[VerdictRow]:
     """Return the rows. `other`: the baseline; `metrics`, `of_other`: at the end of each. `tolerances`: instead of usual ones."""
     allowed = {**TOLERANCES, **tolerances}
-    rows = [*_losses(saved, other, allowed), *_norms(saved, other, allowed), _layers(saved, other, allowed["layer_norm_median"])]
-    rows.append(_step_seconds(saved, other, allowed["step_seconds"]))
-    rows.append(_skipped(metrics, of_other, allowed["skipped_steps"]))
-    return rows
+    rows = [_course(saved, other, name, allowed[name]) for name in _COURSES]
+    rows.insert(len(rows) - 1, _layers(saved, other, allowed["layer_norm_median"]))
+    return [*rows, _skipped(metrics, of_other, allowed["skipped_steps"])]
 
 
-def _losses(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[VerdictRow]:
-    mine, before = _scalar(saved, "loss"), _scalar(other, "loss")
+def _course(saved: Saved, other: Saved, name: str, allowed: float) -> VerdictRow:
+    """Compare a statistic of values of the run."""
+    scalar, noun, percent = _COURSES[name]
+    mine, before = _scalar(saved, scalar), _scalar(other, scalar)
     first, last = _common(mine, before)
-    for name, since in (("final_loss", last - LAST * (last - first)), ("mean_loss", first)):
-        values, known = mine.within(since, last), before.within(since, last)
-        if not len(values) or not len(known) or _few(mine, before, first, last):
-            yield _not_compared(name, "losses")
-        else:
-            a, b = float(values.mean()), float(known.mean())
-            yield _row(name, a, b, allowed[name], worse=a - b > allowed[name] * abs(b))
-
-
-def _norms(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[VerdictRow]:
-    mine, before = _scalar(saved, "norm"), _scalar(other, "norm")
-    first, last = _common(mine, before)
-    for name, percent in (("global_norm_median", 50), ("global_norm_p95", 95)):
-        if _few(mine, before, first, last):
-            yield _not_compared(name, "global norms")
-        else:
-            a, b = (float(np.percentile(norms.within(first, last), percent)) for norms in (mine, before))
-            yield _row(name, a, b, allowed[name], worse=_far(a, b, allowed[name]))
+    since = last - LAST * (last - first) if name == "final_loss" else first
+    values = mine.within(since, last), before.within(since, last)
+    if _few(mine, before, first, last) or not all(map(len, values)):
+        return VerdictRow("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {noun} of the steps that both runs have")
+    a, b = (float(each.mean() if percent is None else np.percentile(each, percent)) for each in values)
+    worse = (
+        a - b > allowed * abs(b) if scalar == "loss" else a > (1 + allowed) * b if scalar == "step_seconds" else _far(a, b, allowed)
+    )
+    change = f"{a / b - 1:+.1%}" if b else "from 0"
+    text = f"{a:.4g}, was {b:.4g} ({change}); {allowed:.0%} are allowed"
+    return VerdictRow("baseline", name, Result.FAILED if worse else Result.OK, text)
 
 
 def _layers(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
@@ -105,22 +109,14 @@ def _layers(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
     return VerdictRow("baseline", name, Result.NOTED if sets else Result.OK, text)
 
 
-def _step_seconds(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
-    mine, before = _scalar(saved, "step_seconds"), _scalar(other, "step_seconds")
-    first, last = _common(mine, before)
-    if _few(mine, before, first, last):
-        return _not_compared("step_seconds", "step times")
-    a, b = (float(np.median(times.within(first, last))) for times in (mine, before))
-    return _row("step_seconds", a, b, allowed, worse=a > (1 + allowed) * b)
-
-
 def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allowed: float) -> VerdictRow:
     shares = []
     for run in (metrics, of_other):
-        skipped, steps = (_largest(run.get(name)) for name in ("torch_train_skipped_steps_total", "torch_train_steps_total"))
-        if skipped is None or steps is None or skipped + steps == 0:
-            return _not_compared("skipped_steps", "counts of steps")
-        shares.append(skipped / (skipped + steps))
+        names = ("torch_train_skipped_steps_total", "torch_train_steps_total")
+        counts = [max(run[name].rows.values()) for name in names if name in run and run[name].rows]
+        if len(counts) < 2 or sum(counts) == 0:
+            return VerdictRow("baseline", "skipped_steps", Result.NOT_JUDGED, "a run has no counts of steps")
+        shares.append(counts[0] / sum(counts))
     a, b = shares
     text = f"{a:.1%} of the steps, was {b:.1%}; up to {allowed:.1%} more are allowed"
     return VerdictRow("baseline", "skipped_steps", Result.FAILED if a - b > allowed else Result.OK, text)
@@ -157,10 +153,6 @@ def _few(mine: _StepValues, before: _StepValues, first: float, last: float) -> b
     return min(len(mine.within(first, last)), len(before.within(first, last))) < LEAST
 
 
-def _largest(metric: Metric | None) -> float | None:
-    return None if metric is None or not metric.rows else max(metric.rows.values())
-
-
 # What is said
 
 
@@ -172,16 +164,6 @@ def _times(a: float, b: float) -> float:
 
 def _far(a: float, b: float, allowed: float) -> bool:
     return _times(a, b) > 1 + allowed
-
-
-def _row(name: str, a: float, b: float, allowed: float, *, worse: bool) -> VerdictRow:
-    change = f"{a / b - 1:+.1%}" if b else "from 0"
-    text = f"{a:.4g}, was {b:.4g} ({change}); {allowed:.0%} are allowed"
-    return VerdictRow("baseline", name, Result.FAILED if worse else Result.OK, text)
-
-
-def _not_compared(name: str, noun: str) -> VerdictRow:
-    return VerdictRow("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {noun} of the steps that both runs have")
 
 
 def _sets(mine: Mapping[str, object], before: Mapping[str, object]) -> str:

@@ -57,14 +57,12 @@ class Limit:
         name = f"--{self.kind} {self.text}"
         if not values:
             return VerdictRow("limits", name, Result.FAILED, "the run has no such series")
-        beyond = {series: number for series, number in values.items() if not self._kept(number)}
-        if not beyond:
-            return VerdictRow("limits", name, Result.OK, _listed(values, self.kind))
-        return VerdictRow("limits", name, Result.FAILED, _listed(beyond, self.kind))
-
-    def _kept(self, number: float) -> bool:
-        """Return whether a value keeps the limit; one that is not finite never does."""
-        return math.isfinite(number) and (number >= self.value if self.kind == "min" else number <= self.value)
+        beyond = {}
+        for series, number in values.items():
+            kept = number >= self.value if self.kind == "min" else number <= self.value
+            if not (kept and math.isfinite(number)):  # one that is not finite never keeps a limit
+                beyond[series] = number
+        return VerdictRow("limits", name, Result.FAILED if beyond else Result.OK, _listed(beyond or values, self.kind))
 
     def _at_end(self, metrics: Mapping[str, Metric]) -> Iterator[tuple[str, float]]:
         metric = metrics.get(self.metric, Metric((), {}))

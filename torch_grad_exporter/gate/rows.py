@@ -80,10 +80,11 @@ def table(verdict: RunVerdict) -> str:
     by_reason: dict[str, list[str]] = {}
     for row in verdict.of(Result.NOT_JUDGED):
         by_reason.setdefault(row.text, []).append(row.name)
-    left_out = [_paragraph(f"not judged: {reason}", names) for reason, names in by_reason.items()]
-    return "\n".join(
-        [one_line(verdict.about), *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)]
-    )
+    lines = [one_line(verdict.about), *(_line(row) for row in rows if row.result is not Result.NOT_JUDGED)]
+    for reason, names in by_reason.items():
+        text = f"{one_line(f'not judged: {reason}')}: {one_line(', '.join(names))}"
+        lines.append(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=INDENT, break_on_hyphens=False))
+    return "\n".join([*lines, _sum(verdict)])
 
 
 def junit(verdicts: Sequence[RunVerdict]) -> bytes:
@@ -117,11 +118,6 @@ def _line(row: VerdictRow) -> str:
     text = textwrap.fill(one_line(row.text), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
     line = f"{begin}: {text.strip()}"
     return line if len(line) <= WIDTH else f"{begin}\n{text}"
-
-
-def _paragraph(begin: str, names: list[str]) -> str:
-    text = f"{one_line(begin)}: {one_line(', '.join(names))}"
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=INDENT, break_on_hyphens=False)
 
 
 def _sum(verdict: RunVerdict) -> str:

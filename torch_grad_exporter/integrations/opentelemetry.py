@@ -5,7 +5,6 @@ Nothing of PyTorch is imported before the program does so, and nothing of the ex
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -44,11 +43,8 @@ class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # 
         self._program: _Program | None = None
         self._wanted = shown(options, os.environ) is not None
         if self._wanted:
-            wrapt.register_post_import_hook(functools.partial(self._torch_is_imported, options), "torch")
-
-    def _torch_is_imported(self, options: Mapping[str, Any], _torch: object) -> None:
-        # The program's own `import torch` calls this.
-        Guard(_failed)(self._attach, options)
+            # Guarded, since the program's own `import torch` calls it.
+            wrapt.register_post_import_hook(lambda _torch: Guard(_failed)(self._attach, options), "torch")
 
     def _attach(self, options: Mapping[str, Any]) -> None:
         chosen = shown(options, os.environ) if self._wanted else None

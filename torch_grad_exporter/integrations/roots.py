@@ -19,12 +19,8 @@ _Result = TypeVar("_Result")
 
 def _or(otherwise: _Result, look: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
     """Return what a look at an object of the script finds, or `otherwise`: it may be half made or dead, and runs its own code."""
-    result = Guard(_dropped).result(look, *arguments)
+    result = Guard(lambda _error: None).result(look, *arguments)
     return otherwise if result is None else result
-
-
-def _dropped(_error: Exception) -> None:
-    """Do nothing: it is a failure of the script's own code."""
 
 
 def wants_gradients(module: torch.nn.Module) -> bool:
@@ -59,8 +55,11 @@ def trained_roots(
     for optimizer in optimizers:
         owned |= _or(set(), _owned_by, optimizer)
     everything = {id(module): module for module in (*modules, *known)}
-    inner = {id(child) for module in everything.values() for child in _children(module)}
-    return [module for key, module in everything.items() if key not in inner and _has_one_of(module, owned)]
+    nothing: Mapping[str, torch.nn.Module | None] = {}
+    children = (_or(nothing, children_in, module) for module in everything.values())
+    inner = {id(child) for own in children for child in own.values()}
+    roots = [module for key, module in everything.items() if key not in inner]
+    return [module for module in roots if any(id(parameter) in owned for parameter in _parameters_of(module))]
 
 
 def _parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -70,14 +69,6 @@ def _parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def _owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _children(module: torch.nn.Module) -> list[torch.nn.Module]:
-    return _or([], lambda: [child for child in children_in(module).values() if child is not None])
-
-
-def _has_one_of(module: torch.nn.Module, identities: set[int]) -> bool:
-    return any(id(parameter) in identities for parameter in _parameters_of(module))
 
 
 def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:

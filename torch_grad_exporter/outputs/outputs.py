@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.errors import ErrorLog, Guard, say, show
+from torch_grad_exporter.errors import ErrorLog, caught, say, show
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.http.message import Request, Response
@@ -107,7 +107,9 @@ class Outputs:
             self._last_values = LastValues(path, self._rendered, guard)
             guard(self._last_values.start)
         if push is not None:
-            self._push = Guard(self._not_pushed).result(self._started_push, push)
+            failure = caught(self._start_push, push)
+            if failure is not None:  # some variables are read by OpenTelemetry's exporters only
+                self._errors.report("otlp", RuntimeError(f"no metrics are pushed: {failure}"))
         if options.port is not None:
             self._server = self._serve(options.port, web_config)
         if self._server is not None:
@@ -116,16 +118,12 @@ class Outputs:
     def _rendered(self) -> bytes:
         return self._renderer.render(self._scrape(), Format.TEXT)
 
-    def _started_push(self, settings: PushSettings) -> Push:
+    def _start_push(self, settings: PushSettings) -> None:
         from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415 - OpenTelemetry's exporters are slow to import
 
         push = Push(self._scrape, settings, self._rank.labels, self._errors)
         push.start()
-        return push
-
-    def _not_pushed(self, error: Exception) -> None:
-        # Some variables are read by OpenTelemetry's exporters only.
-        self._errors.report("otlp", RuntimeError(f"no metrics are pushed: {error}"))
+        self._push = push
 
     def _serve(self, port: int, web_config: WebConfigFile | None) -> MetricsServer | None:
         addr, identity = self._options.addr, self._rank.identity

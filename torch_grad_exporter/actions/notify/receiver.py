@@ -93,7 +93,7 @@ class Receiver:
             user = requests.utils.get_auth_from_url(url)
             chosen = any(name.lower() == "authorization" for name in headers)
             # An authentication that changes nothing keeps a password of ~/.netrc out.
-            session.auth = user if any(user) and not chosen else _unchanged
+            session.auth = user if any(user) and not chosen else lambda request: request
             # The status says all, so the content of the answer is not read.
             with session.post(url, body, headers=headers, timeout=seconds, allow_redirects=False, stream=True) as response:
                 _check(response)
@@ -113,10 +113,6 @@ class Receiver:
 def hidden_address(value: object) -> str:
     """Return an argument as an error shows it, hidden if it may be an address in the wrong place."""
     return HIDDEN if isinstance(value, str) and "//" in value else shown(value)
-
-
-def _unchanged(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    return request
 
 
 def _check(response: requests.Response) -> None:

@@ -246,12 +246,12 @@ class Endpoints:
     async def _metrics(self, request: Request, sock: socket.socket) -> Response:
         form = negotiate(request.headers.get("accept", ""))
         compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
-        body = await self._shared.body(form, compressed=compressed)
+        body, saw_end = await self._shared.body(form, compressed=compressed)
         with contextlib.suppress(OSError):  # the client has gone
             peer = str(sock.getpeername()[0])
-            self._content.scraped(peer if is_scraper(request.headers) else "", saw_end=body.saw_end)
+            self._content.scraped(peer if is_scraper(request.headers) else "", saw_end=saw_end)
         encoding = (("Content-Encoding", "gzip"),) if compressed else ()
-        return Response(HTTPStatus.OK, form.value, body.content, (("Vary", "Accept, Accept-Encoding"), *encoding))
+        return Response(HTTPStatus.OK, form.value, body, (("Vary", "Accept, Accept-Encoding"), *encoding))
 
     def _other(self, request: Request) -> Response:
         if request.path == "/healthz":

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
@@ -79,16 +79,8 @@ class Workers:
             del job, future, function, arguments  # a thread that waits keeps nothing alive
 
 
-class Body(NamedTuple):
-    """A body of `/metrics`, and whether it shows the end of the run."""
-
-    content: bytes
-    saw_end: bool
-
-
-class _Taken(NamedTuple):
-    families: list[Family]
-    saw_end: bool
+# A scrape, and whether it shows the end of the run.
+_Taken = tuple[list[Family], bool]
 
 
 class SharedScrape:
@@ -116,8 +108,11 @@ class SharedScrape:
         self._finished = 0.0
         self._waiting = 0
 
-    async def body(self, form: Format, *, compressed: bool) -> Body:
-        """Return the body in this format. Raises what the scrape has raised, or `BusyError` where too many wait."""
+    async def body(self, form: Format, *, compressed: bool) -> tuple[bytes, bool]:
+        """Return the body in this format, and whether it shows the end of the run.
+
+        Raises what the scrape has raised, or `BusyError` where too many wait.
+        """
         if self._waiting >= MAX_WAITING:
             raise BusyError("too many wait for a scrape that is still running")
         if self._running is None or (self._running.done() and not self._is_young(self._running)):
@@ -128,8 +123,7 @@ class SharedScrape:
         self._waiting += 1
         try:
             # A client that is given up must not end what others wait for.
-            content = await asyncio.shield(self._bodies[key])
-            return Body(content, scrape.result().saw_end)
+            return await asyncio.shield(self._bodies[key]), scrape.result()[1]
         finally:
             self._waiting -= 1
 
@@ -137,20 +131,22 @@ class SharedScrape:
         if scrape.cancelled() or scrape.exception() is not None:
             return False
         # What was scraped before the end of the run does not show it.
-        return scrape.result().saw_end == self._content.ended and self._clock() - self._finished < MAX_AGE
+        return scrape.result()[1] == self._content.ended and self._clock() - self._finished < MAX_AGE
 
     async def _take(self) -> _Taken:
         ended = self._content.ended  # before the values are taken
         families = await self._workers.run(lambda: list(self._content.scrape()))
         self._finished = self._clock()
-        return _Taken(families, ended)
+        return families, ended
 
     async def _made(self, scrape: asyncio.Task[_Taken], form: Format, compressed: bool) -> bytes:
-        return await self._workers.run(self._written, (await scrape).families, form, compressed)
+        families, _ = await scrape
 
-    def _written(self, families: list[Family], form: Format, compressed: bool) -> bytes:
-        text = self._renderer.render(families, form)
-        return gzip.compress(text, compresslevel=1, mtime=0) if compressed else text
+        def written() -> bytes:
+            text = self._renderer.render(families, form)
+            return gzip.compress(text, compresslevel=1, mtime=0) if compressed else text
+
+        return await self._workers.run(written)
 
 
 # How long the end waits, at most, for scrapers.

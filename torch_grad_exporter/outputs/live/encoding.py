@@ -27,7 +27,7 @@ from torch_grad_exporter.outputs.live.saved import NONFINITE, ZERO
 from torch_grad_exporter.outputs.live.track import Part
 from torch_grad_exporter.rules import THRESHOLDS
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
-from torch_grad_exporter.rules.declaration import Need, Rule
+from torch_grad_exporter.rules.declaration import Rule
 from torch_grad_exporter.rules.episodes import seconds
 from torch_grad_exporter.rules.record import EVERY, Record
 from torch_grad_exporter.rules.values import Values
@@ -131,7 +131,8 @@ def metrics(values: Values) -> Json:
 
 def _judged_rule(rule: Rule, *, there: bool) -> Json:
     waits = min((seconds(alert.for_) for alert in rule.alerts), default=0.0) * (not rule.states & OVER)  # nothing follows the end
-    needs = list(map(_named, rule.needs))
+    # A need is a metric, or one value of a metric's first label.
+    needs = [f'{need[0].name}{{{need[0].labels[0]}="{need[1]}"}}' if isinstance(need, tuple) else need.name for need in rule.needs]
     # The first judgement by samples is at `EVERY` of them.
     samples = round(waits / SAMPLE_SECONDS) + rule.takes_samples + EVERY if rule.by_samples else None
     return {
@@ -143,10 +144,6 @@ def _judged_rule(rule: Rule, *, there: bool) -> Json:
         "samples": samples,
         "least": rule.takes_samples,
     }
-
-
-def _named(need: Need) -> str:
-    return f'{need[0].name}{{{need[0].labels[0]}="{need[1]}"}}' if isinstance(need, tuple) else need.name
 
 
 # Shown as they are, of the first optimizer if there are several.

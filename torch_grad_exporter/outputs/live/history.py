@@ -118,7 +118,7 @@ class History:
         self._moment = moment
         self._now = now
         self._lock = threading.Lock()
-        self._checked = self._next = self._recorded = float("-inf")
+        self._next = self._recorded = float("-inf")
         self._seen = (0, 0)
         self._sample_step = 0
         self._late = scalars()
@@ -151,29 +151,17 @@ class History:
 
     def record_if_due(self) -> None:
         """Record the present values, if it is time and if there is anything new."""
-        now = self._clock()
-        if now >= self._next:
+        now = self._now()
+        if not 0 < self._next - now <= RECORD_SECONDS:  # more if the clock was set back
             self._record(now)
 
     def finish(self) -> None:
         """Record the values at the end, if there is anything new, however recent the last record is."""
-        self._record(self._clock(), last=True)
-
-    def _clock(self) -> float:
-        """Return the time. If the clock was set back, all records move with it, as if one usual interval had passed."""
-        now = self._now()
-        if now < self._checked:
-            back = self._checked + RECORD_SECONDS - now
-            self._next -= back
-            self._recorded -= back
-            with self._lock:
-                for track in (self._scalars, self._layers, self._rows):
-                    track.shift(-back)
-        self._checked = now
-        return now
+        self._record(self._now(), last=True)
 
     def _record(self, now: float, *, last: bool = False) -> None:
         self._next = now + RECORD_SECONDS
+        now = max(now, self._recorded)  # if the clock was set back, times stand still until it has caught up
         moment = self._moment()
         with self._lock:
             samples, steps = self._seen

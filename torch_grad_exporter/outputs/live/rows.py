@@ -100,9 +100,3 @@ class StepRows:
             row.at = max(row.at, self._last[1])
             self._last = row.step, row.at
         return rows
-
-    def shift(self, seconds: float) -> None:
-        """Move all times."""
-        self._last = self._last[0], self._last[1] + seconds
-        for row in self._rows.values():
-            row.at += seconds

@@ -83,7 +83,7 @@ class Track:
         self.count = 0
         self._recent, self._whole = (_rows(count, width, weighted=self._weighted) for count in (recent, whole))
         self._stride = 1
-        self._moved = 0  # records whose times or order of values have changed since they were taken
+        self._moved = 0  # records whose order of values has changed since they were taken
 
     @property
     def nbytes(self) -> int:
@@ -170,12 +170,6 @@ class Track:
             self._whole["at"][used:] = self._whole["at"][used - 1]
             self._halve()
         self._whole = self._whole[:whole].copy()
-
-    def shift(self, seconds: float) -> None:
-        """Move the times of all records; the next reader of new records gets all of them."""
-        self._recent["at"][:, 0] += seconds
-        self._whole["at"][:, 0] += seconds
-        self._moved = self.count
 
     def recent(self, since: int = 0) -> Part:
         """Return the records from number `since` on that are still kept."""

@@ -135,11 +135,11 @@ class Instruments:
             return self._families
 
     def _of(self, families: Mapping[Spec, Iterable[Family]], spec: Spec) -> list[Observation]:
-        return [observation for family in families.get(spec, ()) for observation in self._observed(family)]
-
-    def _observed(self, family: Family) -> Iterable[Observation]:
-        for labels, (value,) in zip(series.labels(family, self._labels), series.table(family).tolist(), strict=True):
-            yield Observation(value, labels)
+        return [
+            Observation(value, labels)
+            for family in families.get(spec, ())
+            for labels, (value,) in zip(series.labels(family, self._labels), series.table(family).tolist(), strict=True)
+        ]
 
 
 def _readers(provider: MeterProvider | None) -> int:

@@ -5,8 +5,8 @@ Metrics have their full Prometheus names, so that no receiver has anything to ad
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,6 +46,9 @@ WIDTH = 160
 
 # UCUM's signs of the units that end a metric's name.
 UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J"}
+
+# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB.
+POINTS = 2_000
 
 # The smallest and the largest observation of a histogram, which are not kept; in the SDK's types they are never absent.
 UNKNOWN: Any = None
@@ -102,8 +105,29 @@ class Points:
         self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in resource.items()})
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
-    def portion(self, rows: Iterable[tuple[Family, slice]], times: ExportTimes) -> Portion:
-        """Return a request with these rows, without metrics that cannot be encoded."""
+    def portions(self, families: Iterable[Family], times: ExportTimes) -> Iterator[Portion]:
+        """Yield the requests of an export: first those with the rows of the whole process, its state among them.
+
+        No request has both these and rows of layers, which are many. A metric that cannot be encoded is left out.
+        """
+        ordered = sorted((family for group in by_spec(families).values() for family in group), key=_by_layer)
+        for _, alike in itertools.groupby(ordered, key=_by_layer):
+            rows: list[tuple[Family, slice]] = []
+            room = POINTS
+            for family in alike:
+                start, count = 0, len(family.row_numbers)
+                while start < count:
+                    end = min(count, start + room)
+                    rows.append((family, slice(start, end)))
+                    room -= end - start
+                    start = end
+                    if not room:
+                        yield self._portion(rows, times)
+                        rows, room = [], POINTS
+            if rows:
+                yield self._portion(rows, times)
+
+    def _portion(self, rows: Iterable[tuple[Family, slice]], times: ExportTimes) -> Portion:
         encoded = [(self._guarded(family, piece, times), (family, piece)) for family, piece in rows]
         scope = ScopeMetrics(SCOPE, [metric for metric, _ in encoded if metric is not None], "")
         sent = tuple(row for metric, row in encoded if metric is not None)
@@ -197,60 +221,6 @@ def _exemplars(family: Family, row: int) -> list[SdkExemplar]:
     return [
         SdkExemplar({}, of.value, int(of.at * 1e9), int.from_bytes(of.span_id), int.from_bytes(of.trace_id)) for of in exemplars
     ]
-
-
-# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB.
-POINTS = 2_000
-
-# Where a receiver refuses requests as too large, they are halved down to about this many points.
-LEAST = 30
-
-
-@dataclass(slots=True)
-class RequestSize:
-    """How many points the receiver accepts in one request, as far as is known."""
-
-    points: int = POINTS
-
-    def halve(self) -> bool:
-        """Return whether smaller requests may be accepted."""
-        if self.points < 2 * LEAST:
-            return False
-        self.points //= 2
-        return True
-
-
-class Unsent:
-    """The rows of an export in the order in which they are sent: those of the whole process first, its state among them.
-
-    No request has both these and rows of layers, which are many and may be refused as too large.
-    """
-
-    def __init__(self, families: Iterable[Family], points: Points, times: ExportTimes, size: RequestSize) -> None:
-        self._points, self._times, self._size = points, times, size
-        grouped = [family for group in by_spec(families).values() for family in group]
-        ordered = sorted(grouped, key=_by_layer)
-        self._rows = deque((family, slice(0, count)) for family in ordered if (count := len(family.row_numbers)))
-
-    def __bool__(self) -> bool:
-        return bool(self._rows)
-
-    def take(self) -> Portion:
-        """Remove and return the next request. It may have fewer metrics than rows: one that cannot be encoded is left out."""
-        rows: list[tuple[Family, slice]] = []
-        room = self._size.points
-        while room and self._rows and (not rows or _by_layer(self._rows[0][0]) is _by_layer(rows[0][0])):
-            family, piece = self._rows.popleft()
-            end = min(piece.stop, piece.start + room)
-            rows.append((family, slice(piece.start, end)))
-            room -= end - piece.start
-            if end < piece.stop:
-                self._rows.appendleft((family, slice(end, piece.stop)))
-        return self._points.portion(rows, self._times)
-
-    def put_back(self, portion: Portion) -> None:
-        """Return a request that the receiver has refused, to be sent in smaller ones."""
-        self._rows.extendleft(reversed(portion.rows))
 
 
 def _by_layer(family: Family) -> bool:

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
@@ -22,9 +22,9 @@ from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import ErrorLog, Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
-from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError, TooLargeError
+from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import POINTS, SOURCE, ExportTimes, Points, Portion, RequestSize, Unsent
+from torch_grad_exporter.outputs.otlp.points import SOURCE, ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -69,7 +69,7 @@ class Push:
         self._settings = settings
         self._errors = errors
         self._points = Points(labels, resource(labels["run"], labels["rank"]), settings.delta, errors)
-        self._size = RequestSize()
+
         self._began = self._at = time.time_ns()
         self._deltas = Deltas(settings.delta, began=self._began)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)
@@ -115,7 +115,7 @@ class Push:
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
         way = self._delivery = self._delivery or Delivery(self._settings, self._settings.timeout)
-        transfer = _Transfer(self._thread, self._unsent(), self._size)
+        transfer = _Transfer(self._thread, self._portions())
         thread = BackgroundThread("export", functools.partial(transfer.run, way))
         thread.start()
         limit = 2 * self._settings.timeout + 1
@@ -139,27 +139,27 @@ class Push:
         Each request has a connection of its own and the remaining time: the earlier connection may be in use, or in a pause between
         two tries.
         """
-        transfer, late = _Transfer(self._thread, self._unsent(), self._size), None
+        transfer, late = _Transfer(self._thread, self._portions()), None
         with ExitStack() as ways:
             if self._delivery is not None:
                 ways.callback(self._delivery.close)
             give_up_at = time.monotonic() + LAST_SECONDS
-            while transfer.unsent:
+            for portion in transfer.portions:
                 left = give_up_at - time.monotonic()
                 if left < LAST_REQUEST_SECONDS:
                     late = TimeoutError("there was no time left for all of the last export")
                     break
                 way = Delivery(self._settings, left)
                 ways.callback(way.close)
-                if not transfer.sent(way):
+                if not transfer.sent(way, portion):
                     break
             self._judge(transfer.outcomes, late)
 
-    def _unsent(self) -> Unsent:
-        """Return all present metrics. If the clock is set back, their time is that of the export before."""
+    def _portions(self) -> Iterator[Portion]:
+        """Return the requests with all present metrics. If the clock is set back, their time is that of the export before."""
         self._at = max(time.time_ns(), self._at)
         families = self._deltas.of(self._scrape(), at=self._at)
-        return Unsent(families, self._points, ExportTimes(self._began, self._deltas, self._at), self._size)
+        return self._points.portions(families, ExportTimes(self._began, self._deltas, self._at))
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Note the outcome of an export until now. Later requests of a thread that is left behind are not noted."""
@@ -180,30 +180,22 @@ class _Transfer:
     `began_at`: the monotonic time at which the present request was sent.
     """
 
-    def __init__(self, loop: BackgroundLoop, unsent: Unsent, size: RequestSize) -> None:
-        self.unsent = unsent
-        self._loop, self._size = loop, size
+    def __init__(self, loop: BackgroundLoop, portions: Iterator[Portion]) -> None:
+        self.portions, self._loop = portions, loop
         self.outcomes: list[Outcome] = []
         self.stopped = False
         self.began_at = time.monotonic()
 
     def run(self, way: Delivery) -> None:
         """Send requests, up to one that fails, or until the run is over: the last export has what is left."""
-        while self.unsent and not (self._loop.stopping or self.stopped):
-            if not self.sent(way):
+        for portion in self.portions:
+            if self._loop.stopping or self.stopped or not self.sent(way, portion):
                 break
 
-    def sent(self, way: Delivery) -> bool:
+    def sent(self, way: Delivery, portion: Portion) -> bool:
         """Send a request. False where the next one would fail as well."""
-        portion = self.unsent.take()
         self.began_at = time.monotonic()
         failure = caught(way.send, portion.data)
-        if isinstance(failure, TooLargeError):
-            if self._size.points == POINTS:
-                say(logger, logging.WARNING, "otlp: requests are too large, smaller ones follow: %s", failure)
-            if self._size.halve():
-                self.unsent.put_back(portion)
-                return True
         self.outcomes.append((portion, failure))
         return _arrived(failure)
 

@@ -48,14 +48,11 @@ class Renderer:
 
     def render(self, families: Iterable[Family], form: Format) -> bytes:
         """Return the body of a scrape. Raises what iterating `families` raises, and on arrays that do not fit their rows."""
-        blocks = [self._block(spec, members, form) for spec, members in by_spec(families).items()]
-        if form is Format.OPENMETRICS:
-            blocks.append(b"# EOF\n")
-        return b"".join(blocks)
-
-    def _block(self, spec: Spec, members: list[Family], form: Format) -> bytes:
-        lines = "".join(self._lines(family, form) for family in members)
-        return f"{_header(spec, form)}{lines}\n".encode("utf-8", "replace") if lines else b""
+        blocks = []
+        for spec, members in by_spec(families).items():
+            if lines := "".join(self._lines(family, form) for family in members):
+                blocks.append(f"{_header(spec, form)}{lines}\n".encode("utf-8", "replace"))
+        return b"".join([*blocks, b"# EOF\n" if form is Format.OPENMETRICS else b""])
 
     def _lines(self, family: Family, form: Format) -> str:
         prefixes = self._prefixes(family.spec, family.labels)
