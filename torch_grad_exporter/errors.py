@@ -200,16 +200,28 @@ def without_addresses(text: str) -> str:
     return re.sub(r"\b[a-zA-Z][\w+.-]*://\S+|(?<=\burl: )\S+|(?<=\bhost=)'[^']*'", "<address>", text)
 
 
-def say(log: logging.Logger, level: int, message: str, *arguments: object, error: BaseException | None = None) -> None:
+def say(
+    log: logging.Logger, level: int, message: str, *arguments: object, error: BaseException | None = None, stacklevel: int = 2
+) -> None:
     """Log a line, with the traceback of `error`. A handler that raises, as on a full disk, costs the line and nothing else.
 
     Few programs set up logging, and without that a line does not show where it comes from: each line names the package.
     """
     try:
-        log.log(level, PREFIX + message, *arguments, exc_info=error, stacklevel=2)  # noqa: G003 - still one template to each message
+        log.log(level, PREFIX + message, *arguments, exc_info=error, stacklevel=stacklevel)  # noqa: G003 - still one template to each message
     except Exception as failure:  # the boundary: handlers are foreign code
         if raised_by_handler(failure):
             raise
+
+
+def warn(message: str, *arguments: object, error: BaseException | None = None) -> None:
+    """Log a warning of the package; see `say`."""
+    say(logger, logging.WARNING, message, *arguments, error=error, stacklevel=3)
+
+
+def inform(message: str, *arguments: object) -> None:
+    """Log a line of the package that a program shows only if it asks for `INFO`; see `say`."""
+    say(logger, logging.INFO, message, *arguments, stacklevel=3)
 
 
 def show(log: logging.Logger, message: str, *arguments: object) -> None:

@@ -84,7 +84,9 @@ def run(values: argparse.Namespace) -> int:
 
 def collect(job: str = JOB, runbook_url: str | None = None) -> dict[str, str]:
     """Return the text of each file by its path, with the name of the scrape job, and the address of the runbook if given."""
-    root = _root()
+    package = importlib.resources.files(torch_grad_exporter)
+    shipped = package / "shipped"  # in a wheel; else `dashboards` and `docs` lie beside the package
+    root = shipped if shipped.is_dir() else package / ".."
     files = {"compose.yaml": _read(root / "dashboards" / "compose.yaml"), "runbook.md": _read(root / "docs" / "runbook.md")}
     for folder in _FOLDERS:
         files.update(_walk(root / "dashboards" / folder, folder))
@@ -95,13 +97,6 @@ def collect(job: str = JOB, runbook_url: str | None = None) -> dict[str, str]:
     files["kubernetes/rules.yaml"] = _rules(files)
     files["kubernetes/dashboards.yaml"] = _dashboards(files)
     return files
-
-
-def _root() -> Traversable:
-    """Return the folder with `dashboards` and `docs`: in the package if it was installed from a wheel, else above it."""
-    package = importlib.resources.files(torch_grad_exporter)
-    shipped = package / "shipped"
-    return shipped if shipped.is_dir() else package / ".."
 
 
 def _read(file: Traversable) -> str:

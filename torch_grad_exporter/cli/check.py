@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch_grad_exporter.cli.terminal import show
@@ -75,17 +74,13 @@ def run(values: argparse.Namespace) -> int:
             verdicts.append(RunVerdict("", (), str(error)))
             errors.append(str(error))
     if values.junit is not None:
-        _write(values.junit, verdicts)
+        try:
+            write_output(values.junit, junit(verdicts))
+        except OSError as error:
+            raise UserError(f"cannot write {values.junit}: {error}") from None
     for judged in verdicts:
         if judged.about:
             show(table(judged))
     if errors:
         raise UserError("; ".join(dict.fromkeys(errors)))
     return max(result.code for result in verdicts)
-
-
-def _write(path: Path, verdicts: Sequence[RunVerdict]) -> None:
-    try:
-        write_output(path, junit(verdicts))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from None

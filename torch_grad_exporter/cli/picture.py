@@ -81,7 +81,10 @@ def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = (), val
         rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
         heatmap, *below = rows[:, 0]
         first, last = _step_axis(rows[-1, 0], grid, lines.steps, logged.steps if values else np.zeros(0))
-        notes = [*_about(grid, view), *_heatmap(figure, heatmap, grid, _STYLES[quantity], high)]
+        notes = ["The whole run" if view == "whole" else "The most recent part of the run"]
+        if grid.stride > 1:
+            notes.append(f"A column is {grid.stride} records and shows the value that is farthest from 0; lines are means")
+        notes += _heatmap(figure, heatmap, grid, _STYLES[quantity], high)
         for axes, (title, labels) in zip(below, panels, strict=False):
             _panel(axes, lines, title, {name: label for name, label in labels.items() if name in known}, several=len(labels) > 1)
         for axes, layer in zip(below[len(panels) :], moments, strict=False):
@@ -255,13 +258,6 @@ def _title(status: Status) -> str:
     rank = f"rank {status.rank}" + (f" of {status.world_size}" if status.world_size > 1 else "")
     state = f": {status.state or 'state unknown'}" + ("" if status.step is None else f" at step {status.step:.0f}")
     return f"Run {short(status.run, 80)}, {rank}{state}"
-
-
-def _about(grid: Grid, view: str) -> list[str]:
-    notes = ["The whole run" if view == "whole" else "The most recent part of the run"]
-    if grid.stride > 1:
-        notes.append(f"A column is {grid.stride} records and shows the value that is farthest from 0; lines are means")
-    return notes
 
 
 def short(name: str, most: int = 40) -> str:

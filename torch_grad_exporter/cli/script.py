@@ -97,7 +97,7 @@ def run(target: Target) -> None:
             _run_file(target, main)
     except BaseException as error:
         leave_traceback(error)
-        _show_without_us(error, _own(error.__traceback__))
+        _show_without_us(error)
         raise
 
 
@@ -134,16 +134,11 @@ def _in_path(folder: str) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the frames of the script, without those of this file before it; none if the script could not be compiled."""
-    while trace is not None and trace.tb_frame.f_globals is globals():
-        trace = trace.tb_next
-    return trace
-
-
-def _show_without_us(error: BaseException, own: types.TracebackType | None) -> None:
+def _show_without_us(error: BaseException) -> None:
     """Let the interpreter show an exception as if the script were the first frame, by any hook that is installed."""
-    shown_by = sys.excepthook
+    shown_by, own = sys.excepthook, error.__traceback__
+    while own is not None and own.tb_frame.f_globals is globals():
+        own = own.tb_next  # none is left if the script could not be compiled
 
     def show(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
         sys.excepthook = shown_by

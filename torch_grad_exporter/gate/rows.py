@@ -98,7 +98,11 @@ def junit(verdicts: Sequence[RunVerdict]) -> bytes:
 
 
 def _suite(verdict: RunVerdict, name: str) -> Element:
-    cases = [_case(row) for row in verdict.rows] if verdict.unusable is None else [_unusable(verdict.unusable)]
+    cases = [_case(row) for row in verdict.rows]
+    if verdict.unusable is not None:
+        why = _clean(verdict.unusable)
+        cases = [Element("testcase", {"classname": "torch_grad_exporter.run", "name": "usable", "time": "0"})]
+        SubElement(cases[0], "error", {"message": why, "type": "unusable"}).text = why
     counts = {
         "tests": str(len(cases)),
         "failures": str(len(verdict.of(Result.FAILED))),
@@ -138,12 +142,6 @@ def _case(row: VerdictRow) -> Element:
         SubElement(case, "skipped", {"message": text})
     elif text:
         SubElement(case, "system-out").text = text
-    return case
-
-
-def _unusable(why: str) -> Element:
-    case = Element("testcase", {"classname": "torch_grad_exporter.run", "name": "usable", "time": "0"})
-    SubElement(case, "error", {"message": _clean(why), "type": "unusable"}).text = _clean(why)
     return case
 
 

@@ -6,7 +6,6 @@ and returns. It is never a full backward hook, with which a module that works in
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from typing import Any
@@ -15,13 +14,11 @@ import torch
 
 from torch_grad_exporter.capture.module_hooks import ModuleHooks
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.modules import InnerModule, InnerModules
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, capturing_graph, graph_task, within_transform
 from torch_grad_exporter.torch_compat.compiler import called_from_compiled, something_is_compiled
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
-
-logger = logging.getLogger("torch_grad_exporter")
 
 
 class ForwardObserver:
@@ -175,7 +172,7 @@ class SampledHooks:
         else:
             self._hooks.arm(root, modules)
         if self.compiled > self._reported:
-            say(logger, logging.WARNING, self._warning, self.compiled)
+            warn(self._warning, self.compiled)
             self._reported = self.compiled
         return True
 

@@ -6,7 +6,6 @@ Forward hooks see inputs and outputs, a hook on each tensor its gradient.
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_grad_exporter.arguments import check_whole, shown, some
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks, Removable
-from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.errors import ErrorLog, warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.modules import InnerModule
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import clean, joined
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, version_of
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # Bytes that are kept, unless another number is given.
 LIMIT = 256 * 2**20
@@ -146,7 +143,7 @@ class _Recorder(AbstractContextManager[Calls], ForwardObserver):
         text = "no forward was seen; compiled ones do not show"
         if compiled:
             text = f"{some(compiled, 3)} run compiled, so nothing of them is recorded"
-        say(logger, logging.WARNING, "record: %s", text)
+        warn("record: %s", text)
 
 
 def _selected(models: Mapping[str, torch.nn.Module], include: str | Sequence[str] | None) -> dict[str, torch.nn.Module]:

@@ -6,7 +6,6 @@ model; over the samples every layer gets its turn.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +15,7 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.errors import caught, say
+from torch_grad_exporter.errors import caught, warn
 from torch_grad_exporter.inspection.layer_rows import LayerRows
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
@@ -28,8 +27,6 @@ from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import WIDTH, magnitudes
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # Layers, and elements of parameters, that a sample covers at most; one layer at least.
 LAYERS, ELEMENTS = 8, 1 << 24
@@ -126,7 +123,7 @@ class WeightProbe(Inspection):
             if failure is not None:
                 message = "weights: layer %s is left out, since its %s cannot be measured: %s: %s"
                 layer = table.layers[table.layer_of[position]]
-                say(logger, logging.WARNING, message, layer, tracked.attribute, type(failure).__name__, failure)
+                warn(message, layer, tracked.attribute, type(failure).__name__, failure)
         return self._tried[place]
 
 

@@ -8,7 +8,6 @@ loop logs, and ends with `accelerator.end_training()`. Accelerate calls trackers
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import weakref
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.arguments import numbered
-from torch_grad_exporter.errors import Guard, say
+from torch_grad_exporter.errors import Guard, warn
 from torch_grad_exporter.integrations.common import require
 from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
@@ -29,8 +28,6 @@ require("accelerate", "1.8", extra="accelerate")
 
 from accelerate import Accelerator  # noqa: E402 - what is missing has been said by now
 from accelerate.tracking import GeneralTracker  # noqa: E402
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # Names under which a loop logs its loss and its epoch; the first that is there counts.
 LOSS = ("loss", "train_loss", "train/loss")
@@ -178,7 +175,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
     def _failed(self, error: Exception) -> None:
         self._stop_waiting()
         message = "%s: nothing is watched: %s: %s"
-        say(logger, logging.WARNING, message, type(self).__name__, type(error).__name__, error, error=error)
+        warn(message, type(self).__name__, type(error).__name__, error, error=error)
 
     def _stop_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None

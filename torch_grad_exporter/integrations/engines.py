@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import logger, say
 from torch_grad_exporter.integrations.common import RoundLosses
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
     from torch_grad_exporter.integrations.session import Session
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # Steps from one write to the engine's monitor to the next if the engine's `steps_per_print` is None; its own default.
 LOG_EVERY = 10
@@ -133,8 +131,11 @@ class FollowedEngines:
                 exporter.step(steps_of(engine) if self._numbers else None)
             elif self._elsewhere:
                 exporter.step_skipped()
-        if self._logs and self._session is not None:
-            _write(engine, self._session)
+        # To the engine's monitor, on the first rank at its logging steps, by the samples so far.
+        logs_now = engine.global_rank == 0 and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0
+        if self._logs and self._session is not None and engine.monitor.enabled and logs_now:
+            values = self._session.logged().items()
+            engine.monitor.write_events([(name, value, engine.global_samples) for name, value in values])
 
 
 def followed_engines(models: torch.nn.Module | Iterable[torch.nn.Module]) -> list[Any]:
@@ -196,12 +197,6 @@ def _log_elsewhere(engine: Any, log: logging.Logger) -> None:
         engine.zero_optimization_stage(), engine.dp_world_size,
         "reduced precision" if _reduced_precision(engine) else "float32",
     )  # fmt: skip
-
-
-def _write(engine: Any, session: Session) -> None:
-    """Write values to the engine's monitor, on the first rank at its logging steps, by the samples so far."""
-    if engine.monitor.enabled and engine.global_rank == 0 and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0:
-        engine.monitor.write_events([(name, value, engine.global_samples) for name, value in session.logged().items()])
 
 
 def _reduced_precision(engine: Any) -> bool:

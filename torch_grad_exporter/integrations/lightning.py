@@ -77,7 +77,8 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
         """Start the exporter, unless there is one. Checkpoints are restored by now, and the module is on its device."""
         if sum(callback is self for callback in trainer.callbacks) > 1:
             raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
-        step, scaler = self._session.before_start(_steps_before, trainer), self._session.before_start(_scaler_of, trainer)
+        step = self._session.before_start(_steps_before, trainer)
+        scaler: object = self._session.before_start(lambda: getattr(trainer.precision_plugin, "scaler", None))
         self._session.begin(pl_module, step=step or None, trainer=trainer, grad_scaler=scaler)
         self._steps, self._losses, self._samples, self._knows_size = trainer.global_step, RoundLosses(), 0, None
 
@@ -163,11 +164,6 @@ def _steps_before(trainer: Trainer) -> int:
     if len(trainer.optimizers) <= 1:
         return int(trainer.global_step)
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def _scaler_of(trainer: Trainer) -> object:
-    """Return the gradient scaler of half precision, if there is one."""
-    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _size(batch: object) -> int | None:

@@ -5,7 +5,6 @@ Nothing of PyTorch is imported before the program does so, and nothing of the ex
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 
-from torch_grad_exporter.errors import Guard, say
+from torch_grad_exporter.errors import Guard, logger, warn
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # Names in `OTEL_METRICS_EXPORTER` that mean a push over OTLP.
 OTLP = {"otlp", "otlp_proto_grpc", "otlp_proto_http"}
@@ -126,4 +123,4 @@ def _push(chosen: dict[str, Any], environment: Mapping[str, str], names: set[str
 
 
 def _failed(error: Exception) -> None:
-    say(logger, logging.WARNING, "no training is watched: %s: %s", type(error).__name__, error, error=error)
+    warn("no training is watched: %s: %s", type(error).__name__, error, error=error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import re
 import types
@@ -18,12 +17,10 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.values import Number
 from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments
-from torch_grad_exporter.errors import Guard, say
+from torch_grad_exporter.errors import Guard, warn
 from torch_grad_exporter.exporter import open_exporters
 from torch_grad_exporter.integrations.common import TrainingInterrupted, numbers_of
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # What a trainer's own logger gets with `log=True`: the norms, the clipping, and what went wrong.
 LOGGED = r"^torch_(grad_global_norm|grad_norm/|grad_clip_coefficient|grad_nonfinite_steps_total|train_skipped_steps_total)"
@@ -157,7 +154,7 @@ class Session:
         running = self._given or running_exporter(model)
         if running is not None and (reporter := _REPORTERS.get(running)) is not None:
             if (other := reporter.active(trainer)) is not None:
-                say(logger, logging.WARNING, "%s: %s reports to this exporter already; remove one of them", self._who, other._who)
+                warn("%s: %s reports to this exporter already; remove one of them", self._who, other._who)
                 return
             running = self._take_over(running, reporter)
         self._started = running is None
@@ -238,7 +235,7 @@ class Session:
         if not self._failed_before:
             self._failed_before = True
             message = "%s: the trainer could not be read; the training begins without what it knows: %s: %s"
-            say(logger, logging.WARNING, message, self._who, type(error).__name__, error, error=error)
+            warn(message, self._who, type(error).__name__, error, error=error)
 
     def during(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
         """Run what an integration does at an event, if a training is active; a failure does not reach the training.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.errors import ErrorLog, caught, say, show
+from torch_grad_exporter.errors import ErrorLog, caught, inform, logger, show, warn
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.http.message import Request, Response
@@ -25,8 +24,6 @@ from torch_grad_exporter.outputs.prometheus.text import Format, LastValues, Rend
 
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.otlp.push import Push
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # How long the end of a program waits for what is under way, at most, in addition to `linger`.
 CLOSE_SECONDS = 1.4
@@ -132,7 +129,7 @@ class Outputs:
             return MetricsServer(self, self._renderer, self._errors, addr=addr, ports=ports, web_config=web_config)
         except (OSError, RuntimeError) as error:  # no free port, or no more threads can be started
             message = "no metrics are served, training goes on: cannot serve on %s, port %d and on: %s"
-            say(logger, logging.WARNING, message, addr or "all interfaces", port, error)
+            warn(message, addr or "all interfaces", port, error)
             return None
 
     def scrape(self) -> list[Family]:
@@ -182,7 +179,7 @@ class Outputs:
             _said.update([once] if once else [])
             show(logger, message, *arguments)
         else:
-            say(logger, logging.INFO, message, *arguments)
+            inform(message, *arguments)
 
     def warn_of_open_port(self) -> None:
         """Log once in a process that every host can read the metrics, if so: a notebook starts the exporter again and again."""
@@ -191,7 +188,7 @@ class Outputs:
             _said.add(OPEN)
             file = self._options.web_config_file
             protected = f", since {file} requires no authentication" if file else " or web_config_file="
-            say(logger, logging.WARNING, OPEN, server.port, protected)
+            warn(OPEN, server.port, protected)
 
     def close(self, *, failed: bool, hurried: bool) -> None:
         """Publish the end of the run: write the text file, push, linger, remove this rank's entries, and free the port.

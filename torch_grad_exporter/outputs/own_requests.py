@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from opentelemetry.context import attach, create_key, detach, get_value, set_value
 
@@ -38,6 +39,12 @@ def mute(*libraries: str) -> None:
             filters = logging.getLogger(name).filters
             if _FILTER not in filters:
                 filters.insert(0, _FILTER)  # before one that drops repeated lines: a line of ours must not cost the user theirs
+
+
+def with_path(url: str, path: str) -> str:
+    """Return an address with a path at its end, once."""
+    parts = urlsplit(url)
+    return parts._replace(path=parts.path.rstrip("/").removesuffix(path) + path).geturl()
 
 
 @contextlib.contextmanager

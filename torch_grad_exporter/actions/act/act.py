@@ -134,8 +134,10 @@ class Act:
             if isinstance(chosen, StepAction):
                 self._slots[trigger] = self._runner.add(trigger, chosen)
             try:
-                self._start()
-            except RuntimeError:
+                if not self._started:
+                    self._loop.start()
+                    self._started, self._due = True, self._clock() + self._first_pause
+            except RuntimeError:  # no thread can be started
                 self.remove(trigger)
                 raise
             if rule is not None and self._episodes is None:
@@ -152,13 +154,6 @@ class Act:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("on(): the exporter is closed")
-
-    def _start(self) -> None:
-        """Start the thread that judges, once. Raises `RuntimeError` if no thread can be started."""
-        if not self._started:
-            self._loop.start()
-            self._started = True
-            self._due = self._clock() + self._first_pause
 
     def remove(self, trigger: Trigger) -> None:
         """End a trigger. Idempotent, from any thread."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,13 +12,11 @@ from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Event, Trigger
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.outcomes import ActionMark, ActionOutcome, ActionTotals
-from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, contained, say, without_addresses
+from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, contained, warn, without_addresses
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
 if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.trigger import Trigger
-
-logger = logging.getLogger("torch_grad_exporter")
 
 SOURCE = "action"  # of the failures of actions and conditions
 
@@ -74,7 +71,7 @@ class ActionReports:
         action = repr(trigger.action) if changes_training else trigger.counted
         self.totals.marks.add(ActionMark(self.now(), self.steps, trigger.name, action, outcome.value), trigger.counted)
         if changes_training and outcome is ActionOutcome.DONE:
-            say(logger, logging.WARNING, "%s: %s changed the training at step %d", trigger.name, action, self.steps)
+            warn("%s: %s changed the training at step %d", trigger.name, action, self.steps)
 
 
 ROOM = 100  # events that wait, at most

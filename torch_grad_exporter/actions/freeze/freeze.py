@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,8 @@ from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.arguments import check_number, check_whole, near, shown, some
-from torch_grad_exporter.errors import BusyError, say
+from torch_grad_exporter.errors import BusyError, warn
 from torch_grad_exporter.rules import Rule
-
-logger = logging.getLogger("torch_grad_exporter")
 
 THRESHOLD, AFTER, REVIVE = 1e-3, 100, 1000  # the defaults
 VERSION = 1  # of the state
@@ -230,7 +227,7 @@ class Freeze(StepAction):
         if self._layers is not layers:  # it has just ended, and `end` may not have seen these
             layers.thaw(frozen)
         elif frozen:
-            say(logger, logging.WARNING, "froze %s after %d steps", ", ".join(frozen), self._steps)
+            warn("froze %s after %d steps", ", ".join(frozen), self._steps)
 
     def step_over(self, steps: int) -> None:
         """Try again what has been frozen for long enough."""
@@ -247,7 +244,7 @@ class Freeze(StepAction):
             layers.thaw(over)
             self._revived.extend(over)
             self._frozen = {layer: step for layer, step in self._frozen.items() if layer not in over}
-            say(logger, logging.WARNING, "train %s again after %d steps", ", ".join(over), steps)
+            warn("train %s again after %d steps", ", ".join(over), steps)
 
     def _drop_lost(self, layers: FrozenLayers) -> None:
         """Forget what is no longer frozen, though this one has not thawed it: the script has, and any `Freeze` may notice."""

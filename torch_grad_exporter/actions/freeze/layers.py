@@ -7,7 +7,6 @@ are known by their place and `id`, as those that are tracked: one that has been 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +16,10 @@ import torch
 
 from torch_grad_exporter.actions.freeze.refusals import emptied, refusal
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import warn
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import TrackedParameter, parameters_of
-
-logger = logging.getLogger("torch_grad_exporter")
 
 
 class NothingLeftError(RuntimeError):
@@ -223,4 +220,4 @@ class FrozenLayers:
             if existing and not any(parameter.requires_grad for parameter in existing):
                 return
             self.thaw([label])
-        say(logger, logging.WARNING, "layer %s was thawed or replaced by the script, and is not kept frozen", label)
+        warn("layer %s was thawed or replaced by the script, and is not kept frozen", label)

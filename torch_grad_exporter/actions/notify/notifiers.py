@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from torch_grad_exporter.actions.notify.notification import JSON, Body, Notification, SendError, checked_body, encoded_body, rfc3339
-from torch_grad_exporter.errors import contained, say, without_addresses
+from torch_grad_exporter.errors import contained, logger, say, without_addresses
 from torch_grad_exporter.rules.declaration import SEVERITIES
-
-logger = logging.getLogger("torch_grad_exporter")
 
 REPEAT_SECONDS = 60.0
 

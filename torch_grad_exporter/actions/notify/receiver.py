@@ -17,7 +17,7 @@ from urllib3.util import Retry
 
 from torch_grad_exporter.actions.notify.notification import SendError
 from torch_grad_exporter.arguments import check_number, shown
-from torch_grad_exporter.outputs.own_requests import AGENT, mute, unlogged
+from torch_grad_exporter.outputs.own_requests import AGENT, mute, unlogged, with_path
 
 HIDDEN = "<hidden>"  # shown in place of an address
 
@@ -74,11 +74,8 @@ class Receiver:
             url = self._current_url()
         except ValueError as error:  # the file was right at the start
             raise SendError(str(error)) from None
-        if path:
-            parts = urlsplit(url)
-            url = parts._replace(path=parts.path.rstrip("/").removesuffix(path) + path).geturl()
         try:
-            self._post(url, body, kind, seconds)
+            self._post(with_path(url, path) if path else url, body, kind, seconds)
         except SendError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it may contain the address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import threading
 import time
@@ -20,7 +19,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
@@ -33,8 +32,6 @@ from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import Inspected, Mailbox, Outcome
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # Rounds that an alarm arms, and seconds between two alarms that arm: while it goes on, more rounds show the same.
 ROUNDS, AGAIN_SECONDS = 4, 5.0
@@ -106,9 +103,12 @@ class Origins:
         flagged = FlaggedTape(record.data.tape, *record.data.sent.values(values))
         losses, self._losses = self._losses, 0
         origin = origin_of(flagged, loss_was_nonfinite=losses > 0)
-        if origin is not None and not self._is_consequence(origin):
-            self._reported_at = origin.step
-            self._report(origin)
+        if origin is not None:
+            finite = self._finite_at.get(origin.parameter)
+            # A parameter that was finite until the step of a reported origin: that step has made it so.
+            if finite is None or self._reported_at < finite or origin.step <= self._reported_at:
+                self._reported_at = origin.step
+                self._report(origin)
         self._remember(flagged)
 
     def _remember(self, flagged: FlaggedTape) -> None:
@@ -120,11 +120,6 @@ class Origins:
                 if held.layer not in nonfinite:
                     self._since.pop(held.layer, None)
 
-    def _is_consequence(self, origin: Origin) -> bool:
-        """Return whether it is a parameter that was finite until the step of a reported origin: that step has made it so."""
-        finite = self._finite_at.get(origin.parameter)
-        return finite is not None and self._reported_at >= finite and origin.step > self._reported_at
-
     def _report(self, origin: Origin) -> None:
         """Show a place, and log it unless it is shown already."""
         place = (origin.layer, origin.stage, origin.kind)
@@ -133,8 +128,8 @@ class Origins:
         self.steps = dict(latest[-PLACES:])
         if new and self._lines < LINES:
             self._lines += 1
-            level = logging.INFO if origin.routine else logging.WARNING
-            say(logger, level, "nan_origin: at step %d %s", origin.step, self._dated(origin).text)
+            log = inform if origin.routine else warn
+            log("nan_origin: at step %d %s", origin.step, self._dated(origin).text)
 
     def _dated(self, origin: Origin) -> Origin:
         """Add since when a parameter or buffer is not finite, as far as that is known."""

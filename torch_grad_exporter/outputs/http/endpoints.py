@@ -120,7 +120,10 @@ class BasicAuth:
         if credentials is None:
             return CredentialCheck(passes=False)
         name, password = credentials
-        hashed = users.get(name, self._decoy(name, users))
+        # For an unknown name a hash at the cost that one of the users has: always the same one for a name.
+        costs = sorted(each.split("$")[2] for each in users.values())
+        decoy = _DECOY_HASH.format(cost=costs[int.from_bytes(self._digest(name)) % len(costs)])
+        hashed = users.get(name, decoy)
         digest = self._digest(name, hashed, password)
         with self._lock:
             if digest in self._remembered:
@@ -145,12 +148,6 @@ class BasicAuth:
                     now = self._clock()
                     self._next_check = now + _REST * (now - began)
         return CredentialCheck(passes=passes)
-
-    def _decoy(self, name: str, users: Mapping[str, str]) -> str:
-        """Return a hash for an unknown name, at the cost that one of the users has: always the same one for a name."""
-        costs = sorted(hashed.split("$")[2] for hashed in users.values())
-        chosen = int.from_bytes(self._digest(name)) % len(costs)
-        return _DECOY_HASH.format(cost=costs[chosen])
 
     def _digest(self, *parts: str | bytes) -> bytes:
         """Return a fingerprint from which no password can be found outside of this process."""

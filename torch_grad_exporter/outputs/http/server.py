@@ -20,7 +20,7 @@ from typing import Any
 
 from tornado.platform.asyncio import AsyncIOLoop
 
-from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.errors import ErrorLog, warn
 from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.outputs.http.clients import Clients
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
@@ -40,8 +40,6 @@ MAX_CANDIDATES = 64
 MAX_PORT = 65535
 # Connections that the kernel holds for us: many wait there for a moment, and one that does not fit is tried again after a second.
 BACKLOG = 1024
-
-_log = logging.getLogger("torch_grad_exporter")
 
 
 class MetricsServer:
@@ -203,7 +201,7 @@ def open_listeners(addr: str, ports: Iterable[int]) -> list[socket.socket]:
             continue
         if tried:
             message = "port %d is taken, metrics are served on port %d instead"
-            say(_log, logging.WARNING, message, tried[0], listeners[0].getsockname()[1])
+            warn(message, tried[0], listeners[0].getsockname()[1])
         return listeners
     raise OSError(errno.EADDRINUSE, f"no free port at address {addr!r}, tried {tried}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import os
 import socket
 import ssl
@@ -18,11 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_grad_exporter.errors import ErrorLog, caught, say
+from torch_grad_exporter.errors import ErrorLog, caught, warn
 
 _CHECK_SECONDS = 1.0
-
-_log = logging.getLogger("torch_grad_exporter")
 
 # Time, size and inode of a file: enough to see that it was written again. None: it is not there.
 _Stamp = tuple[int, int, int, int] | None
@@ -162,7 +159,7 @@ class WebConfigFile:
             self.current = loaded
             if self._refused:
                 self._refused = False
-                say(_log, logging.WARNING, "%s: web configuration reloaded", self.path)
+                warn("%s: web configuration reloaded", self.path)
 
     def _load(self) -> WebSettings:
         try:

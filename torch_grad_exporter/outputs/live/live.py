@@ -174,7 +174,11 @@ class Live:
             "samples": self._history.samples,
             **{f"{name}_per_second": number(rates.get(name)) for name in ("steps", "samples", "tokens")},
             **numbers(values),
-            "problems": [_problem(problem) for problem in problems],
+            # Without the number, which is in the sentence.
+            "problems": [
+                {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
+                for problem in problems
+            ],
             "earlier": list(self._earlier(problems)),
             "quantities": list(self.quantities),
             "values": 0 if self._logged is None else self._logged.samples,
@@ -279,11 +283,6 @@ class Live:
             if labels.get("rank") != str(self._run.rank):
                 scheme = labels.get("__scheme__", "http")
                 yield {"rank": int(labels["rank"]), "host": labels.get("host", ""), "url": f"{scheme}://{group['targets'][0]}/"}
-
-
-def _problem(problem: Problem) -> Json:
-    """Return a problem for the page; its sentence has the number."""
-    return {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
 
 
 class LatestScrape:

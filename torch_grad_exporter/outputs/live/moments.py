@@ -64,7 +64,8 @@ class GradientMoments:
     def of_sample(self, reading: Reading, steps: int) -> Moment:
         """Return the moment of a sample, at its step, or at `steps` if that is unknown; without values of each step."""
         gradients = reading.snapshot.gradients
-        step = _sample_step(gradients)
+        seen = gradients.totals["sample_step"][gradients.totals["seen"]]
+        step = int(seen.max()) if len(seen) else None
         if self._table is not gradients.table:
             self._table, shown = gradients.table, gradients.table.shown
             self._shown = slice(None) if shown.all() else shown
@@ -225,9 +226,3 @@ def _narrowed(values: Sequence[FloatArray] | Sequence[float]) -> Values:
     most = float(np.finfo(np.float32).max)
     # For few layers this takes half as long as `np.clip`.
     return np.minimum(np.maximum(np.array(values, dtype=np.float64), -most), most).astype(np.float32)
-
-
-def _sample_step(gradients: GradientSnapshot) -> int | None:
-    """Return the step of the last sample, None if unknown."""
-    seen = gradients.totals["sample_step"][gradients.totals["seen"]]
-    return int(seen.max()) if len(seen) else None

@@ -55,9 +55,22 @@ class Delivery:
 
     def __init__(self, settings: PushSettings, seconds: float) -> None:
         seconds = min(seconds, settings.timeout)
-        self._session = session = _Session(settings) if settings.protocol is Protocol.HTTP else None
+        self._session = _Session(settings) if settings.protocol is Protocol.HTTP else None
+        self._exporter: MetricExporter
         with unlogged() as said:
-            self._exporter = _over_grpc(settings, seconds) if session is None else _over_http(settings, seconds, session)
+            if self._session is not None:
+                from opentelemetry.exporter.otlp.proto.http import metric_exporter as http  # noqa: PLC0415 - slow to import
+
+                mute("opentelemetry", "urllib3")
+                self._exporter = http.OTLPMetricExporter(
+                    settings.endpoint, headers=settings.headers, timeout=seconds, session=self._session
+                )
+            else:
+                from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc  # noqa: PLC0415 - optional
+
+                mute("opentelemetry")
+                headers = None if settings.headers is None else tuple(settings.headers.items())
+                self._exporter = grpc.OTLPMetricExporter(settings.endpoint, headers=headers, timeout=seconds)
         # It quotes a header that it cannot read, which may be a password.
         self.warnings = [_shown("a header of the environment cannot be read" if "eader" in text else text) for text in said]
 
@@ -82,21 +95,6 @@ class Delivery:
         """Give the connection back; ends a pause between two tries. From any thread."""
         with unlogged():
             self._exporter.shutdown()
-
-
-def _over_http(settings: PushSettings, seconds: float, session: _Session) -> MetricExporter:
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - slow to import
-
-    mute("opentelemetry", "urllib3")
-    return OTLPMetricExporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=session)
-
-
-def _over_grpc(settings: PushSettings, seconds: float) -> MetricExporter:
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter  # noqa: PLC0415 - optional
-
-    mute("opentelemetry")
-    headers = None if settings.headers is None else tuple(settings.headers.items())
-    return OTLPMetricExporter(settings.endpoint, headers=headers, timeout=seconds)
 
 
 class _Session(requests.Session):

@@ -53,7 +53,9 @@ class Deltas:
 
     def _difference(self, family: Family, at: int) -> Family:
         table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
-        places, now = table.places(family.labels, self._at), _numbers(family)
+        places, rows = table.places(family.labels, self._at), len(family.labels)
+        sums = np.zeros(rows) if family.sums is None else family.sums
+        now: FloatArray = np.column_stack((family.values.reshape(rows, len(family.spec.buckets) + 1), sums))
         if "layer" in family.spec.labels:
             table.fold_removed(family.labels, family.spec.labels.index("layer"), places, now)
         present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
@@ -145,26 +147,19 @@ class _Table:
         for row in removed:
             remainder = (*row[:layer], REMOVED, *row[layer + 1 :])
             if remainder in here and row != remainder:
+                place, into = self._rows[row], self._rows[remainder]
                 # At most the present remainder: sums of the same parts may differ in their last digits.
-                self._add(self._rows[row], self._rows[remainder], most=now[here[remainder]])
-                self._forget(row, gone=row not in here)
-
-    def _add(self, place: int, into: int, *, most: FloatArray) -> None:
-        self.numbers[into] = np.minimum(self.numbers[into] + self.numbers[place], most)
-        self.known[into] |= self.known[place]
-        both = Counter(self._exponential.get(into, {}))
-        both.update(self._exponential.get(place, {}))
-        self._exponential[into] = both
-
-    def _forget(self, row: tuple[str, ...], *, gone: bool) -> None:
-        place = self._rows[row]
-        self.known[place], self.numbers[place] = False, 0
-        self._exponential.pop(place, None)
-        self._exemplars.pop(place, None)
-        if gone:
-            del self._rows[row]
-            self._free.append(place)
-            self._places.clear()
+                self.numbers[into] = np.minimum(self.numbers[into] + self.numbers[place], now[here[remainder]])
+                self.known[into] |= self.known[place]
+                both = Counter(self._exponential.get(into, {}))
+                both.update(self._exponential.pop(place, {}))
+                self._exponential[into] = both
+                self._exemplars.pop(place, None)
+                self.known[place], self.numbers[place] = False, 0
+                if row not in here:
+                    del self._rows[row]
+                    self._free.append(place)
+                    self._places.clear()
 
     def take(self, sent: _SentRows, rows: IntArray) -> None:
         """Note rows of an export as arrived."""
@@ -189,10 +184,3 @@ class _Table:
         for exemplars, place in zip(now, places.tolist(), strict=True):
             before = self._exemplars.get(place, {})
             yield {bucket: exemplar for bucket, exemplar in exemplars.items() if before.get(bucket) != exemplar}
-
-
-def _numbers(family: Family) -> FloatArray:
-    """Return the numbers of each row, and its sum, 0 if it has none."""
-    rows = len(family.labels)
-    sums = np.zeros(rows) if family.sums is None else family.sums
-    return np.column_stack((family.values.reshape(rows, len(family.spec.buckets) + 1), sums))

@@ -8,7 +8,6 @@ next one has the differences that have not arrived. The end of the run has an ex
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import platform
@@ -20,14 +19,12 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELR
 
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.errors import ErrorLog, Guard, caught, say
+from torch_grad_exporter.errors import ErrorLog, Guard, caught, inform, warn
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.outputs.otlp.points import SOURCE, ExportTimes, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
-
-logger = logging.getLogger("torch_grad_exporter")
 
 # The `service.name` of a process that has none: the name of the job in the shipped configuration of Prometheus.
 SERVICE = "training"
@@ -74,7 +71,7 @@ class Push:
         self._deltas = Deltas(settings.delta, began=self._began)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)
         for warning in self._delivery.warnings:
-            say(logger, logging.WARNING, "OpenTelemetry's exporter: %s", warning)
+            warn("OpenTelemetry's exporter: %s", warning)
         self._hanging: list[BackgroundThread] = []
         self._due = math.inf
         guard = Guard(functools.partial(errors.report_first, SOURCE))
@@ -85,7 +82,7 @@ class Push:
         self._due = time.monotonic() + min(self._settings.interval, FIRST_SECONDS)
         self._thread.start()
         endpoint = without_password(self._settings.endpoint)
-        say(logger, logging.INFO, "pushing metrics to %s every %g s", endpoint, self._settings.interval)
+        inform("pushing metrics to %s every %g s", endpoint, self._settings.interval)
 
     def end(self) -> None:
         """Mark the run as over; the last export begins, with the present values."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import importlib.util
-import logging
 import math
 import os
 import re
@@ -21,10 +20,9 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from torch_grad_exporter.arguments import check_number, shown
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.metrics.families import Kind
-
-logger = logging.getLogger("torch_grad_exporter")
+from torch_grad_exporter.outputs.own_requests import with_path
 
 # Where a receiver takes metrics over HTTP, below its endpoint.
 PATH = "/v1/metrics"
@@ -106,7 +104,7 @@ def resolve(
         name, text = variables.specific("ENDPOINT") if given is None else ("otlp_endpoint", given)
         target = _endpoint(name, text, used)
     except (ValueError, ImportError) as error:
-        say(logger, logging.WARNING, "no metrics are pushed: %s", error)
+        warn("no metrics are pushed: %s", error)
         return None
     # No thread can wait for 2 ** 63 ms, which some write for "never".
     often = min(max(0.1, variables.number("OTEL_METRIC_EXPORT_INTERVAL", 1e3 * INTERVAL) / 1e3), 86400.0)
@@ -114,7 +112,7 @@ def resolve(
     temporality = variables.text("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE").lower()
     buckets = variables.text("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION").lower()
     return PushSettings(
-        endpoint=target if used is Protocol.GRPC or "METRICS" in name else _with_path(target),
+        endpoint=target if used is Protocol.GRPC or "METRICS" in name else with_path(target, PATH),
         protocol=used,
         headers=checked,
         interval=seconds or often,
@@ -146,7 +144,7 @@ class _Variables:
             if 0 < (number := float(text or default)) < math.inf:
                 return number
         message = "environment variable %s=%r is ignored: expected a number above 0; using %g"
-        say(logger, logging.WARNING, message, name, text, default)
+        warn(message, name, text, default)
         return default
 
 
@@ -158,7 +156,7 @@ def _enabled(variables: _Variables, *, argument: bool) -> bool:
     if disabled or "none" in exporters:
         if argument:
             reason = "OTEL_SDK_DISABLED=true" if disabled else "OTEL_METRICS_EXPORTER=none"
-            say(logger, logging.INFO, "no metrics are pushed: %s", reason)
+            inform("no metrics are pushed: %s", reason)
         return False
     return argument or bool(variables.specific("ENDPOINT")[1] and (exporters & OTLP or not asked))
 
@@ -197,12 +195,6 @@ def _is_endpoint(text: str, protocol: Protocol) -> bool:
     if protocol is Protocol.GRPC and ("@" in text or (address and port is None)):  # gRPC would log a password, and not send it
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and text.isprintable() and " " not in text
-
-
-def _with_path(endpoint: str) -> str:
-    """Return the endpoint for metrics that belongs to one for all signals."""
-    parts = urlsplit(endpoint)
-    return parts._replace(path=parts.path.rstrip("/").removesuffix(PATH) + PATH).geturl()
 
 
 def without_password(endpoint: str) -> str:

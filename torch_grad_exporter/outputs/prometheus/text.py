@@ -19,7 +19,7 @@ import numpy as np
 from torch_grad_exporter import files
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, LabelRows, Spec, by_spec
+from torch_grad_exporter.metrics.families import Exemplar, Family, LabelRows, Spec, by_spec
 from torch_grad_exporter.outputs.prometheus import series
 
 
@@ -59,7 +59,10 @@ class Renderer:
         if family.present is not None:
             mask = np.repeat(family.present, len(series.columns(family.spec)))
             prefixes = list(compress(prefixes, mask.tolist()))
-        numbers = _numbers(series.table(family).ravel())
+        values = series.table(family).ravel()
+        numbers = list(map(repr, values.tolist()))
+        for place in np.flatnonzero(~np.isfinite(values)).tolist():
+            numbers[place] = _NON_FINITE[numbers[place]]
         if form is Format.OPENMETRICS:
             for place, exemplar in series.exemplars(family).items():
                 numbers[place] += _exemplar(exemplar)
@@ -70,11 +73,8 @@ class Renderer:
 
     def _prefixes(self, spec: Spec, labels: LabelRows) -> list[str]:
         prepared = self._prepared.setdefault(labels, {})
-        if spec not in prepared:
-            prepared[spec] = self._prepare(spec, labels)
-        return prepared[spec]
-
-    def _prepare(self, spec: Spec, labels: LabelRows) -> list[str]:
+        if spec in prepared:
+            return prepared[spec]
         constant = [_pair(name, value) for name, value in self._constant_labels.items() if name not in spec.labels]
         frames = {labelled: _frames(spec, labelled=labelled) for labelled in (False, True)}
         prefixes: list[str] = []
@@ -83,6 +83,7 @@ class Renderer:
             own = [_pair(name, value) for name, value in zip(spec.labels, row, strict=True) if value]
             pairs = ",".join((*constant, *own))
             prefixes += [before + pairs + after for before, after in frames[bool(pairs)]]
+        prepared[spec] = prefixes
         return prefixes
 
 
@@ -122,13 +123,6 @@ def _exemplar(exemplar: Exemplar) -> str:
     """Return the text after a bucket's number."""
     trace, span = exemplar.trace_id.hex(), exemplar.span_id.hex()
     return f' # {{trace_id="{trace}",span_id="{span}"}} {exemplar.value!r} {exemplar.at!r}'
-
-
-def _numbers(values: FloatArray) -> list[str]:
-    texts = list(map(repr, values.tolist()))
-    for index in np.flatnonzero(~np.isfinite(values)).tolist():
-        texts[index] = _NON_FINITE[texts[index]]
-    return texts
 
 
 # Which format a client asks for
