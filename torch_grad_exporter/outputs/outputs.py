@@ -198,9 +198,9 @@ class Outputs:
         """
         self.ended = True
         if self._last_values is not None:
-            self._last_values.end()
+            self._last_values.stop()
         if self._push is not None:
-            self._push.end()
+            self._push.stop()
         if self._server is not None and not hurried:
             with contextlib.suppress(KeyboardInterrupt):  # which is meant for the waiting
                 self._linger()

@@ -9,6 +9,7 @@ import functools
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch_grad_exporter.store.host_transfer import HostTransfer
 REPORT_SECONDS = 0.25  # between two reports of one optimizer, at least
 
 
+@dataclass(eq=False, slots=True)
 class ClippedOptimizer:
     """An optimizer's clipping, from its first step on.
 
@@ -37,14 +39,12 @@ class ClippedOptimizer:
         report_due: The time of the next report.
     """
 
-    __slots__ = ("clipping", "flag", "handle", "name", "report_due", "tracker")
-
-    def __init__(self, tracker: ParameterTracker) -> None:
-        self.tracker, self.flag = tracker, SkipFlag()
-        self.name = ""
-        self.clipping: Clipping | None = None
-        self.handle: Removable | None = None
-        self.report_due = 0.0
+    tracker: ParameterTracker
+    flag: SkipFlag = field(default_factory=SkipFlag)
+    name: str = ""
+    clipping: Clipping | None = None
+    handle: Removable | None = None
+    report_due: float = 0.0
 
 
 class ClippedOptimizers:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,31 +123,19 @@ class Metric:
     rows: Mapping[tuple[str, ...], float]
 
 
+_Made = TypeVar("_Made", ActionMark, Status, JudgedRule, Wrong)
+
+
 def status(saved: Saved) -> Status:
     """Return whose history it is. Like the others, raises `KeyError`, `TypeError` or `ValueError` if it is damaged."""
-    content = saved["status"]
-    state, step = content["state"], content["step"]
     for name in ("resources", "problems", "ranks"):
-        _list(content[name], name, most=MOST_CELLS)
-    return Status(
-        _text(content["run"]),
-        int(content["rank"]),
-        int(content["world_size"]),
-        None if state is None else _text(state),
-        None if step is None else float(_finite([step], "step")[0]),
-    )
+        _list(saved["status"][name], name, most=MOST_CELLS)
+    return _made(Status, saved["status"])
 
 
 def actions(saved: Saved) -> list[ActionMark]:
     """Return what `exporter.on` did, the oldest first; nothing if an earlier version has saved it."""
-    return [
-        ActionMark(
-            float(_finite([action["time"]], "time")[0]),
-            int(_finite([action["step"]], "step")[0]),
-            *(_text(action[name]) for name in ("name", "action", "result")),
-        )
-        for action in _list(saved["status"].get("actions", []), "actions")
-    ]
+    return [_made(ActionMark, action) for action in _list(saved["status"].get("actions", []), "actions")]
 
 
 def lines(saved: Saved, view: str) -> Lines:
@@ -241,21 +229,8 @@ def judged_of(saved: Mapping[str, Any]) -> RunJudgement | None:
     judged = saved.get("judged")
     if judged is None:
         return None
-    rules = tuple(
-        JudgedRule(
-            _text(rule["name"]), bool(rule["judged"]), bool(rule["there"]), _texts(rule["needs"]), float(rule["seconds"]),
-            None if rule["samples"] is None else int(rule["samples"]), int(rule["least"]),
-        )
-        for rule in _list(judged["rules"], "rules")
-    )  # fmt: skip
-    wrong = tuple(
-        Wrong(
-            _text(problem["alert"]), _text(problem["severity"]), None if problem["layer"] is None else _text(problem["layer"]),
-            _texts(problem["others"]), _text(problem["text"]), None if problem["value"] is None else float(problem["value"]),
-            int(problem["first"]), int(problem["last"]), bool(problem["by_samples"]),
-        )
-        for problem in _list(judged["wrong"], "wrong")
-    )  # fmt: skip
+    rules = tuple(_made(JudgedRule, rule) for rule in _list(judged["rules"], "rules"))
+    wrong = tuple(_made(Wrong, problem) for problem in _list(judged["wrong"], "wrong"))
     return RunJudgement(int(judged["samples"]), float(judged["seconds"]), rules, wrong)
 
 
@@ -281,6 +256,17 @@ def check(saved: Saved) -> None:
         for quantity in QUANTITIES + MOMENTS * has_moments(saved):
             if not known.issuperset(grid(saved, quantity, view).layers):
                 raise ValueError("a layer of the heatmaps has no entry of its own")
+
+
+def _made(kind: type[_Made], content: Mapping[str, object]) -> _Made:
+    """Return a dataclass with the values of its fields, checked by their types."""
+    read: Any = {"str": _text, "bool": bool, "int": int, "float": float, "tuple[str, ...]": _texts}
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        name, _, optional = str(field.type).partition(" | ")
+        value = content[field.name]
+        values[field.name] = None if optional and value is None else read[name](value)
+    return kind(**values)
 
 
 def _flags(text: str, shape: tuple[int, int]) -> BoolArray:

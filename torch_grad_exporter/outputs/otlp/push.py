@@ -48,7 +48,7 @@ LEFT_BEHIND = 3
 _inherited: list[object] = []
 
 
-class Push:
+class Push(BackgroundLoop):
     """Exports all metrics: soon after `start`, every `interval` seconds, and once more at `close`.
 
     Args:
@@ -75,22 +75,14 @@ class Push:
         self._hanging: list[BackgroundThread] = []
         self._due = math.inf
         guard = Guard(functools.partial(errors.report_first, SOURCE))
-        self._thread = BackgroundLoop("push", self._export_in_turn, guard=guard, pause=self._until_due, last=self._export_last)
+        super().__init__("push", self._export_in_turn, guard=guard, pause=self._until_due, last=self._export_last)
 
     def start(self) -> None:
         """Start the thread. Raises `RuntimeError` if no more threads can be started."""
         self._due = time.monotonic() + min(self._settings.interval, FIRST_SECONDS)
-        self._thread.start()
+        super().start()
         endpoint = without_password(self._settings.endpoint)
         inform("pushing metrics to %s every %g s", endpoint, self._settings.interval)
-
-    def end(self) -> None:
-        """Mark the run as over; the last export begins, with the present values."""
-        self._thread.stop()
-
-    def close(self, seconds: float) -> None:
-        """Wait for the last export, for this many seconds at most. Idempotent."""
-        self._thread.close(seconds)
 
     def after_fork_in_child(self) -> None:
         """Keep the parent's connection, which must not be touched; the child has no thread that would send anything."""
@@ -112,19 +104,19 @@ class Push:
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
         way = self._delivery = self._delivery or Delivery(self._settings, self._settings.timeout)
-        transfer = _Transfer(self._thread, self._portions())
+        transfer = _Transfer(self, self._portions())
         thread = BackgroundThread("export", functools.partial(transfer.run, way))
         thread.start()
         limit = 2 * self._settings.timeout + 1
-        while thread.running and not self._thread.stopping and time.monotonic() < transfer.began_at + limit:
+        while thread.running and not self.stopping and time.monotonic() < transfer.began_at + limit:
             thread.join(0.05)
-        if self._thread.stopping:
+        if self.stopping:
             thread.join(GRACE)
         # Without the failures that closing the connection causes.
         transfer.stopped, late, outcomes = True, None, list(transfer.outcomes)
         if thread.running:
             self._hanging.append(thread)
-            if not self._thread.stopping:  # else the last export closes the connection, which ends a pause between two tries
+            if not self.stopping:  # else the last export closes the connection, which ends a pause between two tries
                 self._delivery = None
                 way.close()
                 late = TimeoutError(f"a request did not finish within {limit:g} s")
@@ -136,7 +128,7 @@ class Push:
         Each request has a connection of its own and the remaining time: the earlier connection may be in use, or in a pause between
         two tries.
         """
-        transfer, late = _Transfer(self._thread, self._portions()), None
+        transfer, late = _Transfer(self, self._portions()), None
         with ExitStack() as ways:
             if self._delivery is not None:
                 ways.callback(self._delivery.close)

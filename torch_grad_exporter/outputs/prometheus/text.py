@@ -158,7 +158,7 @@ def _members(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
             yield value, parameters, float(quality)
 
 
-class LastValues:
+class LastValues(BackgroundLoop):
     """The last metrics of a rank as a file for node_exporter's textfile collector, which serves them when the run is over.
 
     It is written with `content` when the run ends, and `node_exporter --collector.textfile.directory=DIRECTORY` reads every
@@ -173,20 +173,8 @@ class LastValues:
         self._content = content
         self._guard = guard
         self._removed = False
-        self._thread = BackgroundLoop("textfile", self._remove, guard=guard, last=self._write)
-
-    def start(self) -> None:
-        """Start the thread. Raises `RuntimeError` if no more threads can be started."""
-        self._thread.wake()
-        self._thread.start()
-
-    def end(self) -> None:
-        """Mark the run as over: the present values are written."""
-        self._thread.stop()
-
-    def close(self, seconds: float) -> None:
-        """Wait until they are written, for this many seconds at most. Idempotent."""
-        self._thread.close(seconds)
+        super().__init__("textfile", self._remove, guard=guard, last=self._write)
+        self.wake()
 
     def _remove(self) -> None:
         self._removed = True
