@@ -19,7 +19,10 @@ def _sizes() -> Panel:
     )
     rms = f"log10(clamp_min({highest(selector, 'run, layer')}, 1e-12))"
     query = Query(ask.in_model_order(rms, modules=True), BY)
-    return draw.field_of_rows("Size of every output", text, query, scheme="Turbo", limits=(-4, 4), nothing=NOTHING, unit=draw.POWER)
+    return draw.field_of_rows(
+        "Size of every output", text, query, scheme="Turbo", limits=(-4, 4), nothing=NOTHING, unit=draw.POWER,
+        ever=ask.ever(selector),
+    )  # fmt: skip
 
 
 def _dead() -> Panel:
@@ -29,7 +32,9 @@ def _dead() -> Panel:
         "element of the sample, from 0 to 1. Units stay dead behind a ReLU whose inputs are all negative."
     )
     query = Query(ask.in_model_order(highest(selector, "run, layer"), modules=True), BY)
-    return draw.field_of_rows("Dead units of every output", text, query, scheme="Turbo", limits=(0, 1), nothing=NOTHING)
+    return draw.field_of_rows(
+        "Dead units of every output", text, query, scheme="Turbo", limits=(0, 1), nothing=NOTHING, ever=ask.ever(selector)
+    )
 
 
 def _gradients() -> Panel:

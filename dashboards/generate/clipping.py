@@ -69,7 +69,7 @@ def _frozen() -> Panel:
     frozen = ask.in_model_order(f"({highest(selector, 'run, layer')} > bool 0) and on (run, layer) ({ever})")
     text = "Layers that Freeze() has stopped from being trained in the time range, and when. It may try them again."
     nothing = "No layer was frozen"
-    return draw.timeline("Frozen layers", text, Query(frozen, "{{layer}} {{run}}"), FROZEN, nothing)
+    return draw.timeline("Frozen layers", text, Query(frozen, "{{layer}} {{run}}"), FROZEN, nothing, ever=ever)
 
 
 def row() -> list[Panel]:

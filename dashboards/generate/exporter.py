@@ -8,7 +8,7 @@ from dashboards.generate import acting
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import equal, events, of_rank, of_run, rate, recorded
+from dashboards.generate.queries import equal, events, ever, of_rank, of_run, rate, recorded
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-exporter"
@@ -83,7 +83,8 @@ def _mode() -> Panel:
         "Where the exporter reads gradients. At the step is the last resort, as under compiled "
         "autograd: norms are those after clipping."
     )
-    return draw.timeline("Capture mode", text, Query(f"max by (run, rank) ({each})", RANK), MODES, draw.NO_RUN)
+    query, known = Query(f"max by (run, rank) ({each})", RANK), ever(of_rank("torch_grad_exporter_capture_mode"))
+    return draw.timeline("Capture mode", text, query, MODES, draw.NO_RUN, ever=known)
 
 
 def _layers() -> Panel:

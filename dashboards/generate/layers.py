@@ -50,7 +50,10 @@ def norms() -> Panel:
     logarithm = f"log10(clamp_min({ask.layer_norm()} < +Inf, 1e-12)) or on (run, layer) {ask.not_finite()}"
     query = Query(ask.in_model_order(f"({logarithm})"), "{{layer}} {{run}}")
     nothing = "No layer was read; for sharded gradients this needs the recording rules"
-    return draw.field_of_rows("Norm of every layer", text, query, scheme="Turbo", limits=(-6, 2), unit=draw.POWER, nothing=nothing)
+    return draw.field_of_rows(
+        "Norm of every layer", text, query, scheme="Turbo", limits=(-6, 2), unit=draw.POWER, nothing=nothing,
+        ever=ask.ever(of_run("torch_grad_norm"), of_run("torch_grad_shard_norm")),
+    )  # fmt: skip
 
 
 def _deviations() -> Panel:
@@ -65,7 +68,7 @@ def _deviations() -> Panel:
     query = Query(ask.in_model_order(every), "{{layer}} {{run}}")
     return draw.field_of_rows(
         "Deviation of every layer from its own baseline", text, query, scheme="RdYlBu", limits=(-6, 6),
-        nothing="Needs 20 samples of a layer",
+        nothing="Needs 20 samples of a layer", ever=ask.ever(of_run("torch_grad_norm_zscore")),
     )  # fmt: skip
 
 

@@ -228,14 +228,16 @@ def ranking(title: str, description: str, unit: str, *queries: Query, full: floa
     return panel.min(0).max(full).show_unfilled(True).thresholds(steps(("blue", None)))
 
 
-def timeline(title: str, description: str, query: Query, texts: Mapping[int, Named], nothing: str) -> statetimeline.Panel:
-    """A row for each series whose colour says its state; 10 rows to a page. Without any there is a green row that says so.
+def timeline(
+    title: str, description: str, query: Query, texts: Mapping[int, Named], nothing: str, *, ever: str = ""
+) -> statetimeline.Panel:
+    """A row for each series whose colour says its state; 10 rows to a page. While there is none a green row says so.
 
-    With the colour mode that Grafana takes otherwise, a continuous one, there is no legend.
+    With the colour mode that Grafana takes otherwise, a continuous one, there is no legend. `ever`: see `or_nothing`.
     """
     panel = about(statetimeline.Panel(), title, description, "short", NO_RUN)
     # Grafana draws no sentence for a timeline without series, but an error.
-    filled = Query(or_nothing(query.expression, query.legend, nothing), query.legend)
+    filled = Query(or_nothing(query.expression, query.legend, nothing, unless=ever), query.legend)
     panel = asking(panel, [filled]).mappings([names({**texts, NOTHING: ("None", "green")})])
     panel.legend(build.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.LIST).placement(
         common.LegendPlacement.BOTTOM))  # fmt: skip
@@ -269,13 +271,21 @@ def distribution(title: str, description: str, unit: str, selector: str, nothing
 
 
 def field_of_rows(
-    title: str, description: str, query: Query, *, scheme: str, limits: tuple[float, float], nothing: str, unit: str = "short"
+    title: str,
+    description: str,
+    query: Query,
+    *,
+    scheme: str,
+    limits: tuple[float, float],
+    nothing: str,
+    ever: str,
+    unit: str = "short",
 ) -> heatmap.Panel:
     """A thin row for each series, its value as a colour between two limits: hundreds of layers at a glance.
 
-    Grafana itself turns the schemes that end in blue, so that red is high.
+    Grafana itself turns the schemes that end in blue, so that red is high. `ever`: see `or_nothing`.
     """
-    filled = Query(or_nothing(query.expression, query.legend, nothing, value=UNDRAWN), query.legend)
+    filled = Query(or_nothing(query.expression, query.legend, nothing, UNDRAWN, unless=ever), query.legend)
     panel = asking(about(heatmap.Panel(), title, description, unit, NO_RUN), [filled])
     color = _color(scheme).scale(HeatmapColorScale.LINEAR).min(limits[0]).max(limits[1]).reverse(False)
     axis = heatmap.YAxisConfig().unit("short").axis_placement(common.AxisPlacement.LEFT).axis_width(180)

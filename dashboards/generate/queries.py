@@ -222,6 +222,11 @@ def or_nothing(expression: str, legend: str, text: str, value: int = NOTHING, un
     return f'{expression} or on () label_replace({there}, "{label}", "{text}", "", "")'
 
 
+def ever(*selectors: str) -> str:
+    """The series that there were at any moment of the time range."""
+    return " or ".join(f"last_over_time({selector}[$__range] @ end())" for selector in selectors)
+
+
 def firing(*matchers: str, state: str = "firing") -> str:
     """The alerts of the chosen runs that fire; they have no job, but their runs have, within the hour."""
     alerts = f"ALERTS{{{', '.join((equal('alertstate', state), CHOSEN_RUN, *matchers))}}}"

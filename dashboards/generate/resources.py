@@ -7,7 +7,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import by_host, counted, in_order, of_rank, rate, with_host
+from dashboards.generate.queries import by_host, counted, ever, in_order, of_rank, rate, with_host
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-resources"
@@ -117,7 +117,8 @@ def _throttled() -> Panel:
         "Whether the driver held the clocks down: at times, or for more than a tenth of the time, as alert GpuThrottled has it. A "
         "slow GPU slows all ranks down."
     )
-    return draw.timeline("Throttled", text, query, THROTTLED, NO_GPU)
+    known = ever(of_rank("torch_gpu_throttled_seconds_total"))
+    return draw.timeline("Throttled", text, query, THROTTLED, NO_GPU, ever=known)
 
 
 def _reasons() -> Panel:

@@ -427,6 +427,23 @@ def test_an_empty_panel_says_so(panel: Callable[..., Panel], board: str, title: 
     assert text in found.sentences("A", run=run)
 
 
+@pytest.mark.parametrize(
+    ("board", "title", "run"),
+    [
+        ("Gradients by layer", "Deviation of every layer from its own baseline", "healthy"),
+        ("Gradients by layer", "Size of every output", "healthy"),
+        ("Gradients by layer", "Distribution of the weights", "healthy"),
+        ("Gradients by layer", "Frozen layers", "explodes"),
+        ("Resources", "Throttled", "gpu"),
+    ],
+)
+def test_no_sentence_stands_beside_data(panel: Callable[..., Panel], board: str, title: str, run: str) -> None:
+    """A panel whose series begin after the run does not say beside them that there are none."""
+    found = panel(board, title)
+    assert eventually(nine_runs.slowly(lambda: found.ask("A", run=run) != []))
+    assert found.sentences("A", run=run) == set()
+
+
 def test_a_gpu_that_is_held_back_is_seen(panel: Callable[..., Panel]) -> None:
     """A throttled GPU shows for how long and for which reason."""
     found = panel("Resources", "Throttled")

@@ -151,7 +151,7 @@ class Training:
 
 
 def policy(training: Training) -> dict[str, float]:
-    """Return values like those that TRL logs of a policy, which learns at first, and may collapse within 40 steps."""
+    """Return values like those that TRL and verl log of a policy, which learns at first, and may collapse within 40 steps."""
     learnt, lost, wave = training.steps / (training.steps + 100), min(1.0, training.collapsing / 40), math.sin(training.steps / 7)
     return {
         "reward": learnt + 0.05 * wave + lost,
@@ -162,6 +162,8 @@ def policy(training: Training) -> dict[str, float]:
         "clip_ratio/region_mean": 0.05 + 0.02 * wave + 0.6 * lost,
         "completions/mean_length": 180 + 60 * learnt + 5 * wave + 300 * lost,
         "frac_reward_zero_std": 0.1 + 0.05 * wave + 0.8 * lost,
+        "rollout_corr/rollout_is_eff_sample_size": 0.9 - 0.7 * lost,
+        "rollout_corr/kl": 0.001 + 0.0002 * wave + 0.5 * lost,
         "loss/auxiliary": math.nan if training.factor > 1 else 0.5,
     }
 
