@@ -41,6 +41,7 @@ def test_nonfinite_numbers_are_strings() -> None:
     ).record()
     status = made.json("status")
     assert (status["loss"], status["global_norm"], status["learning_rate"]) == ("NaN", "Infinity", "-Infinity")
+    assert status["learning_rates"] == {"a": "-Infinity"}
     assert (status["clip_coefficient"], status["epoch"], status["samples_per_second"]) == (None, None, None)
     run = made.json("run")
     assert [run[name] for name in SCALARS] == [["Infinity"], [None], [3.0], ["Infinity"], [1e-7]]

@@ -442,8 +442,11 @@ ACTS = [
 """What actions did, the first of them on a rule with a hostile name."""
 
 
-def drawn_run() -> dict[str, Any]:
-    """Return what is saved of a run made by the test, with some records that were not finite."""
+def drawn_run(*, in_turns: bool = False) -> dict[str, Any]:
+    """Return what is saved of a run made by the test, with some records that were not finite.
+
+    `in_turns`: samples alternate between two models, the second of which has layer b.
+    """
     at = itertools.count()
     looks = iter(SECONDS.tolist())
 
@@ -452,6 +455,8 @@ def drawn_run() -> dict[str, Any]:
         values = np.array([[norm, 0.25, 0.5, 1] for norm in NORMS.values()], dtype=np.float32)
         if k in (200, 803):
             values[1, 0] = math.inf
+        if in_turns:
+            values[k % 2 :: 2] = math.nan
         return Moment(k + 1, int(AT[k]), list(NORMS), values, np.array([LOSS[k], 2, 0.5, 0.1, 1e-3], dtype=np.float32))
 
     history = History(moment, now=lambda: next(looks))
@@ -563,6 +568,27 @@ def test_what_was_wrong_earlier(open_page: Callable[..., Visit], tmp_path: Path)
     expect(lines.last.locator(".text")).to_have_text(f"At steps 7 to 1,200: {HOSTILE}")
     expect(page.get_by_test_id("steps-per-second-note")).to_have_text("250\u00a0ms a step of each optimizer")
     expect(page.locator("#chart-step-time h3")).to_have_text("Time from step to step of any optimizer")
+
+
+def test_two_models_in_turns(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """A layer without a value keeps its last one, paler; both learning rates and the size of the largest spike are shown."""
+    saved = drawn_run(in_turns=True)
+    saved["run"]["whole"]["norm"][5] = 24.0
+    saved["status"].update(spikes=3, optimizers=2, learning_rates={"generator": 1e-3, "critic": 4e-4})
+    page = open_page(as_page(saved, tmp_path)).page
+    assert page.get_by_test_id("spikes-note").inner_text() == "largest 12 × the median"  # noqa: RUF001 - as the page has it
+    assert page.get_by_test_id("learning-rate-note").inner_text() == "critic 4e-4"
+    page.locator("[data-choice='view'][data-value='recent']").click()
+    colours = page.evaluate("""() => {
+        const { context, gutter, plotWidth, rowHeight, ratio, colour } = TorchGrad.app.heatmap;
+        const row = context.getImageData((gutter + 100) * ratio, (6 + rowHeight / 2) * ratio, plotWidth * ratio - 200, 1);
+        return [[...new Set(new Uint32Array(row.data.buffer))], colour.ground];
+    }""")
+    assert len(colours[0]) == 2
+    assert colours[1] not in colours[0]
+    assert last_cell(page).endswith("norm 0.00100")
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_test_id("announcer")).to_contain_text("0.0316 at step 11,990")
 
 
 @pytest.mark.parametrize(("first", "shown"), [(4e4, "1e4"), (40.0, "40"), (-4e4, "-40,000")])

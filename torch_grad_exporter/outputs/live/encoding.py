@@ -193,9 +193,18 @@ def numbers(values: Values) -> Json:
         **{name: number(values.one(spec)) for name, spec in _NUMBERS.items()},
         **{name: number(sum(value for _, value in values.rows(spec))) for name, spec in _SUMS.items()},
         "dead_layers": dead,
+        "learning_rates": _learning_rates(values),
         "optimizers": sum(1 for _ in values.rows(training.TRAIN_STEPS)),
         "resources": list(_resources(values)),
     }
+
+
+def _learning_rates(values: Values) -> Json:
+    """Return the learning rate of the first group of each optimizer, by its name."""
+    rates: Json = {}
+    for (optimizer, _), rate in values.rows(training.TRAIN_LEARNING_RATE):
+        rates.setdefault(optimizer, number(rate))
+    return rates
 
 
 def step(values: Values) -> float:

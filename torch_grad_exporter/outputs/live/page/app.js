@@ -193,7 +193,7 @@
     }
 
     _status(status) {
-      this.overview.show(status, Boolean(this.saved));
+      this.overview.show(status, Boolean(this.saved), this.history.largestNorm);
       this.charts.time.setTitle(status.optimizers > 1 ? "Time from step to step of any optimizer" : "Step time");
       this._marks(status.problems || []);
       if (this._acts()) this._redraw();
@@ -286,7 +286,7 @@
       text(byId("connection"), connection.up ? "Live" : "No answer");
       if (!connection.up) {
         this._lost(connection);
-        if (this.history.status) this.overview.show(this.history.status, true);
+        if (this.history.status) this.overview.show(this.history.status, true, this.history.largestNorm);
       } else if (was.failures) this._tell("The exporter answers again.");
     }
 

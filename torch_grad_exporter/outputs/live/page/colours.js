@@ -36,10 +36,19 @@
     return found;
   }
 
+  // The mean of two pixels, channel by channel.
+  function mean(one, other) {
+    return (((one & 0xfefefefe) >>> 1) + ((other & 0xfefefefe) >>> 1)) | 0xff000000;
+  }
+
+  // A quarter of the way to the ground.
+  function pale(pixels, ground) { return pixels.map((one) => mean(one, mean(one, ground))); }
+
   const tables = {};
 
   page.colours = {
     fromCss,
+    pale,
     table(name) {
       tables[name] = tables[name] || table(name);
       return tables[name];

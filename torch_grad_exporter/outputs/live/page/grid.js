@@ -6,6 +6,9 @@
   const NONE = -1;
   const NONFINITE = 256;
 
+  // Columns for which what has no value keeps its last one: models that are sampled in turns would be a chessboard.
+  const KEPT = 8;
+
   const NEAR = 4;
   const PAUSE = 6;
 
@@ -100,6 +103,12 @@
     }
   }
 
+  // The last column up to k in which a row has a value, if it is near; else NONE.
+  function lastKnown(columns, k, row) {
+    for (let at = k; at >= 0 && k - at <= KEPT; at -= 1) if (columns[at][row] === columns[at][row] && columns[at][row] !== undefined) return at;
+    return NONE;
+  }
+
   // The first flagged cell of some columns and rows: {column, row}, null where there is none.
   function flagged(flags, first, last, rows, begin, end) {
     for (let k = first; k <= last; k += 1) {
@@ -142,6 +151,7 @@
   // Paints `pixels` (Uint32Array of width x height), which has the ground's colour already. `ratio`: pixels of the picture in one of the page.
   function paint(pixels, width, { columns, flags }, spans, rows, all, colour, ratio) {
     const values = new Float32Array(all.length);
+    const kept = all.map(() => ({ found: NONE, until: NONE }));
     let at = 0;
     while (at < width) {
       const first = spans.first[at];
@@ -153,8 +163,13 @@
         const some = flags.slice(first, last + 1).some((marks) => marks !== null);
         for (let b = 0; b < all.length; b += 1) {
           const found = place(values[b], colour.low, colour.high);
-          if (found === NONE) continue;
           const { from, to } = all[b];
+          if (found === NONE) {
+            if (kept[b].until < first) continue;
+            for (let y = from; y < to; y += 1) pixels.fill(colour.pale[kept[b].found], y * width + at, y * width + end);
+            continue;
+          }
+          kept[b] = { found, until: found === NONFINITE ? NONE : last + KEPT };
           const bad = some && found !== NONFINITE && flagged(flags, first, last, rows, all[b].first, all[b].last);
           const top = to - (bad ? foot(end - at, to - from, ratio) : 0);
           const pixel = found === NONFINITE ? colour.nonfinite : colour.table[found];
@@ -165,5 +180,5 @@
     }
   }
 
-  page.grid = { NONE, columnsOfPixels, bands, largest, flagged, strips, paint };
+  page.grid = { NONE, columnsOfPixels, bands, largest, lastKnown, flagged, strips, paint };
 })(window.TorchGrad = window.TorchGrad || {});

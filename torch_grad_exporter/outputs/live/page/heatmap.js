@@ -156,7 +156,8 @@
       if (this.colourKey === key && this.coloured === part) return;
       const found = quantities.extent(quantity, part.columns);
       const colour = (name) => page.colours.fromCss(page.theme.colour(name));
-      this.colour = { ...found, table: page.colours.table(spec.map()), nonfinite: colour("nonfinite"), ground: colour("ground"), bySize: Boolean(spec.bySize) };
+      const [table, ground] = [page.colours.table(spec.map()), colour("ground")];
+      this.colour = { ...found, table, pale: page.colours.pale(table, ground), nonfinite: colour("nonfinite"), ground, bySize: Boolean(spec.bySize) };
       this.colourKey = key;
       this.coloured = part;
       page.legend.draw(this.legend, quantity, this.colour);
@@ -338,9 +339,12 @@
       const layer = this.part.layers[this.rows[at.row]];
       if (at.column === null) return { layer };
       const spec = quantities.ALL[this.quantity];
-      const value = this.part.columns[at.column][this.rows[at.row]];
-      const known = value !== undefined && !Number.isNaN(value);
-      const text = !known ? "no value" : value === Infinity ? "not finite (NaN or Inf)" : spec.format(spec.log ? 10 ** value : value);
+      const last = grid.lastKnown(this.part.columns, at.column, this.rows[at.row]);
+      const value = last === grid.NONE ? NaN : this.part.columns[last][this.rows[at.row]];
+      const earlier = last !== at.column;
+      const read = spec.format(spec.log ? 10 ** value : value);
+      let text = earlier ? `${read} at step ${numbers.count(this.part.steps[last])}` : read;
+      if (value === Infinity || Number.isNaN(value)) text = value === Infinity && !earlier ? "not finite (NaN or Inf)" : "no value";
       const flagged = at.bad || Boolean((this.part.flags[at.column] || [])[this.rows[at.row]]);
       const of = [];
       if (at.layers > 1) of.push(`${at.layers} layers`);
@@ -348,7 +352,7 @@
       return {
         layer, step: this.part.steps[at.column], time: this.part.times[at.column], text, problem: this.marks.get(layer),
         word: quantities.word(this.quantity, this.part.sharded.has(layer)),
-        bad: value === Infinity, also: flagged && value !== Infinity ? "also not finite" : "", of: of.length ? `largest of ${of.join(" × ")} under this point` : "",
+        bad: value === Infinity && !earlier, also: flagged && (earlier || value !== Infinity) ? "also not finite" : "", of: of.length ? `largest of ${of.join(" × ")} under this point` : "",
       };
     }
 

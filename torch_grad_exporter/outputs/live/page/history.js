@@ -143,6 +143,13 @@
       return view === "recent" ? `&since=${next}` : `&since=${next - 1}&stride=${kept.stride}`;
     }
 
+    // The largest norm of the run over the median, null where there is none.
+    get largestNorm() {
+      const norms = (this.run.whole.norm || []).filter((value) => Number.isFinite(value)).sort((a, b) => a - b);
+      const median = norms[norms.length >> 1];
+      return median > 0 ? norms[norms.length - 1] / median : null;
+    }
+
     // One layer's history out of the grids, for a saved file; activations have records of their own.
     layer(name) {
       const found = {};

@@ -6,6 +6,7 @@
   const { element, icon, link, byId, text } = page.dom;
   const SHOWN = 6;
   const FULL = 0.9;
+  const RATES = 2;
 
   const STATES = {
     initialising: ["Initialising", "hourglass"], training: ["Training", "play"], evaluating: ["Evaluating", "gauge"],
@@ -85,6 +86,18 @@
 
   function several(status, words) { return get(status, "optimizers") > 1 ? words : ""; }
 
+  // The tile has that of the first.
+  function otherRates(status) {
+    const others = Object.entries(status.learning_rates || {}).slice(1);
+    const more = others.length > RATES ? [`${others.length - RATES} more`] : [];
+    return join(...others.slice(0, RATES).map(([name, rate]) => `${name} ${numbers.number(numbers.parse(rate), 3, true)}`), ...more);
+  }
+
+  function spikesNote(status) {
+    if (!get(status, "spikes") || status.largestNorm === null) return "of the norm";
+    return `largest ${numbers.number(status.largestNorm, 2)} × the median`;
+  }
+
   function join(...texts) { return texts.filter(Boolean).join(" · "); }
 
   function known(value, said) { return value === null ? "" : said(value); }
@@ -100,13 +113,13 @@
     { id: "step", label: "Step", raw: (s) => get(s, "step"), format: numbers.count, note: (s) => known(get(s, "epoch"), (v) => `epoch ${numbers.number(v, 4, true)}`) },
     { id: "steps-per-second", label: "Steps/s", raw: (s) => get(s, "steps_per_second"), format: (v) => numbers.number(v, 3), note: (s) => known(get(s, "steps_per_second"), (v) => (v > 0 ? `${numbers.duration(1 / v)} a step${several(s, " of each optimizer")}` : "")) },
     { id: "loss", label: "Loss", raw: (s) => get(s, "loss"), format: (v) => numbers.number(v, 4), note: lossNote, of: ["TrainingNonFiniteLoss", "LossSpike"] },
-    { id: "learning-rate", label: "Learning rate", raw: (s) => get(s, "learning_rate"), format: (v) => numbers.number(v, 3, true), note: (s) => several(s, "of the first optimizer") },
+    { id: "learning-rate", label: "Learning rate", raw: (s) => get(s, "learning_rate"), format: (v) => numbers.number(v, 3, true), note: otherRates },
     { id: "tokens-per-second", label: "Tokens/s", raw: (s) => get(s, "tokens_per_second"), format: numbers.compact, note: (s) => known(get(s, "samples_per_second"), (v) => `${numbers.compact(v)} samples/s`) },
     { id: "last-step", label: "Last step", raw: age, format: ago, note: agoNote, of: ["TrainingStalled", "TrainingNeverStarted"] },
     { id: "global-norm", label: "Gradient norm", raw: normBefore, format: (v) => numbers.number(v, 3), note: normAfter, of: ["TrainingNonFiniteGradients"] },
     { id: "nonfinite", label: "Non-finite", raw: (s) => (counts(s)[0] || [get(s, "nonfinite_steps")])[0], format: (v, s) => (v ? said(counts(s)[0]) : numbers.count(v)), note: spoiledNote, of: ["TrainingNonFiniteGradients", "TrainingNonFiniteLoss"],
       about: "Sampled steps whose gradients had a NaN or Inf, and all such losses, since the start. A step is skipped if the optimizer does not step, as after an overflow with a gradient scaler." },
-    { id: "spikes", label: "Spikes", raw: (s) => get(s, "spikes"), format: numbers.count, note: () => "of the norm", of: ["GradientExploding"],
+    { id: "spikes", label: "Spikes", raw: (s) => get(s, "spikes"), format: numbers.count, note: spikesNote, of: ["GradientExploding"],
       about: "Samples whose gradient norm was far above those shortly before, since the start." },
     { id: "dead-layers", label: "Dead layers", raw: (s) => get(s, "dead_layers"), format: numbers.count, note: (s) => known(get(s, "layers"), (v) => `of ${numbers.count(v)}`), of: ["LayerDead"] },
     { id: "overhead", label: "Overhead", raw: overhead, format: numbers.percent, note: overheadNote, bar: (s) => overhead(s) / get(s, "overhead_budget_ratio") },
@@ -133,9 +146,9 @@
       return { tile, box, value, note, mark, bar };
     }
 
-    // `frozen`: the state of the last answer.
-    show(answer, frozen = false) {
-      const status = { ...answer, frozen };
+    // `frozen`: the state of the last answer. `largestNorm`: over the median.
+    show(answer, frozen, largestNorm) {
+      const status = { ...answer, frozen, largestNorm };
       this.status = status;
       this.saved = frozen;
       this._state(status);
