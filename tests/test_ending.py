@@ -196,7 +196,9 @@ def fail(exporter: Exporter, error: BaseException | None) -> None:
     ("error", "state", "by"),
     [
         (ValueError("secret"), "failed", "ValueError"),
+        (SystemExit(3), "failed", "SystemExit"),
         (SystemExit(0), "finished", None),
+        (KeyboardInterrupt(), "finished", None),
         (None, "finished", None),
     ],
 )

@@ -9,7 +9,6 @@ import gzip
 import logging
 import os
 import re
-import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -187,21 +186,6 @@ def test_starting_again_after_the_model_is_gone() -> None:
         assert eventually(lambda: lasting_threads() == before)
 
 
-def test_two_exporters_on_two_models() -> None:
-    """Two exporters on two models see their own optimizer and backwards only."""
-    models = Perceptron(), Perceptron()
-    with start(models[0], 0) as first, start(models[1], 0) as second:
-        assert first.port != second.port
-        train(models[0], 2)
-        train(models[1], 3)
-        for exporter, steps in ((first, 2), (second, 3)):
-            shown = values(exporter)
-            assert {k: v for k, v in shown.items() if k[0] == STEPS} == {key(STEPS, optimizer="SGD"): steps}
-            assert shown[key("torch_train_backward_passes_total")] == steps
-            assert shown[key("torch_grad_captures_total", layer="first")] == steps
-            assert errors(exporter) == {}
-
-
 def test_a_late_process_group_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """The first scrape after a process group was made later than the exporter warns; no other scrape does."""
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), start(Perceptron()) as exporter:
@@ -232,20 +216,6 @@ def test_a_registry_shows_the_same_and_forgets() -> None:
 
 
 # Serving
-
-
-def test_a_taken_port(caplog: pytest.LogCaptureFixture) -> None:
-    """Where a port is taken the next one is used, and a warning names both."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with caplog.at_level(logging.WARNING, "torch_grad_exporter"), start(Perceptron(), port) as exporter:
-            assert exporter.port is not None
-            assert port < exporter.port < port + 64
-            assert "torch_train_info" in get(exporter.url or "")
-            assert str(exporter.port) in caplog.text
-            assert str(port) in caplog.text
 
 
 def test_an_interrupted_hook_leaves_the_traceback() -> None:

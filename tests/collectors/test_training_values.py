@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 import socket
@@ -171,23 +170,6 @@ def test_phases_sum_up_to_wall_time() -> None:
     assert waited <= phases["data"] <= loading
 
 
-def test_step_durations() -> None:
-    """N steps have n - 1 durations, which sum up to the time from the first to the last step."""
-    model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with start(model) as exporter:
-        moments = []
-        for steps in (1, 9, 1):
-            moments.append(time.perf_counter())
-            train(model, optimizer, steps)
-            moments.append(time.perf_counter())
-        shown = values(exporter)
-        assert shown[key("torch_train_step_duration_seconds_count")] == 10
-        before, first, *_, last, after = moments
-        assert last - first <= shown[key("torch_train_step_duration_seconds_sum")] <= after - before
-        assert shown[key("torch_train_slowest_step_seconds")] <= after - before
-
-
 def test_timestamps() -> None:
     """Start, last step and last activity are Unix times."""
     model = Perceptron()
@@ -223,25 +205,6 @@ def test_info_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
             "local_rank": "1",
             "devices": "cpu",
         }
-
-
-ENDS = [(None, "finished"), (ValueError("secret"), "failed"), (KeyboardInterrupt(), "finished"), (SystemExit(3), "failed")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("error", "state"), ENDS, ids=repr)
-def test_state_at_the_end(error: BaseException | None, state: str) -> None:
-    """A run that ends by an exception, raised or given to `end`, has failed; an interrupt counts as finished."""
-    for block in (False, True):
-        exporter = start(Perceptron())
-        with contextlib.suppress(ValueError, KeyboardInterrupt, SystemExit), exporter if block else contextlib.nullcontext():
-            if not block:
-                exporter.end(error)
-            elif error is not None:
-                raise error
-        shown = {k[1][0][1]: v for k, v in values(exporter).items() if k[0] == "torch_train_state"}
-        assert shown.pop(state) == 1
-        assert set(shown.values()) == {0}
 
 
 def test_weights() -> None:

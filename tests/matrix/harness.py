@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.matrix.naive import NaiveMonitor
 from tests.support.models import batch, sgd
 from tests.support.record import Recorder, norm, wide
 from tests.support.scrape import OFF, errors, value
@@ -87,13 +86,12 @@ class Run:
     """One run of a regime. `losses`, `state`: what must be the same in each way, to the last bit.
 
     `tolerant`: differences between scrape and record are collected in `wrong`, not raised. `compared`: the number of scrapes that
-    were compared with the record. `monitor`: its norms are compared instead. `skips`: the step of the round does not take place.
+    were compared with the record. `skips`: the step of the round does not take place.
     `local`: the gradients of this rank under DDP; `local_norms`: the number of times that their norm was shown and compared.
     """
 
     way: Way
     tolerant: bool = False
-    monitor: NaiveMonitor | None = None
     exporter: Exporter | None = None
     record: Recorder | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -126,10 +124,8 @@ class Run:
             if self.way is not Way.PLAIN:
                 target = model if watched is None else watched
                 self.exporter = stack.enter_context(start_exporter(target, port=None, **{**OPTIONS[self.way], **options}))
-            if self.way is Way.EVERYTHING or self.monitor is not None:
+            if self.way is Way.EVERYTHING:
                 self.record = Recorder(model, optimizers, dead_window=3, moments=True)
-            if self.monitor is not None:
-                stack.enter_context(self.monitor.attached(self.record.models))
             yield
         for module in model.values() if isinstance(model, Mapping) else [model]:
             self.state += [t.detach().clone() for t in (*module.parameters(), *module.buffers())]
@@ -261,13 +257,6 @@ class Run:
             optional: Prefixes of the metrics that may be absent, because they may be unknown.
             rel: The relative tolerance of norms.
         """
-        if self.record is not None and self.monitor is not None:
-            self.compared += 1
-            norms = {
-                dict(labels)["layer"]: norm for (name, labels), norm in self.record.expected().items() if name == "torch_grad_norm"
-            }
-            shown = self.monitor.norms()
-            self._judge([] if shown == pytest.approx(norms, rel=rel, nan_ok=True) else [f"shown {shown}, expected {norms}"])
         if self.exporter is None or self.record is None:
             return
         if torch.cuda.is_initialized():
@@ -305,10 +294,10 @@ class Regime:
     body: Callable[..., None]
     options: Mapping[str, Any]
 
-    def run(self, way: Way, *, tolerant: bool = False, failing: Collection[str] = (), monitor: NaiveMonitor | None = None) -> Run:
+    def run(self, way: Way, *, tolerant: bool = False, failing: Collection[str] = ()) -> Run:
         """Runs it with a fixed seed. `failing`: the sources of the failures that must have been counted at the end."""
         torch.manual_seed(0)
-        run = Run(way, tolerant=tolerant, monitor=monitor)
+        run = Run(way, tolerant=tolerant)
         self.body(run, **self.options)
         if run.exporter is not None:
             assert {*errors(run.exporter)} == {*failing}
