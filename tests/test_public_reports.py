@@ -181,38 +181,6 @@ def test_an_adapter_below_a_checkpoint() -> None:
     assert explain(lambda: model(batch()).square().mean(), model)["adapter.weight"].verdict == "ok"
 
 
-class Bounded(torch.nn.Module):
-    """An embedding that writes its own weight in the forward, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(10, 4, max_norm=0.5)
-        self.head = torch.nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(x))
-
-
-def test_a_scaler_that_skips_first() -> None:
-    """Where a given scaler skips the first steps and the forward writes a weight, no step is invented."""
-    torch.manual_seed(0)
-    model = Bounded()
-    optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-    with start_exporter(model, port=None, every=1, grad_scaler=scaler) as exporter:
-        for step in range(12):
-            optimizer.zero_grad()
-            loss = model(torch.randint(0, 10, (8,))).square().mean() * (1e30 if step < 6 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 6
-        assert value(exporter, "torch_train_steps_total", optimizer="manual") is None
-        assert value(exporter, "torch_train_skipped_steps_total") == 6
-        assert value(exporter, "torch_grad_nonfinite_steps_total", outcome="stepped") == 0
-        assert exporter.problems() == []
-
-
 @pytest.mark.parametrize("by_hand", [False, True], ids=["backward", "by hand"])
 @pytest.mark.parametrize("failing", range(5, 9))
 def test_a_reading_that_fails(failing: int, by_hand: bool) -> None:

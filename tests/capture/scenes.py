@@ -15,6 +15,7 @@ from tests.support.record import gradients_of, norm
 from tests.support.scrape import OFF, errors, mode, value
 from torch_grad_exporter import Exporter, start_exporter
 
+ACCUMULATED = "torch_grad_norm_squared_accumulated_total"
 BACKWARDS = "torch_train_backward_passes_total"
 CAPTURES = "torch_grad_exporter_captures_total"
 DURATION = "torch_train_step_duration_seconds"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -38,22 +38,6 @@ class Logged(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def exported(loop: RecordedLoop, regime: str | None) -> Iterator[None]:
-    """Watch the loop in a regime, or do not if there is none; check its numbers at the end."""
-    torch.manual_seed(0)
-    if regime is None:
-        for _ in range(4):
-            loop.step()
-        yield
-        return
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        loop.warm_up(exporter, regime)
-        yield
-        loop.go_on(regime)
-        loop.check(exporter)
-
-
 def trained(loop: RecordedLoop, mode: TorchDispatchMode | None) -> None:
     """Train one step within a mode. What the test itself computes is outside of it."""
     loop.optimizer.zero_grad()
@@ -65,55 +49,54 @@ def trained(loop: RecordedLoop, mode: TorchDispatchMode | None) -> None:
     loop.steps += 1
 
 
-def logged(regime: str | None) -> list[list[str]]:
-    """Return the operations of some steps."""
-    loop, found = RecordedLoop(), list[list[str]]()
-    with exported(loop, regime):
-        for _ in range(ROUNDS):
-            mode = Logged()
-            trained(loop, mode)
-            found.append(mode.names)
-    return found
+def logged(loop: RecordedLoop) -> list[str]:
+    """Return the operations of a step."""
+    mode = Logged()
+    trained(loop, mode)
+    return mode.names
 
 
-def counted(regime: str | None) -> list[dict[str, dict[Any, int]]]:
-    """Return the floating point operations of some steps, by module and operation."""
-    loop, found = RecordedLoop(), list[dict[str, dict[Any, int]]]()
-    with exported(loop, regime):
-        for _ in range(ROUNDS):
-            mode = FlopCounterMode(display=False)
-            with mode:
-                loop.model(batch())
-            trained(loop, None)
-            found.append(mode.get_flop_counts())
-    return found
+def counted(loop: RecordedLoop) -> dict[str, dict[Any, int]]:
+    """Return the floating point operations of a forward, by module and operation."""
+    with FlopCounterMode(display=False) as mode:
+        loop.model(batch())
+    trained(loop, None)
+    return mode.get_flop_counts()
 
 
-def traced(regime: str | None) -> list[list[str]]:
-    """Return the operations of graphs that are traced between steps."""
-    loop, found = RecordedLoop(), list[list[str]]()
-    with exported(loop, regime):
-        for _ in range(ROUNDS):
-            graph = torch.jit.trace(loop.model, batch(), check_trace=False).inlined_graph
-            found.append([node.kind() for node in graph.nodes()])
-            loop.step()
-    return found
-
-
-def counted_whole(regime: str | None) -> list[int]:
+def counted_whole(loop: RecordedLoop) -> int:
     """Return the floating point operations of the forward, backward and step together."""
-    loop, found = RecordedLoop(), list[int]()
-    with exported(loop, regime):
-        for _ in range(ROUNDS):
-            mode = FlopCounterMode(display=False)
-            trained(loop, mode)
-            found.append(mode.get_total_flops())
+    mode = FlopCounterMode(display=False)
+    trained(loop, mode)
+    return mode.get_total_flops()
+
+
+def traced(loop: RecordedLoop) -> list[str]:
+    """Return the operations of a graph that is traced before a step."""
+    graph = torch.jit.trace(loop.model, batch(), check_trace=False).inlined_graph
+    loop.step()
+    return [node.kind() for node in graph.nodes()]
+
+
+def seen(look: Callable[[RecordedLoop], object], regime: str | None) -> list[object]:
+    """Return what is seen in some rounds, watched in a regime or without an exporter; check the exporter's numbers at the end."""
+    torch.manual_seed(0)
+    loop = RecordedLoop()
+    if regime is None:
+        for _ in range(4):
+            loop.step()
+        return [look(loop) for _ in range(ROUNDS)]
+    with watching(loop.model, **REGIMES[regime]) as exporter:
+        loop.warm_up(exporter, regime)
+        found = [look(loop) for _ in range(ROUNDS)]
+        loop.go_on(regime)
+        loop.check(exporter)
     return found
 
 
 @pytest.mark.slow
 @all_regimes
 @pytest.mark.parametrize("look", [logged, counted, counted_whole, traced])
-def test_the_user_sees_what_he_sees_without(look: Callable[[str | None], list[Any]], regime: str) -> None:
+def test_the_user_sees_what_he_sees_without(look: Callable[[RecordedLoop], object], regime: str) -> None:
     """A log of operations, counts of them and a traced graph are those without an exporter, in sampled rounds as well."""
-    assert look(regime) == look(None)
+    assert seen(look, regime) == seen(look, None)

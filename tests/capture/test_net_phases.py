@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from tests.capture.scenes import DURATION, PHASE, watching
 from tests.support.models import batch, sgd
-from tests.support.scrape import errors, value
-from torch_grad_exporter import Exporter, start_exporter
+from tests.support.scrape import value
+from torch_grad_exporter import Exporter
 
-PHASE = "torch_train_phase_seconds_total"
-DURATION = "torch_train_step_duration_seconds"
 SLOW = 0.02
 """Seconds."""
 
@@ -66,15 +64,6 @@ class Loop(torch.nn.Module):
         self.here("between backward and step")
         self.optimizer.step()
         self.here("after the step")
-
-
-@contextlib.contextmanager
-def watching(model: torch.nn.Module) -> Iterator[Exporter]:
-    """Start an exporter that samples every round."""
-    torch.manual_seed(0)
-    with start_exporter(model, port=None, every=1) as exporter:
-        yield exporter
-        assert not errors(exporter)
 
 
 def phases(exporter: Exporter) -> dict[str, float]:

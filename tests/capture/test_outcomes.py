@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.capture.scenes import (
+    ACCUMULATED,
     CAPTURES,
     COUNTED,
     LAYER_CAPTURES,
@@ -24,7 +25,6 @@ from tests.capture.scenes import (
 from tests.support.models import Perceptron, sgd
 from tests.support.scrape import outcomes, value
 
-ACCUMULATED = "torch_grad_norm_squared_accumulated_total"
 DISTRIBUTION = "torch_grad_global_norm_distribution_count"
 ELEMENTS = "torch_grad_nonfinite_elements_total"
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.capture.recorded_loop import RecordedLoop
-from tests.capture.scenes import BACKWARDS, CAPTURES, REGIMES, all_regimes, watching
+from tests.capture.scenes import ACCUMULATED, BACKWARDS, CAPTURES, REGIMES, all_regimes, watching
 from tests.matrix.loops import CallsSuper
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import lost, value
@@ -181,19 +181,8 @@ def test_passes_are_no_skipped_steps(train: Round, share: int, regime: str) -> N
             assert value(exporter, BACKWARDS) == loop.backwards
         if regime == "sampled":
             assert value(exporter, CAPTURES) == loop.steps
-
-
-@pytest.mark.slow
-@all_regimes
-def test_a_step_within_a_step(regime: str) -> None:
-    """A step that calls that of its base class is one step, however many there are."""
-    loop = RecordedLoop()
-    loop.optimizer = CallsSuper(loop.model.parameters(), lr=0.01)
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        for _ in range(ROUNDS[regime]):
-            loop.step()
-        loop.check(exporter)
-        assert value(exporter, BACKWARDS) == loop.steps
+            squares = sum(value(exporter, ACCUMULATED, layer=layer) or 0.0 for layer in ("first", "second"))
+            assert squares == pytest.approx(sum(norm**2 for norm in loop.norms), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -249,11 +238,19 @@ class Shared(Perceptron):
         return self.second(x)
 
 
+def nested() -> RecordedLoop:
+    """Return a loop whose step calls that of its base class."""
+    loop = RecordedLoop()
+    loop.optimizer = CallsSuper(loop.model.parameters(), lr=0.01)
+    return loop
+
+
 @pytest.mark.slow
 @all_regimes
-def test_a_layer_in_two_checkpoints(regime: str) -> None:
-    """A layer that receives two gradients in each backward is counted once."""
-    loop = RecordedLoop(Shared())
+@pytest.mark.parametrize("make", [nested, lambda: RecordedLoop(Shared())], ids=["a step in a step", "a layer in two checkpoints"])
+def test_what_happens_twice_is_counted_once(make: Callable[[], RecordedLoop], regime: str) -> None:
+    """A step within a step is one step, and a layer that receives two gradients in a backward has one of them."""
+    loop = make()
     with watching(loop.model, **REGIMES[regime]) as exporter:
         for _ in range(ROUNDS[regime]):
             loop.step()

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.capture.recorded_loop import RecordedLoop
 from tests.capture.scenes import REGIMES, all_regimes, watching
+from tests.support.scrape import outcomes
 
 ROUNDS = 24
 
@@ -120,16 +121,20 @@ def scaled(written: str, *, early: bool = False) -> Scaled:
 
 @pytest.mark.slow
 @all_regimes
+@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("written", WRITES)
-def test_overflows_before_the_first_step(written: str, regime: str) -> None:
+def test_overflows_before_the_first_step(written: str, given: bool, regime: str) -> None:
     """While a scaler looks for its scale no step is taken, and what is written meanwhile is none."""
     loop = scaled(written)
-    with watching(loop.model, **REGIMES[regime]) as exporter:
+    with watching(loop.model, **REGIMES[regime], **({"grad_scaler": loop.scaler} if given else {})) as exporter:
         for number in range(15):
             loop.round(overflow=number < 3)
         if regime == "sampled":
             loop.check(exporter)
         loop.check_counts(exporter)
+        if given:
+            assert outcomes(exporter).keys() <= {"skipped"}
+            assert exporter.problems() == []
 
 
 @pytest.mark.slow

@@ -18,9 +18,10 @@ ROUNDS = 30
 @all_regimes
 @pytest.mark.parametrize("number", ["abc", "7", [1], float("nan")])
 def test_a_step_with_a_wrong_number(number: Any, regime: str) -> None:  # noqa: ANN401 - it is to be anything
-    """Each call counts as an error, no step is added, and the loop is followed as before."""
+    """Each call counts as an error, also before the first step, no step is added, and the loop is followed as before."""
     loop = RecordedLoop()
     with start_exporter(loop.model, port=None, collectors=OFF, **REGIMES[regime]) as exporter:
+        exporter.step(number)
         loop.warm_up(exporter, regime)
         for _ in range(ROUNDS):
             loop.step()
@@ -31,18 +32,6 @@ def test_a_step_with_a_wrong_number(number: Any, regime: str) -> None:  # noqa: 
         if regime == "sampled":
             assert lost(exporter) == {}
             assert value(exporter, CAPTURES) == loop.steps
-
-
-@pytest.mark.slow
-def test_before_the_first_step() -> None:
-    """A wrong number before the training changes nothing of it."""
-    loop = RecordedLoop()
-    with start_exporter(loop.model, port=None, collectors=OFF, every=1) as exporter:
-        exporter.step("abc")  # type: ignore[arg-type]
-        for _ in range(ROUNDS):
-            loop.step()
-        loop.check(exporter)
-        assert value(exporter, CAPTURES) == ROUNDS
 
 
 @pytest.mark.slow
