@@ -13,7 +13,6 @@ import gc
 import importlib.util
 import io
 import itertools
-import json
 import math
 import os
 import pickle
@@ -32,7 +31,6 @@ import numpy as np
 import prometheus_client
 import pytest
 import torch
-import torch.distributed as dist
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from torch._dynamo.utils import counters
@@ -48,7 +46,7 @@ from tests.matrix.test_matrix import unchanged, without_exporter
 from tests.support import real_prometheus
 from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.record import Recorder, gradients_of, norm, wide
 from tests.support.scrape import errors, key, value, values
 from tests.support.tools import REPOSITORY, eventually, find
@@ -135,9 +133,6 @@ def test_full_backward_hook_wraps_outputs() -> None:
         early(batch()).sum().backward()
     assert seen == [None]
     holds("inplace_activations")
-
-
-TWO_RANKS = 2
 
 
 class Scales(torch.nn.Module):
@@ -246,21 +241,16 @@ def of_dtensors(_rank: int) -> dict[str, object]:
         }
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Run one rank of two and write its report."""
+def looked(rank: int) -> dict[str, dict[str, object]]:
+    """Return the reports of one rank."""
     os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TWO_RANKS)
-    found = {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors) if look is of_ddp or VERSION >= (2, 7)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors) if look is of_ddp or VERSION >= (2, 7)}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
+def ranks() -> list[dict[str, dict[str, object]]]:
     """Return the reports of two gloo ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(rank_main, str(folder), ranks=TWO_RANKS)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(TWO_RANKS)]
+    return of_ranks(looked)
 
 
 @pytest.mark.process

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import itertools
-import pickle
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.matrix.distributed import Checkpointed
 from tests.support.models import Perceptron
-from tests.support.ranks import PATIENCE, run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors, value
 from torch_grad_exporter import start_exporter
 
 STEPS = 4
-TIMEOUT = dt.timedelta(seconds=PATIENCE)
 SLOW = 0.15
 """Seconds that rank 1 sleeps in each step."""
 WARM = 3
@@ -114,20 +109,15 @@ def waiting(kind: str, rank: int) -> Waited:
         return Waited(steps, phases, time.monotonic() - start, errors(exporter), shown)
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Run all loops on one of the ranks, and write what they recorded."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", timeout=TIMEOUT, rank=rank, world_size=2)
-    waits = {kind: waiting(kind, rank) for kind in WAITING}
-    dist.destroy_process_group()
-    Path(folder, str(rank)).write_bytes(pickle.dumps(waits))
+def waited(rank: int) -> dict[str, Waited]:
+    """Return what all loops recorded on one of the ranks."""
+    return {kind: waiting(kind, rank) for kind in WAITING}
 
 
 @pytest.fixture(scope="module")
-def waits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Waited]]:
+def waits() -> list[dict[str, Waited]]:
     """Return how both ranks waited."""
-    folder = tmp_path_factory.mktemp("waits")
-    run_ranks(rank_main, str(folder))
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written by the processes above
+    return of_ranks(waited)
 
 
 @pytest.mark.process
@@ -168,9 +158,8 @@ def test_the_wait_is_part_of_the_backward(kind: str, waits: list[dict[str, Waite
     assert slow.phases["backward"] <= sum(step.seconds for step in slow.steps)
 
 
-def seldom(rank: int, folder: str) -> None:
-    """Train for long enough that most rounds are only counted, and write the waits and the samples."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def seldom(_rank: int) -> list[float | None]:
+    """Train for long enough that most rounds are only counted, and return the waits and the samples."""
     wrapped = DistributedDataParallel(Perceptron())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     with start_exporter(wrapped, port=None, every=8, collectors=OFF) as exporter:
@@ -178,16 +167,12 @@ def seldom(rank: int, folder: str) -> None:
             optimizer.zero_grad()
             wrapped(torch.ones(5, 6)).square().mean().backward()
             optimizer.step()
-        names = ("torch_train_gradient_waits_total", "torch_grad_exporter_captures_total")
-        Path(folder, str(rank)).write_text(" ".join(str(value(exporter, name)) for name in names))
-    dist.destroy_process_group()
+        return [value(exporter, name) for name in ("torch_train_gradient_waits_total", "torch_grad_exporter_captures_total")]
 
 
 @pytest.mark.process
-def test_waits_between_counted_rounds(tmp_path: Path) -> None:
+def test_waits_between_counted_rounds() -> None:
     """A sample behind rounds that were only counted has its wait."""
-    run_ranks(seldom, str(tmp_path))
-    for rank in range(2):
-        waits, samples = map(float, (tmp_path / str(rank)).read_text().split())
+    for waits, samples in of_ranks(seldom):
         assert samples >= 20
         assert waits >= samples - WARM

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import logging
-import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +13,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import Perceptron
-from tests.support.ranks import PATIENCE, run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.record import norm
-from tests.support.scrape import errors, lost, mode, value
+from tests.support.scrape import OFF, errors, lost, mode, value
 from torch_grad_exporter import start_exporter
 
 RANKS, STEPS = 2, 5
-OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 
 
 def made() -> Perceptron:
@@ -125,7 +121,7 @@ def train(loop: str, rank: int) -> dict[str, Any]:
     wrapped = DistributedDataParallel(model) if loop == "wrapped" else model
     optimizers, scaler = optimizers_of(loop, model), torch.amp.GradScaler("cpu", enabled=loop == "clipped")
     found: dict[str, Any] = {"seen": [], "layers": []}
-    with told() as said, start_exporter(wrapped, port=None, every=1, ranks="first", collectors=OTHERS) as exporter:
+    with told() as said, start_exporter(wrapped, port=None, every=1, ranks="first", collectors=OFF) as exporter:
         for step in range(STEPS):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -146,30 +142,20 @@ def train(loop: str, rank: int) -> dict[str, Any]:
     return found
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Run one of the ranks, all loops one after the other."""
-    store, patience = f"file://{folder}/store", dt.timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=patience)
-    found = {loop: train(loop, rank) for loop in LOOPS}
-    dist.barrier()
-    dist.destroy_process_group()
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
-
-
-Found = list[dict[str, dict[str, Any]]]
+def trained(rank: int) -> dict[str, dict[str, Any]]:
+    """Return the findings of one of the ranks by loop."""
+    return {loop: train(loop, rank) for loop in LOOPS}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> list[dict[str, dict[str, Any]]]:
     """Return the findings by rank and loop."""
-    folder = tmp_path_factory.mktemp("by_hand")
-    run_ranks(rank_main, str(folder), ranks=RANKS)
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(RANKS)]  # noqa: S301 - our own
+    return of_ranks(trained, ranks=RANKS)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_is_shown_is_equal_on_all_ranks(found: Found, loop: str) -> None:
+def test_what_is_shown_is_equal_on_all_ranks(found: list[dict[str, dict[str, Any]]], loop: str) -> None:
     """The first rank shows the norm that the optimizers of both ranks see; the log says where gradients are read at the step."""
     first, second = (ranks[loop] for ranks in found)
     assert first["seen"] == second["seen"]

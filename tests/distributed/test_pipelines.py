@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import pickle
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import pipelining
 
-from tests.support.ranks import PATIENCE, run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.record import norm
-from tests.support.scrape import errors, lost, value
+from tests.support.scrape import OFF, errors, lost, value
 from tests.support.torch_versions import fully_shard, need
 from torch_grad_exporter import start_exporter
 
 pytestmark = pytest.mark.process
 
 RANKS, STEPS, MICRO_BATCHES = 2, 6, 4
-OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 
 
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -60,13 +54,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).double()
 
 
-def train(kind: str, rank: int) -> dict[str, Any]:
+def train(rank: int, kind: str) -> dict[str, Any]:
     """What is shown after each step, and the squares of the gradients of each model that the step used."""
     torch.manual_seed(rank)
     models, schedule = KINDS[kind](rank)
     optimizer = torch.optim.SGD([p for one in models.values() for p in one.parameters()], lr=0.01)
     found: dict[str, Any] = {"shown": [], "true": []}
-    with start_exporter(models, port=None, every=1, ranks="all", collectors=OTHERS) as exporter:
+    with start_exporter(models, port=None, every=1, ranks="all", collectors=OFF) as exporter:
         for step in range(STEPS):
             optimizer.zero_grad()
             inputs, target = (torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + i)) for i in range(2))
@@ -81,34 +75,11 @@ def train(kind: str, rank: int) -> dict[str, Any]:
     return found
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """One of the ranks: all kinds, one after the other."""
-    found = {}
-    for number, kind in enumerate(KINDS):
-        store, patience = f"file://{folder}/store-{number}", dt.timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=patience)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found[kind] = train(kind, rank)
-        dist.barrier()
-        dist.destroy_process_group()
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """By rank and kind."""
-    need(2, 7, "FSDP2 on a CPU, and before that schedules that divide,")
-    folder = tmp_path_factory.mktemp("pipelines")
-    run_ranks(rank_main, str(folder), ranks=RANKS)
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(RANKS)]  # noqa: S301 - our own
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_optimizer_uses_is_shown(found: list[dict[str, dict[str, Any]]], kind: str) -> None:
+def test_what_the_optimizer_uses_is_shown(kind: str) -> None:
     """On each rank, from the first round on, with nothing lost."""
-    for ranks in found:
-        one = ranks[kind]
+    need(2, 7, "FSDP2 on a CPU, and before that schedules that divide,")
+    for one in of_ranks(train, kind, ranks=RANKS):
         assert one["mode"] == 1
         for shown, true in zip(one["shown"], one["true"], strict=True):
             assert shown == pytest.approx(true, rel=2e-5)

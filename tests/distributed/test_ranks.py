@@ -6,26 +6,22 @@ the rules that are shipped, and compare it with the gradients that one process c
 
 from __future__ import annotations
 
-import datetime as dt
 import math
-import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ranks import PATIENCE, run_ranks
-from tests.support.scrape import Key, errors, key, values
+from tests.support.ranks import of_ranks
+from tests.support.scrape import OFF, Key, errors, key, values
 from tests.support.torch_versions import VERSION, fully_shard, need
 from torch_grad_exporter import start_exporter
 
@@ -140,7 +136,6 @@ LAYOUTS: dict[str, Callable[[int], tuple[torch.nn.Module, int]]] = {
         ddp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data, fsdp1_flat, fsdp1_original, hsdp1, fsdp1_whole,
     )
 }  # fmt: skip
-OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 FLAT = ("fsdp1_flat", "fsdp1_original", "hsdp1")
 """The layouts in which a rank has a piece of all elements one behind the other, which shows no units."""
 COPIES = ("ddp", "fsdp1_whole")
@@ -167,11 +162,9 @@ def train(model: torch.nn.Module, part: int, scrape: Callable[[], None]) -> None
         scrape()
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Run one of the ranks, all layouts one after the other."""
+def scraped(rank: int) -> dict[str, list[dict[Key, float]]]:
+    """Return the scrapes of one of the ranks, by layout."""
     found: dict[str, list[dict[Key, float]]] = {}
-    patience = dt.timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=patience)
     for name in HERE:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -181,20 +174,16 @@ def rank_main(rank: int, folder: str) -> None:
             train(model, part, lambda exporter=exporter, scrapes=scrapes: scrapes.append(values(exporter)))
             assert errors(exporter) == {}
         found[name] = scrapes
-    dist.barrier()
-    dist.destroy_process_group()
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
+    return found
 
 
 Found = list[dict[str, list[dict[Key, float]]]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """Return by rank and layout the scrapes before the first step and after each."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(rank_main, str(folder), ranks=WORLD)
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(WORLD)]  # noqa: S301 - our own
+    return of_ranks(scraped, ranks=WORLD)
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import Perceptron, batch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.scrape import errors, values
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -114,9 +112,8 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Write the layers that this rank shows in each case."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def layers_of_cases(_rank: int) -> dict[str, set[str]]:
+    """Return the layers that this rank shows in each case."""
     found: dict[str, set[str]] = {}
     for name, case in CASES.items():
         torch.manual_seed(0)
@@ -124,16 +121,13 @@ def rank_main(rank: int, folder: str) -> None:
             found[name] = {dict(labels)["layer"] for metric, labels in values(exporter) if metric == "torch_grad_norm"}
             assert errors(exporter) == {}, name
         dist.barrier()
-    dist.destroy_process_group()
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, set[str]]]:
+def shown() -> list[dict[str, set[str]]]:
     """Return the layers that each case shows, by rank."""
-    folder = tmp_path_factory.mktemp("replicas")
-    run_ranks(rank_main, str(folder))
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]  # noqa: S301 - our own
+    return of_ranks(layers_of_cases)
 
 
 LAYERS = {"first", "second"}

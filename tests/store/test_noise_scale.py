@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import pickle
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ranks import PATIENCE, run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors, value
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.inspection.local_norms import ENOUGH, NoiseScale
@@ -134,22 +129,15 @@ def train(task: Task, rank: int, parts: int, observed: bool) -> dict[str, object
 CASES = {"inferred": (1, False), "accumulated": (3, False), "observed": (1, True)}
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Run one of the ranks."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=RANKS
-    )
-    found = {name: train(Task(), rank, *case) for name, case in CASES.items()}
-    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+def trained(rank: int) -> dict[str, dict[str, object]]:
+    """Return what one of the ranks saw in each case."""
+    return {name: train(Task(), rank, *case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[object]]]]:
-    """Return what both ranks wrote down."""
-    folder = tmp_path_factory.mktemp("noise")
-    run_ranks(rank_main, str(folder), ranks=RANKS)
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(RANKS)]  # noqa: S301 - written above
+def found() -> list[dict[str, dict[str, object]]]:
+    """Return what both ranks saw."""
+    return of_ranks(trained, ranks=RANKS)
 
 
 @pytest.mark.process

@@ -5,14 +5,22 @@ One server serves all the tests of a process. What it has imported is what most 
 
 from __future__ import annotations
 
+import datetime as dt
 import gc
 import multiprocessing as mp
 import os
+import pickle
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
+
+T = TypeVar("T")
 
 PATIENCE = 500.0
 """Seconds after which ranks that are not done are killed. No test waits for them: they end when they are done."""
@@ -57,3 +65,19 @@ def joined(started: torch.multiprocessing.ProcessContext, seconds: float = PATIE
 def run_ranks(main: Callable[..., None], *arguments: object, ranks: int = 2) -> None:
     """Calls `main(rank, *arguments)` in a process for each rank, and waits for them; raises what a rank raised."""
     assert joined(start_ranks(main, *arguments, ranks=ranks)), f"not done within {PATIENCE:.0f} s"
+
+
+def of_ranks(work: Callable[..., T], *arguments: object, ranks: int = 2) -> list[T]:
+    """Return what `work(rank, *arguments)` returns on each rank of a job over gloo; raises what a rank raised."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(_in_a_job, folder, ranks, work, arguments, ranks=ranks)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(ranks)]  # noqa: S301 - written below
+
+
+def _in_a_job(rank: int, folder: str, ranks: int, work: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    patience = dt.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", timeout=patience, rank=rank, world_size=ranks)
+    result = work(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    Path(folder, str(rank)).write_bytes(pickle.dumps(result))

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.inspection.nan_origin.causes import NAN, Function, around
 from tests.inspection.nan_origin.test_planted import found
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors
 from torch_grad_exporter import start_exporter
 
 pytestmark = pytest.mark.process
 
 
-def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
-    """Take two steps, in the second of which rank 1 makes a NaN in its batch or in the backward of a module."""
+def places(rank: int, wrapper: str, where: str) -> list[tuple[object, ...]]:
+    """Return the places after two steps, in the second of which rank 1 makes a NaN in its batch or in a module's backward."""
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     inner = around(Function(lambda x: x * 1))
     if wrapper == "fsdp2":
         fully_shard(inner[0])
@@ -42,14 +37,12 @@ def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert not errors(exporter)
-        Path(folder, f"{rank}.json").write_text(json.dumps([[*place] for place in found(exporter)]))
-    dist.destroy_process_group()
+        return [(*place,) for place in found(exporter)]
 
 
 @pytest.mark.parametrize(("wrapper", "where"), [("ddp", "batch"), ("fsdp2", "backward")])
-def test_a_nan_of_another_rank(wrapper: str, where: str, tmp_path: Path) -> None:
+def test_a_nan_of_another_rank(wrapper: str, where: str) -> None:
     """The rank that made a NaN names the place; the other rank says that it came with the reduction."""
-    run_ranks(rank_main, str(tmp_path), wrapper, where)
-    innocent, guilty = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    innocent, guilty = of_ranks(places, wrapper, where)
     assert [stage for _, stage, _ in innocent] == ["reduction"]
-    assert [place[:2] for place in guilty] == [["batch", "batch"] if where == "batch" else ["3", "backward"]]
+    assert [place[:2] for place in guilty] == [("batch", "batch") if where == "batch" else ("3", "backward")]
