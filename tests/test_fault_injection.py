@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch_grad_exporter
 from tests.support.models import Perceptron, sgd
 from tests.support.record import gradients_of, norm
-from tests.support.scrape import Key, errors, key, value, values
+from tests.support.scrape import OFF, Key, errors, key, value, values
 from tests.support.tools import PATIENCE, eventually, lasting_threads
 from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import Exporter, start_exporter
@@ -249,7 +249,6 @@ def replicated() -> Scene:
 SCENES: dict[str, Callable[[], Scene]] = {
     scene.__name__: scene for scene in (observed, plain, by_hand, assorted, clipping, replicated)
 }
-QUIET = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
 
 
 class Pair:
@@ -264,7 +263,7 @@ class Pair:
         torch.manual_seed(0)
         self.bare = SCENES[name]()
         self.hooks = len(all_hooks(self.watched.model))
-        options: dict[str, Any] = {"every": 1, "collectors": QUIET, **self.watched.options}
+        options: dict[str, Any] = {"every": 1, "collectors": OFF, **self.watched.options}
         self.exporter = start_exporter(self.watched.model, None, **options)
         self.made.append(self.exporter)
         self.number = 0
@@ -593,7 +592,7 @@ USERS: dict[str, Callable[[Exporter], object]] = {
 def test_code_of_the_user_fails(users: str, caplog: pytest.LogCaptureFixture) -> None:
     """What values, loaders, conditions and callbacks of the user raise is counted, logged once, and stops no sample."""
     model = Perceptron()
-    with start_exporter(model, None, every=1, collectors=QUIET) as exporter:
+    with start_exporter(model, None, every=1, collectors=OFF) as exporter:
         for number in range(3):
             if number == 0 or users not in ("a condition", "an action"):  # each of which fails by itself
                 USERS[users](exporter)
@@ -621,7 +620,7 @@ def test_an_output_that_raises() -> None:
             return HostileOutput(out=super().forward(x))
 
     model = Model()
-    with start_exporter(model, None, every=1, collectors=QUIET) as exporter:
+    with start_exporter(model, None, every=1, collectors=OFF) as exporter:
         train(model, 3, lambda x: model(x)["out"])
         assert set(errors(exporter)) == {"forward_hook"}
         assert value(exporter, "torch_grad_captures_total", layer="first") == 3

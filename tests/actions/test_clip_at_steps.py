@@ -17,7 +17,7 @@ import torch
 
 from tests.actions import references
 from tests.support.models import Perceptron, batch
-from tests.support.scrape import errors, value, values
+from tests.support.scrape import OFF, errors, value, values
 from tests.support.torch_hooks import all_hooks, optimizer_hooks
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import AGC, AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, SkipAbove, ZClip
@@ -32,7 +32,6 @@ POLICIES: dict[str, tuple[Any, Callable[[], Any]]] = {
     "ZClip by layer": (ZClip(0.9, 0.5, 3, scope="layer"), lambda: references.ZClip(0.9, 0.5, 3, scope="layer")),
     "AGC": (AGC(0.01), lambda: references.AGC(0.01, 1e-3)),
 }
-OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 
 start = functools.partial(start_exporter, port=None, every=1, collectors=OFF)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import gc
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -21,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.actions import references, test_clip_at_steps
 from tests.support.models import Perceptron
-from tests.support.ranks import PATIENCE, run_ranks
-from tests.support.scrape import errors, value
+from tests.support.ranks import of_ranks
+from tests.support.scrape import OFF, errors, value
 from tests.support.torch_versions import DTensor, Partial, Replicate, fully_shard
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import AGC, AutoClip, Clipper, MaxNorm, MaxValue, SkipAbove, ZClip
@@ -101,24 +98,19 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def joined(rank: int, ranks: int, store: str) -> None:
-    """Join a process group. Wrappers are collected in this thread, since a thread of gloo that frees one can wait for itself."""
+def prepared() -> None:
+    """Collect wrappers in this thread, since a thread of gloo that frees one can wait for itself."""
     gc.disable()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # with tensor parallelism, of what is not done here
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=ranks
-    )
 
 
-def follows(rank: int, store: str, regime: str) -> None:
+def follows(rank: int, regime: str) -> None:
     """Train on a rank by each policy, with a `Clipper` and with `clip=`, and compare each step with the reference."""
-    _, ranks, _ = REGIMES[regime]
-    joined(rank, ranks, store)
+    prepared()
     for name, (policy, make) in POLICIES.items():
         for at_steps in (False, True) if name == AT_STEPS else (False,):
             _follow(rank, regime, name, policy, make(), at_steps=at_steps)
         gc.collect()
-    dist.destroy_process_group()
 
 
 def _follow(rank: int, regime: str, name: str, policy: Any, reference: Any, *, at_steps: bool) -> None:  # noqa: ANN401 - no common base
@@ -126,8 +118,7 @@ def _follow(rank: int, regime: str, name: str, policy: Any, reference: Any, *, a
     torch.manual_seed(0)
     model = build(Perceptron())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    off = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
-    exporter = start_exporter(model, port=None, every=1, collectors=off, clip=policy) if at_steps else None
+    exporter = start_exporter(model, port=None, every=1, collectors=OFF, clip=policy) if at_steps else None
     clipper = None if at_steps else Clipper(model, policy)
     same_data = regime in ("tp", "fsdp and tp")
     for step in range(4):
@@ -159,14 +150,14 @@ def _follow(rank: int, regime: str, name: str, policy: Any, reference: Any, *, a
 @pytest.mark.parametrize(
     "regime", [pytest.param(name, marks=pytest.mark.full) if ranks == 4 else name for name, (_, ranks, _) in REGIMES.items()]
 )
-def test_norms_are_those_of_the_whole_gradients(tmp_path: Path, regime: str) -> None:
+def test_norms_are_those_of_the_whole_gradients(regime: str) -> None:
     """Gradients of each policy are the reference's on the gathered gradients, with one collective per mesh dimension."""
-    run_ranks(follows, str(tmp_path / "store"), regime, ranks=REGIMES[regime][1])
+    of_ranks(follows, regime, ranks=REGIMES[regime][1])
 
 
-def special_cases(rank: int, store: str) -> None:
+def special_cases(rank: int) -> None:
     """Try what is refused, summands, a later wrapper, and a state that goes on."""
-    joined(rank, 2, store)
+    prepared()
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match=r"belongs to FullyShardedDataParallel.*use its own clip_grad_norm_"):
         Clipper(FullyShardedDataParallel(Perceptron(), use_orig_params=True, device_id=torch.device("cpu")), MaxNorm(1.0))
@@ -217,9 +208,8 @@ def special_cases(rank: int, store: str) -> None:
     model.second.bias.grad.to_local().mul_(1e4 if rank == 0 else 1)
     skipping()
     assert all(parameter.grad is None for parameter in model.parameters())
-    dist.destroy_process_group()
 
 
-def test_special_cases_of_two_ranks(tmp_path: Path) -> None:
+def test_special_cases_of_two_ranks() -> None:
     """Impossible cases are refused, summands are added, `fully_shard` may come later, and ranks skip the same steps."""
-    run_ranks(special_cases, str(tmp_path / "store"))
+    of_ranks(special_cases)

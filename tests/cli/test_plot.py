@@ -32,6 +32,7 @@ from matplotlib.text import Text
 import torch_grad_exporter
 from tests.support.certificates import authority
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.scrape import OFF
 from tests.support.tools import eventually, full_disk
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
@@ -117,9 +118,8 @@ def training(web_config: Path | None = None) -> Iterator[Exporter]:
     torch.manual_seed(0)
     model = Perceptron()
     optimizer = sgd(model)
-    off = dict.fromkeys(("gpu", "cuda_memory", "container", "host", "process"), False)
     with start_exporter(
-        model, 0, addr="127.0.0.1", every=1, collectors=off, **({"web_config_file": web_config} if web_config else {})
+        model, 0, addr="127.0.0.1", every=1, collectors=OFF, **({"web_config_file": web_config} if web_config else {})
     ) as exporter:
         for _ in range(3):
             model(batch()).square().mean().backward()

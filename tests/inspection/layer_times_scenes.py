@@ -18,12 +18,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tests.inspection.support import Clock, EachOperation
-from tests.support.scrape import errors, value, values
+from tests.support.scrape import OFF, errors, value, values
 from tests.support.torch_hooks import module_hooks
 from torch_grad_exporter import Exporter, start_exporter
 
 SECONDS, STEPS = "torch_layer_seconds_total", "torch_layer_timed_steps_total"
-OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 
 Times = dict[str, float]
 SCENES: dict[str, Callable[[Clock], tuple[Times, Times]]] = {}
@@ -84,7 +83,7 @@ class Around(nn.Module):
 @contextmanager
 def timed(model: nn.Module, **options: object) -> Iterator[Exporter]:
     """Start an exporter of every round that fails in nothing."""
-    with start_exporter(model, None, **{"every": 1, "layer_times": True, "collectors": OTHERS, **options}) as exporter:
+    with start_exporter(model, None, **{"every": 1, "layer_times": True, "collectors": OFF, **options}) as exporter:
         yield exporter
         assert errors(exporter) == {}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.scrape import OFF
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.cli import demo
 from torch_grad_exporter.cli.faults import Injection
@@ -16,8 +17,6 @@ from torch_grad_exporter.cli.faults import Injection
 STEPS = 120
 FAULT = 30
 """The step at which a fault begins: after the 20 samples that spikes take."""
-
-OFF = dict.fromkeys(("gpu", "cuda_memory", "container", "host", "process"), False)
 
 
 @cache

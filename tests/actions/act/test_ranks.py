@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.actions.freeze.test_freeze import faint, held, model, start
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_ranks
 from tests.support.scrape import errors
 from tests.support.tools import eventually
 from tests.support.torch_hooks import global_step_hooks
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Freeze, Stop
-
-
-def _group(rank: int, folder: str, ranks: int = 2) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
-
-
-def _leave() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _step(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> None:
@@ -39,9 +27,8 @@ def _step(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer, number: in
     optimizer.step()
 
 
-def _rank(rank: int, folder: str, ranks: int) -> None:
-    """Train until a layer is frozen and the job is stopped, and write what happened after which step."""
-    _group(rank, folder, ranks)
+def _rank(rank: int) -> tuple[list[tuple[bool, bool]], list[object]]:
+    """Train until a layer is frozen and the job is stopped; return what happened after which step, and the parameters."""
     net = faint()
     layer = net[1].linear
     wrapped = DistributedDataParallel(net, find_unused_parameters=True, gradient_as_bucket_view=True)
@@ -61,17 +48,14 @@ def _rank(rank: int, folder: str, ranks: int) -> None:
         exporter.on(lambda m: rank == 1, Stop())
         assert eventually(done)
         assert "action" not in errors(exporter)
-        record = history, [parameter.tolist() for parameter in net.parameters()]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(record))
-    _leave()
+    return history, [parameter.tolist() for parameter in net.parameters()]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_ranks_act_after_the_same_step(tmp_path: Path, ranks: int) -> None:
+def test_all_ranks_act_after_the_same_step(ranks: int) -> None:
     """A stop with its cause on one rank, and a layer with small norms, take effect after the same step on all ranks."""
-    run_ranks(_rank, str(tmp_path), ranks, ranks=ranks)
-    first, *others = ((tmp_path / f"{rank}.json").read_text() for rank in range(ranks))
+    first, *others = of_ranks(_rank, ranks=ranks)
     assert others == [first] * (ranks - 1)
 
 
@@ -137,14 +121,12 @@ def _shards(rank: int) -> None:
     assert all(map(torch.equal, ours, users))
 
 
-def _wrapped(rank: int, folder: str) -> None:
-    _group(rank, folder)
+def _wrapped(rank: int) -> None:
     _refused(rank)
     _shards(rank)
-    _leave()
 
 
 @pytest.mark.process
-def test_freezing_under_wrappers(tmp_path: Path) -> None:
+def test_freezing_under_wrappers() -> None:
     """FSDP2 has the bits of the user's own freezing; the older FSDP, and DDP that needs each gradient, are refused."""
-    run_ranks(_wrapped, str(tmp_path))
+    of_ranks(_wrapped)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.acting import due
-from tests.support.scrape import errors, value, values
+from tests.support.scrape import OFF, errors, value, values
 from tests.support.tools import eventually, lasting_threads
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Freeze
@@ -22,7 +22,6 @@ from torch_grad_exporter.actions import Freeze
 FROZEN, CAPTURES, ACTIONS = "torch_layer_frozen", "torch_grad_captures_total", "torch_grad_exporter_actions_total"
 LAYERS = ("0", "2", "4")
 
-OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 start = functools.partial(start_exporter, port=None, every=1, collectors=OFF)
 """Start an exporter whose judgements are quick, since the next one is later by twenty times their duration."""
 
