@@ -8,7 +8,7 @@ from dashboards.generate import acting
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import equal, events, ever, of_rank, of_run, rate, recorded
+from dashboards.generate.queries import equal, events, ever, in_order, of_rank, of_run, rate, recorded
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-exporter"
@@ -143,7 +143,8 @@ def _scrapes() -> Panel:
 def _targets() -> Panel:
     known = f"group by (job, instance, run, rank) (last_over_time({of_run('torch_train_world_size')}[$__range] @ end()))"
     answers = 'max by (job, instance) (up{job=~"$job"})'
-    query = Query(f"{known} * on (job, instance) group_left () {answers}", f"{RANK} {{{{instance}}}}")
+    up = f"({known} * on (job, instance) group_left () {answers})"
+    query = Query(in_order(up, "run", "rank"), f"{RANK} {{{{instance}}}}")
     text = "Whether each target of the chosen runs answers. A gap is a time without the target."
     return draw.timeline("Targets", text, query, ANSWER, "No target in this time range; a run that only pushes has none")
 
