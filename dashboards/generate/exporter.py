@@ -83,7 +83,8 @@ def _mode() -> Panel:
         "Where the exporter reads gradients. At the step is the last resort, as under compiled "
         "autograd: norms are those after clipping."
     )
-    query, known = Query(f"max by (run, rank) ({each})", RANK), ever(of_rank("torch_grad_exporter_capture_mode"))
+    ordered = in_order(f"max by (run, rank) ({each})", "run", "rank")
+    query, known = Query(ordered, RANK), ever(of_rank("torch_grad_exporter_capture_mode"))
     return draw.timeline("Capture mode", text, query, MODES, draw.NO_RUN, ever=known)
 
 

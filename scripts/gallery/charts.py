@@ -120,10 +120,10 @@ def _line(axes: Axes, series: Series, own: dict[str, Any], ink: str) -> None:
         axes.bar(series.times, series.values, width=wide, color=ink, alpha=own.get("custom.fillOpacity", 80) / 100)
         return
     dash = own.get("custom.lineStyle", {}).get("fill") == "dash"
-    alone = np.isfinite(values) & ~np.isfinite(np.roll(values, 1)) & ~np.isfinite(np.roll(values, -1))
+    known = np.pad(np.isfinite(values), 1)
+    alone = known[1:-1] & ~known[:-2] & ~known[2:]
     axes.plot(times, values, color=ink, linewidth=1.1, linestyle=(0, (5, 4)) if dash else "-", zorder=3)
-    if alone.any() or np.isfinite(values).sum() == 1:
-        axes.plot(times[np.isfinite(values)], values[np.isfinite(values)], ".", color=ink, markersize=3)
+    axes.plot(times[alone], values[alone], ".", color=ink, markersize=3)
 
 
 def _common(above: Series, below: Series) -> tuple[list[float], list[float], list[float]]:

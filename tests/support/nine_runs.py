@@ -49,7 +49,7 @@ SLOWER = 2
 """Time of a step of the straggler over that of the other ranks."""
 
 CONFIGURATION = """
-global: {{scrape_interval: {scrape}s, scrape_timeout: 1s, evaluation_interval: 1s}}
+global: {{scrape_interval: {scrape}s, scrape_timeout: {scrape}s, evaluation_interval: 1s}}
 rule_files: [{rules}/*.yml]
 scrape_configs:
   - job_name: training
