@@ -23,10 +23,11 @@ from benchmarks.bars import verdict
 from benchmarks.costs.scrape import exporter_with
 from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import Delivery
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import ExportTimes, Points, Portion
+from torch_grad_exporter.outputs.otlp.points import Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 
 POINTS = (1_000, 10_000, 50_000)
@@ -89,14 +90,13 @@ def measure(seconds: float) -> record.Table:
 
 
 def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[record.Cell]]:
-    made = Points({"run": "benchmark", "rank": "0"}, {}, version="0", delta=(), on_error=_fail)
-    export_times = ExportTimes(1, Deltas((), began=1), 2)
+    made = Points({"run": "benchmark", "rank": "0"}, {}, Deltas((), began=1), ErrorLog(("otlp",)), start=1)
     plain = Delivery(PushSettings(endpoint=endpoint), 30.0)
     with mock.patch.dict(os.environ, {"OTEL_EXPORTER_OTLP_COMPRESSION": "gzip"}):
         compressed = Delivery(PushSettings(endpoint=endpoint), 30.0)
 
     def make() -> list[Portion]:
-        return list(made.portions(families, export_times))
+        return list(made.portions(families, 2))
 
     def export(way: Delivery) -> None:
         for portion in make():
@@ -116,7 +116,3 @@ def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[re
         judged = what == "make, encode and send" and 0.5 < points / BAR[0] < 2
         rows.append([points, what, *ms, verdict(*interval(values[1:], median, resamples=500), BAR[1]) if judged else ""])
     return rows
-
-
-def _fail(error: BaseException) -> None:
-    raise error

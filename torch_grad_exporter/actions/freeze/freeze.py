@@ -198,7 +198,7 @@ class Freeze(StepAction):
             wanted = [name for name in layers.trained() if (self.layers.search(name) if self.layers else name in named)]
         while wanted:
             try:
-                planned = layers.plan(wanted).layers
+                planned = layers.plan(wanted)
             except NothingLeftError:
                 if not self._own:
                     raise
@@ -268,7 +268,7 @@ class Freeze(StepAction):
         layers.thaw([layer for layer in self._frozen if layer not in frozen])
         ours = [layer for layer in self._frozen if layer in frozen]
         plan = layers.plan(frozen)
-        if plan.layers:
+        if plan:
             layers.refuse()
             ours += layers.freeze(plan)
         # What the script or another `Freeze` has frozen is theirs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -38,14 +38,6 @@ class FrozenParameter:
     tracked: TrackedParameter
     partners: frozenset[str]
     frozen: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FreezePlan:
-    """Layers to freeze, each with its parameters. `shown`: those that this rank reports."""
-
-    layers: Mapping[str, Sequence[FrozenParameter]] = field(default_factory=dict)
-    shown: frozenset[str] = frozenset()
 
 
 class FrozenLayers:
@@ -109,8 +101,8 @@ class FrozenLayers:
         table = self._index.table
         return frozenset(label for label, part in zip(table.layers, table.sharded.tolist(), strict=True) if part)
 
-    def plan(self, labels: Iterable[str]) -> FreezePlan:
-        """Return those of these layers that are trained and have a parameter that no other layer trains.
+    def plan(self, labels: Iterable[str]) -> dict[str, list[FrozenParameter]]:
+        """Return those of these layers that are trained and have a parameter that no other layer trains, each with its parameters.
 
         Raises:
             NothingLeftError: Nothing would be left to train.
@@ -124,16 +116,13 @@ class FrozenLayers:
             if len(kept) == len(wanted):
                 break
             wanted = kept
-        table = self._index.table
         if wanted:
             every = {key.identity: label for label, ones in trained.items() for key in ones}
             left = [key for key, label in every.items() if label not in wanted or not partners[key] <= frozen]
             reason = emptied(self._index, self._optimizers(), left, every)
             if reason is not None:
                 raise NothingLeftError(f"freezing {', '.join(wanted)}: {reason}; leave one of its layers out")
-        shown = frozenset(label for label, here in zip(table.layers, table.shown.tolist(), strict=True) if here)
-        layers = {label: [FrozenParameter(key, partners[key.identity]) for key in ones] for label, ones in wanted.items()}
-        return FreezePlan(layers, shown)
+        return {label: [FrozenParameter(key, partners[key.identity]) for key in ones] for label, ones in wanted.items()}
 
     def _partners(self, trained: Mapping[str, Sequence[TrackedParameter]]) -> dict[int, frozenset[str]]:
         """Return by the `id` of each trained parameter the other layers without which it cannot be frozen."""
@@ -152,20 +141,22 @@ class FrozenLayers:
 
     # The training thread
 
-    def freeze(self, plan: FreezePlan) -> list[str]:
-        """Freeze layers, between two steps. Returns those of which a parameter was frozen.
+    def freeze(self, plan: Mapping[str, Sequence[FrozenParameter]]) -> list[str]:
+        """Freeze the layers of a plan, between two steps. Returns those of which a parameter was frozen.
 
         Raises:
             RuntimeError: None of the layers that stay has a gradient: the next backward would raise.
         """
         with self._lock:
-            wanted = {label: held for label, held in plan.layers.items() if label not in self._held}
+            wanted = {label: held for label, held in plan.items() if label not in self._held}
             self._refuse_unreached({held.tracked.identity for ones in wanted.values() for held in ones})
             self._held = {**self._held, **wanted}
             self._apply()
             frozen = [label for label, ones in wanted.items() if any(held.frozen for held in ones)]
             self._held = {label: ones for label, ones in self._held.items() if label not in wanted or label in frozen}
-            self.labels.add(frozen, plan.shown.intersection(frozen))
+            table = self._index.table
+            here = {label for label, shown in zip(table.layers, table.shown.tolist(), strict=True) if shown}
+            self.labels.add(frozen, here.intersection(frozen))  # other ranks report the others
         return frozen
 
     def _refuse_unreached(self, going: Collection[int]) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
-from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, SentFlags, Tape
+from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, SentTape
 from torch_grad_exporter.inspection.nan_origin.verdict import Origin, origin_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
@@ -41,14 +41,6 @@ LINES = 64
 
 # Places that are shown at most; beyond, the oldest is dropped.
 PLACES = 32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SentTape:
-    """The data of a record: a tape, and how its flags are packed."""
-
-    tape: Tape
-    sent: SentFlags
 
 
 class Origins:
@@ -100,7 +92,7 @@ class Origins:
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Judge a tape."""
         assert isinstance(record.data, SentTape)  # noqa: S101 - only `NanOrigin` sends records of this name
-        flagged = FlaggedTape(record.data.tape, *record.data.sent.values(values))
+        flagged = record.data.flagged(values)
         losses, self._losses = self._losses, 0
         origin = origin_of(flagged, loss_was_nonfinite=losses > 0)
         if origin is not None:
@@ -267,4 +259,5 @@ class NanOrigin(Inspection, ForwardObserver):
         tape = recording.finish(backward=backward, scaled=self._loss_scale.has_scaler)
         sent = recording.flags.send(self._transfer)
         if sent is not None:
-            self._mailbox.append(Inspected(SOURCE, self._number, sent.tickets, SentTape(tape, sent)))
+            tickets, slots = sent
+            self._mailbox.append(Inspected(SOURCE, self._number, tickets, SentTape(tape, slots)))

@@ -26,22 +26,6 @@ MOST = 1 << 15
 FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SentFlags:
-    """Flags on their way. `slots`: for each ticket those of its vector, which has all smallest values, then all largest."""
-
-    tickets: tuple[Ticket, ...]
-    slots: tuple[IntArray, ...]
-    count: int
-
-    def values(self, arrived: tuple[FloatArray, ...]) -> tuple[FloatArray, FloatArray]:
-        """Return the smallest and the largest values, shape (count,) each."""
-        low, high = np.zeros((2, self.count))
-        for slots, vector in zip(self.slots, arrived, strict=True):
-            low[slots], high[slots] = vector.reshape(2, len(slots))
-        return low, high
-
-
 class Flags:
     """The smallest and the largest value of tensors so far, on their devices, in slots that are numbered from 0.
 
@@ -68,8 +52,12 @@ class Flags:
         self._ends.append((low, high))
         return len(self._ends) - 1
 
-    def send(self, transfer: HostTransfer) -> SentFlags | None:
-        """Start one copy to the host for each device; return None if too much is under way, or nothing was flagged."""
+    def send(self, transfer: HostTransfer) -> tuple[tuple[Ticket, ...], tuple[IntArray, ...]] | None:
+        """Start one copy to the host for each device; return None if too much is under way, or nothing was flagged.
+
+        Returns:
+            The tickets, and for each the slots of its vector, which has all smallest values, then all largest.
+        """
         devices: dict[torch.device, dict[torch.dtype, list[int]]] = {}
         for slot, (low, _) in enumerate(self._ends):
             devices.setdefault(low.device, {}).setdefault(low.dtype, []).append(slot)
@@ -86,7 +74,7 @@ class Flags:
                 return None
             tickets.append(ticket)
             sent.append(np.array(slots, dtype=np.int64))
-        return SentFlags(tuple(tickets), tuple(sent), len(self._ends)) if tickets else None
+        return (tuple(tickets), tuple(sent)) if tickets else None
 
 
 # The sequence number of a node and the number of its output; `LEAF` and the number of a parameter, -1 if it is unknown.
@@ -205,6 +193,21 @@ class Tape:
     ranks: bool = False
     scaled: bool = False
     full: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentTape:
+    """The data of a record: a tape, and the slots of the vectors with its flags, see `Flags.send`."""
+
+    tape: Tape
+    slots: tuple[IntArray, ...]
+
+    def flagged(self, arrived: tuple[FloatArray, ...]) -> FlaggedTape:
+        """Return the tape with its flags, once these have arrived."""
+        low, high = np.zeros((2, sum(map(len, self.slots))))
+        for slots, vector in zip(self.slots, arrived, strict=True):
+            low[slots], high[slots] = vector.reshape(2, len(slots))
+        return FlaggedTape(self.tape, low, high)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

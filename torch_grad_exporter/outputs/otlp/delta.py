@@ -24,7 +24,7 @@ class Deltas:
     """
 
     def __init__(self, kinds: Collection[Kind], *, began: int) -> None:
-        self._kinds = kinds
+        self.kinds = kinds
         self._at = began
         self._tables: dict[Spec, _Table] = {}
         self._sent: dict[Family, _SentRows] = {}
@@ -32,7 +32,7 @@ class Deltas:
     def of(self, families: Iterable[Family], *, at: int) -> list[Family]:
         """Return the families to be sent, with the numbers at this time."""
         self._sent = {}
-        differences = [self._difference(family, at) if family.spec.kind in self._kinds else family for family in families]
+        differences = [self._difference(family, at) if family.spec.kind in self.kinds else family for family in families]
         self._at = at
         return differences
 

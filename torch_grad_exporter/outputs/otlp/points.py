@@ -6,7 +6,7 @@ Metrics have their full Prometheus names, so that no receiver has anything to ad
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,21 +64,6 @@ class Portion:
     rows: tuple[tuple[Family, slice], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportTimes:
-    """The times of an export, in nanoseconds since 1970.
-
-    Attributes:
-        start: Start of cumulative numbers.
-        deltas: Know the start of differences.
-        at: The time of all numbers.
-    """
-
-    start: int
-    deltas: Deltas
-    at: int
-
-
 class Points:
     """Makes metrics of families, each point with the constant labels first and the family's own after.
 
@@ -88,25 +73,26 @@ class Points:
     Args:
         constant_labels: Of every point.
         resource: Attributes of the process.
-        delta: The kinds of metrics that are sent as differences.
+        deltas: Know which kinds of metrics are sent as differences, and the start of these.
         errors: Counts failures to encode a metric, each of which costs that metric alone.
+        start: Of cumulative numbers, in nanoseconds since 1970, like all times here.
     """
 
     def __init__(
         self,
         constant_labels: Mapping[str, str],
         resource: Mapping[str, Any],
-        delta: Collection[Kind],
+        deltas: Deltas,
         errors: ErrorLog,
+        *,
+        start: int,
     ) -> None:
-        self._constant_labels = constant_labels
-        self._delta = delta
-        self._errors = errors
+        self._constant_labels, self._deltas, self._errors, self._start = constant_labels, deltas, errors, start
         self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in resource.items()})
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
-    def portions(self, families: Iterable[Family], times: ExportTimes) -> Iterator[Portion]:
-        """Yield the requests of an export: first those with the rows of the whole process, its state among them.
+    def portions(self, families: Iterable[Family], at: int) -> Iterator[Portion]:
+        """Yield the requests of an export with the numbers `at` a time: first those of the whole process, its state among them.
 
         No request has both these and rows of layers, which are many. A metric that cannot be encoded is left out.
         """
@@ -122,25 +108,25 @@ class Points:
                     room -= end - start
                     start = end
                     if not room:
-                        yield self._portion(rows, times)
+                        yield self._portion(rows, at)
                         rows, room = [], POINTS
             if rows:
-                yield self._portion(rows, times)
+                yield self._portion(rows, at)
 
-    def _portion(self, rows: Iterable[tuple[Family, slice]], times: ExportTimes) -> Portion:
-        encoded = [(self._guarded(family, piece, times), (family, piece)) for family, piece in rows]
+    def _portion(self, rows: Iterable[tuple[Family, slice]], at: int) -> Portion:
+        encoded = [(self._guarded(family, piece, at), (family, piece)) for family, piece in rows]
         scope = ScopeMetrics(SCOPE, [metric for metric, _ in encoded if metric is not None], "")
         sent = tuple(row for metric, row in encoded if metric is not None)
         return Portion(MetricsData([ResourceMetrics(self._resource, [scope], "")]), sent)
 
-    def _guarded(self, family: Family, piece: slice, times: ExportTimes) -> Metric | None:
+    def _guarded(self, family: Family, piece: slice, at: int) -> Metric | None:
         def left_out(error: Exception) -> None:
             text = f"{family.spec.name} cannot be encoded: {type(error).__name__}: {error}"
             self._errors.report_first(SOURCE, ValueError(text))
 
-        return Guard(left_out).result(self._metric, family, piece, times)
+        return Guard(left_out).result(self._metric, family, piece, at)
 
-    def _metric(self, family: Family, piece: slice, times: ExportTimes) -> Metric:
+    def _metric(self, family: Family, piece: slice, at: int) -> Metric:
         """Return the points of some of the present rows."""
         spec, rows = family.spec, family.row_numbers[piece]
         prepared = self._prepared(family)
@@ -148,28 +134,23 @@ class Points:
         data: Gauge | Sum | Histogram | ExponentialHistogram
         if spec.kind is Kind.GAUGE:
             values = family.values[rows].tolist()
-            data = Gauge([NumberDataPoint(of, 0, times.at, value) for of, value in zip(attributes, values, strict=True)])
+            data = Gauge([NumberDataPoint(of, 0, at, value) for of, value in zip(attributes, values, strict=True)])
         else:
-            temporality = AggregationTemporality.DELTA if spec.kind in self._delta else AggregationTemporality.CUMULATIVE
-            starts = self._starts(family, rows, times)
+            temporality = AggregationTemporality.DELTA if spec.kind in self._deltas.kinds else AggregationTemporality.CUMULATIVE
+            starts = [0 if spec.older else self._start] * len(rows)  # from when on each row counts, 0 where that is not known
+            if spec.kind in self._deltas.kinds:
+                starts = self._deltas.since(family)[rows].tolist()
             if spec.kind is Kind.COUNTER:
                 numbers = zip(attributes, starts, family.values[rows].tolist(), strict=True)
-                points = [NumberDataPoint(of, start, times.at, value) for of, start, value in numbers]
+                points = [NumberDataPoint(of, start, at, value) for of, start, value in numbers]
                 data = Sum(points, temporality, is_monotonic=True)
             else:
-                places = [(family, row, of, start, times.at) for of, start, row in zip(attributes, starts, rows, strict=True)]
+                places = [(family, row, of, start, at) for of, start, row in zip(attributes, starts, rows, strict=True)]
                 if family.exponential is None:
                     data = Histogram([_explicit(*place) for place in places], temporality)
                 else:
                     data = ExponentialHistogram([_exponential(*place) for place in places], temporality)
         return Metric(spec.name, spec.help, UNITS.get(spec.unit, ""), data)
-
-    def _starts(self, family: Family, rows: Sequence[int], times: ExportTimes) -> list[int]:
-        """Return from when on each row counts, 0 where that is not known."""
-        if family.spec.kind in self._delta:
-            starts: list[int] = times.deltas.since(family)[rows].tolist()
-            return starts
-        return [0 if family.spec.older else times.start] * len(rows)
 
     def _prepared(self, family: Family) -> list[Attributes]:
         """Return the attributes of each row, kept as long as the rows are."""

@@ -23,7 +23,7 @@ from torch_grad_exporter.errors import ErrorLog, Guard, caught, inform, warn
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import SOURCE, ExportTimes, Points, Portion
+from torch_grad_exporter.outputs.otlp.points import SOURCE, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 
 # The `service.name` of a process that has none: the name of the job in the shipped configuration of Prometheus.
@@ -65,10 +65,11 @@ class Push(BackgroundLoop):
         self._scrape = scrape
         self._settings = settings
         self._errors = errors
-        self._points = Points(labels, resource(labels["run"], labels["rank"]), settings.delta, errors)
 
-        self._began = self._at = time.time_ns()
-        self._deltas = Deltas(settings.delta, began=self._began)
+        self._at = time.time_ns()
+        self._deltas = Deltas(settings.delta, began=self._at)
+        attributes = resource(labels["run"], labels["rank"])
+        self._points = Points(labels, attributes, self._deltas, errors, start=self._at)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)
         for warning in self._delivery.warnings:
             warn("OpenTelemetry's exporter: %s", warning)
@@ -147,8 +148,7 @@ class Push(BackgroundLoop):
     def _portions(self) -> Iterator[Portion]:
         """Return the requests with all present metrics. If the clock is set back, their time is that of the export before."""
         self._at = max(time.time_ns(), self._at)
-        families = self._deltas.of(self._scrape(), at=self._at)
-        return self._points.portions(families, ExportTimes(self._began, self._deltas, self._at))
+        return self._points.portions(self._deltas.of(self._scrape(), at=self._at), self._at)
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Note the outcome of an export until now. Later requests of a thread that is left behind are not noted."""
