@@ -94,7 +94,7 @@ class ClipAtSteps:
         self._options, self._capture = options, capture
         self._guard = errors.boundary(SOURCE, "gradients are no longer clipped")
         self._candidate_guards = [errors.boundary(TRIED, f"{policy_name(p)} is no longer tried") for p in options.dry_run]
-        self._telling = errors.boundary("capture", "gradients after clipping")
+        self._after_clip = errors.boundary("capture", "gradients after clipping")
         self._loading = errors.boundary("observe", "what was saved does not fit", limit=None)
         self._optimizers = ClippedOptimizers(models, named or {}, errors.boundary(SHOWN, "thresholds are no longer shown"))
         self._begins, self._clips, self._ends = map(_StepHook, (self._step_begins, self._before_step, self._step_ended))
@@ -260,7 +260,7 @@ class ClipAtSteps:
         self._optimizers.report(record)
         if self._capture is not None:
             skipped = getattr(optimizer, "found_inf", None) if record.flag.is_set else None
-            self._telling(self._capture.clipped, optimizer, skipped)
+            self._after_clip(self._capture.clipped, optimizer, skipped)
 
     def _first_clipping(self, record: ClippedOptimizer, optimizer: torch.optim.Optimizer) -> Clipping:
         """Return the clipping of an optimizer at its first step, which goes on with what was loaded for it."""

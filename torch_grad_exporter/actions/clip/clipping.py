@@ -158,7 +158,7 @@ class SkipFlag:
         return self._ours is not None
 
     def set(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Tell the optimizer whether to skip the step that it is about to take; joins the flag of a gradient scaler."""
+        """Let the optimizer skip the step that it is about to take, if `skip` is true; joins the flag of a gradient scaler."""
         self.clear(optimizer)  # a closure may be evaluated several times
         self._before = before = getattr(optimizer, "found_inf", None)
         # A scaler's flag stays in force: the step is skipped if either asks for it.

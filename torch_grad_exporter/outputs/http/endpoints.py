@@ -32,33 +32,6 @@ _REMEMBERED = 256
 _DECOY_HASH = "$2b${cost}$" + "." * 53
 
 
-class Admission:
-    """Admits requests for every path and method: first the rate limit, then basic authentication, by the settings of the moment.
-
-    Called in a worker, since a check is slow.
-    """
-
-    def __init__(self, config: WebConfigFile, clock: Callable[[], float]) -> None:
-        self._config = config
-        self._auth = BasicAuth(clock)
-        self._bucket = TokenBucket(clock)
-
-    def refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that is refused, None for all others."""
-        settings = self._config.current
-        wait = self._bucket.wait(settings.rate_limit)
-        if wait:
-            return _later("too many requests", wait)
-        if not settings.users:
-            return None
-        verdict = self._auth.judge(request.headers.get("authorization", ""), settings.users)
-        if verdict.passes:
-            return None
-        if verdict.wait is not None:
-            return _later("passwords are checked one at a time, and seldom after a wrong one", verdict.wait)
-        return plain(HTTPStatus.UNAUTHORIZED, headers=_CHALLENGE)
-
-
 def _later(reason: str, wait: float) -> Response:
     return plain(HTTPStatus.TOO_MANY_REQUESTS, reason, (("Retry-After", str(math.ceil(wait))),))
 
@@ -202,7 +175,7 @@ class Endpoints:
         self._content, self._errors, self._workers = content, errors, workers
         self._shared = SharedScrape(content, renderer, workers, clock)
         self._config, self._clock = web_config, clock
-        self._admission = None if web_config is None else Admission(web_config, clock)
+        self._auth, self._bucket = BasicAuth(clock), TokenBucket(clock)
 
     async def settings(self) -> WebSettings:
         """Return the web configuration for the next client, which is the first to get the state of changed files."""
@@ -225,7 +198,7 @@ class Endpoints:
 
     async def _guarded(self, request: Request, sock: socket.socket) -> Response:
         try:
-            if self._admission is not None and (refusal := await self._workers.run(self._admission.refusal, request)):
+            if self._config is not None and (refusal := await self._workers.run(self._refusal, request, self._config.current)):
                 return refusal
             if request.method not in ("GET", "HEAD"):
                 # Some load balancers check the health of a target by OPTIONS.
@@ -239,6 +212,22 @@ class Endpoints:
         except Exception as error:  # noqa: BLE001 - the boundary
             self._errors.count("request", error)
             return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
+
+    def _refusal(self, request: Request, settings: WebSettings) -> Response | None:
+        """Return the answer to a request that is refused, None for all others: of any path and method.
+
+        First the rate limit, then basic authentication. In a worker, since a check is slow.
+        """
+        if wait := self._bucket.wait(settings.rate_limit):
+            return _later("too many requests", wait)
+        if not settings.users:
+            return None
+        verdict = self._auth.judge(request.headers.get("authorization", ""), settings.users)
+        if verdict.passes:
+            return None
+        if verdict.wait is not None:
+            return _later("passwords are checked one at a time, and seldom after a wrong one", verdict.wait)
+        return plain(HTTPStatus.UNAUTHORIZED, headers=_CHALLENGE)
 
     async def _metrics(self, request: Request, sock: socket.socket) -> Response:
         form = negotiate(request.headers.get("accept", ""))

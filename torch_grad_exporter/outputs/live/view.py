@@ -6,7 +6,7 @@ import gzip
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -45,56 +45,11 @@ FAST = 4.0
 OPEN_SECONDS = 10.0
 
 
+# The end waits this long for the last record, at most.
+CLOSE_SECONDS = 0.5
+
 # The source of failures.
 SOURCE = "history"
-
-
-class Recorder(BackgroundLoop):
-    """The thread that records and judges until it is closed.
-
-    Args:
-        histories: Each takes a record every second or less often.
-        live: Judges every 15 seconds, and at the end.
-        clock: Counts steps.
-        errors: Counts failures.
-    """
-
-    def __init__(self, histories: Sequence[History], live: Live, clock: StepClock, errors: ErrorLog) -> None:
-        self._histories, self._live, self._clock = histories, live, clock
-        self._judge_at, self._open_until = -math.inf, -math.inf
-        self._stepped, self._fast = (time.monotonic(), 0), False  # time and number of the last new step
-        guard = errors.boundary(SOURCE, limit=None)
-        super().__init__("history", self._record, self._judge_now_and_then, guard=guard, pause=self._pause, last=self._finish)
-
-    def looked_at(self) -> None:
-        """Note that the page is open. From any thread."""
-        now = time.monotonic()
-        if now > self._open_until:
-            self.wake()
-        self._open_until = now + OPEN_SECONDS
-
-    def _record(self) -> None:
-        for history in self._histories:
-            history.record_if_due()
-
-    def _judge_now_and_then(self) -> None:
-        now = time.monotonic()
-        if now >= self._judge_at:
-            self._judge_at = now + JUDGE_SECONDS
-            self._live.remember()
-
-    def _finish(self) -> None:
-        for history in self._histories:
-            history.finish()
-        self._live.conclude()
-
-    def _pause(self) -> float:
-        now, steps = time.monotonic(), self._clock.number
-        before, known = self._stepped
-        if steps != known:
-            self._fast, self._stepped = steps - known >= FAST * (now - before), (now, steps)
-        idle = now - self._stepped[0] >= UNSEEN_SECONDS
-        return UNSEEN_SECONDS if now > self._open_until and (self._fast or idle) else RECORD_SECONDS
 
 
 class Looks:
@@ -169,12 +124,10 @@ def _taken(line: deque[tuple[float, Moment]]) -> list[tuple[float, Moment]]:
     return [line.popleft() for _ in range(len(line))]
 
 
-# The end waits this long for the last record, at most.
-CLOSE_SECONDS = 0.5
-
-
 class View:
     """The history of a run and its page. Records from `start` until `close`, and shows its records as long as it exists.
+
+    A thread records every second or less often, and judges every 15 seconds, and at the end.
 
     Args:
         run: The process.
@@ -218,26 +171,58 @@ class View:
         self.live = Live(run, self.history, scrape, targets=targets, marks=marks, record=record, activations=inner, logged=values)
         self._pages = Pages(self.live)
         # In this order: a look at gradients takes everything else as well.
-        histories = [history for history in (self.history, inner, values) if history is not None]
-        self._recorder = Recorder(histories, self.live, clock, errors)
+        self._histories = [history for history in (self.history, inner, values) if history is not None]
+        self._clock = clock
+        self._judge_at, self._open_until = -math.inf, -math.inf
+        self._stepped, self._fast = (time.monotonic(), 0), False  # time and number of the last new step
+        guard = errors.boundary(SOURCE, limit=None)
+        self._loop = BackgroundLoop("history", self._record, self._judge, guard=guard, pause=self._pause, last=self._finish)
 
     def start(self) -> None:
         """Start to record. Raises `RuntimeError` if no thread can be started."""
-        self._recorder.start()
+        self._loop.start()
 
     def close(self, error: str | None = None) -> None:
         """Mark the run as ended, by an exception of type `error` if there is one, and take a last record. Idempotent."""
         self.live.end(error)
-        self._recorder.close(CLOSE_SECONDS)
+        self._loop.close(CLOSE_SECONDS)
 
     def page(self, request: Request) -> Response | None:
         """Return the page's answer to a request, None if it has none."""
         answer = self._pages.answer(request)
         if answer is not None:
-            self._recorder.looked_at()
+            now = time.monotonic()
+            if now > self._open_until:
+                self._loop.wake()
+            self._open_until = now + OPEN_SECONDS
         return answer
 
     def saved(self, *, packed: bool) -> bytes:
         """Return everything as JSON, as it is saved."""
         content = encoded(self.live.everything(fresh=True))
         return gzip.compress(content, 6) if packed else content
+
+    # The thread
+
+    def _record(self) -> None:
+        for history in self._histories:
+            history.record_if_due()
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        if now >= self._judge_at:
+            self._judge_at = now + JUDGE_SECONDS
+            self.live.remember()
+
+    def _finish(self) -> None:
+        for history in self._histories:
+            history.finish()
+        self.live.conclude()
+
+    def _pause(self) -> float:
+        now, steps = time.monotonic(), self._clock.number
+        before, known = self._stepped
+        if steps != known:
+            self._fast, self._stepped = steps - known >= FAST * (now - before), (now, steps)
+        idle = now - self._stepped[0] >= UNSEEN_SECONDS
+        return UNSEEN_SECONDS if now > self._open_until and (self._fast or idle) else RECORD_SECONDS
