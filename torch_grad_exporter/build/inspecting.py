@@ -12,10 +12,9 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.inspection.activations import Activations, ActivationTotals
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
-from torch_grad_exporter.inspection.local_gradients import LocalGradients
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
 from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
-from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
+from torch_grad_exporter.inspection.reductions import LocalGradients, ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.watch import WatchedTensors, WatchTotals
 from torch_grad_exporter.inspection.weights import WeightProbe, WeightTotals

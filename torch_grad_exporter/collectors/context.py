@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.layer_times import LayerTimes
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.nan_origin.origins import Origins
-    from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
+    from torch_grad_exporter.inspection.reductions import ReductionWaits
     from torch_grad_exporter.inspection.watch import WatchTotals
     from torch_grad_exporter.inspection.weights import WeightTotals
     from torch_grad_exporter.lifecycle import Ending

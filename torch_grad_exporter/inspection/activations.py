@@ -20,8 +20,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.layer_rows import LayerRows
-from torch_grad_exporter.inspection.modules import InnerModules
+from torch_grad_exporter.inspection.modules import InnerModules, LayerRows
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, Tallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of

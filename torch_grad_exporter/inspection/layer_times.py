@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.capture.device_events import Stretch, Timeline
-from torch_grad_exporter.inspection.layer_rows import LayerRows
+from torch_grad_exporter.inspection.modules import LayerRows
 from torch_grad_exporter.store.records import Inspected
 
 FORWARD, BACKWARD = "forward", "backward"

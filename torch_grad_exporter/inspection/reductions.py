@@ -1,13 +1,4 @@
-"""LocalGradients: the norm of this rank's own gradient, before `DistributedDataParallel` takes the mean over all ranks.
-
-On a sampled round a hook on each parameter's AccumulateGrad node sees what the backward has brought before the wrapper does, and
-measures it at once: the wrapper writes over it in the same backward. Under `no_sync()` only the backward that reduces is
-measured, then together with the gradient that is there already.
-
-What is measured is this rank's gradient as long as it contains nothing of other ranks. So nothing is reported of a round in which
-gradients other than zero were there before, were reduced before, or are reduced without passing a node in the backward that
-reduces. Changes by a user's post-accumulate-grad hook are not seen.
-"""
+"""What this rank does by itself under `DistributedDataParallel`: the norm of its own gradient, and its waits for other ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +13,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
@@ -29,7 +21,7 @@ from torch_grad_exporter.model.replicas import Reduction, Reductions
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.store.records import Inspected, Mailbox
-from torch_grad_exporter.torch_compat.autograd import nodes_of
+from torch_grad_exporter.torch_compat.autograd import after_backward, nodes_of
 
 SOURCE = "local_norms"
 
@@ -66,9 +58,18 @@ class _Accumulation:
 
 
 class LocalGradients(Inspection):
-    """The inspection. It posts a record for each sampled round, after the `SampleRead` that it belongs to.
+    """The norm of this rank's own gradient, before `DistributedDataParallel` takes the mean over all ranks.
 
-    Belongs to the thread of the backward; holds parameters during one only.
+    On a sampled round a hook on each parameter's AccumulateGrad node sees what the backward has brought before the wrapper does,
+    and measures it at once: the wrapper writes over it in the same backward. Under `no_sync()` only the backward that reduces is
+    measured, then together with the gradient that is there already.
+
+    What is measured is this rank's gradient as long as it contains nothing of other ranks. So nothing is reported of a round in
+    which gradients other than zero were there before, were reduced before, or are reduced without passing a node in the backward
+    that reduces. Changes by a user's post-accumulate-grad hook are not seen.
+
+    It posts a record for each sampled round, after the `SampleRead` that it belongs to. Belongs to the thread of the backward;
+    holds parameters during one only.
     """
 
     def __init__(
@@ -209,3 +210,58 @@ class LocalGradients(Inspection):
         handles, self._handles, self._hooked = self._handles, [], {}
         for handle in handles:
             handle.remove()
+
+
+class ReductionWaits(Inspection):
+    """How long this rank waits, when its own gradients are done, until those of all ranks are reduced, in sampled rounds.
+
+    Under `DistributedDataParallel` a callback that is queued when a backward begins runs when this rank's last gradient is there,
+    and before the wrapper's own, which waits for the other ranks and the network and writes the means back. The time between the
+    two is the wait. Host clock, so on the CPU only: on CUDA the host does not wait there.
+
+    A reentrant checkpoint runs backwards within the backward, and the wrapper may wait in one of those. Autograd numbers the
+    backwards: where two in a row have consecutive numbers, none ran within the first. A wait is timed only where that was the case
+    for the last two that were seen.
+
+    Belongs to the thread of the backward; its totals may be read from any.
+
+    Attributes:
+        seconds: Of all waits.
+        rounds: Sampled rounds in which they were timed; None where there are no other ranks.
+    """
+
+    def __init__(self, hooks: Hooks, clock: StepClock, reductions: Reductions, reader: GradientReader) -> None:
+        self.seconds = 0.0
+        self.rounds: int | None = None
+        self._clock, self._reductions, self._reader = clock, reductions, reader
+        self._hook = hooks.guarded("backward_hook", self._gradients_are_there)
+        self._last_task: int | None = None
+        self._alone = False
+        self._since: float | None = None
+        self._timed_round: int | None = None
+
+    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
+        """Queue the callback, if this backward reduces and none seems to run within it."""
+        if self._last_task is not None:  # else as for the last two that were seen
+            self._alone = task == self._last_task + 1
+        self._last_task, self._since = task, None
+        reduction = self._reductions.coming if current.sampled else None
+        if reduction is not None and reduction.parameters and self._reader.devices <= {"cpu"}:
+            self.rounds = self.rounds or 0
+            if self._alone:
+                after_backward(self._hook)
+
+    def _gradients_are_there(self) -> None:
+        self._since = self._clock.clock()
+
+    def backward_ended(self, current: ArmedRound, at: float) -> None:
+        """Add the wait up to this moment."""
+        since, self._since = self._since, None
+        if since is not None:
+            self.seconds += at - since
+            self.rounds = (self.rounds or 0) + (self._timed_round != current.number)
+            self._timed_round = current.number
+
+    def counted(self, *, unfinished: bool) -> None:  # noqa: ARG002
+        """Note that backwards were not seen."""
+        self._last_task = None
