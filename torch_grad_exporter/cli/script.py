@@ -94,7 +94,12 @@ def run(target: Target) -> None:
             _insert(_working_directory())
             runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
         else:
-            _run_file(target, main)
+            path = os.path.abspath(target.name)  # noqa: PTH100 - like the interpreter: links stay
+            main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+            sys.argv = [target.name, *target.arguments]
+            _insert(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120 - links do not stay here
+            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+            exec(code, main.__dict__)  # noqa: S102 - what the command is for
     except BaseException as error:
         leave_traceback(error)
         _show_without_us(error)
@@ -103,14 +108,6 @@ def run(target: Target) -> None:
 
 # The module `__main__` of this command, whose code still runs.
 _replaced: list[types.ModuleType] = []
-
-
-def _run_file(target: Target, main: types.ModuleType) -> None:
-    path = os.path.abspath(target.name)  # noqa: PTH100 - like the interpreter: links stay
-    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
-    sys.argv = [target.name, *target.arguments]
-    _insert(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120 - links do not stay here
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - what the command is for
 
 
 def _working_directory() -> str:

@@ -62,7 +62,11 @@ class Limit:
             kept = number >= self.value if self.kind == "min" else number <= self.value
             if not (kept and math.isfinite(number)):  # one that is not finite never keeps a limit
                 beyond[series] = number
-        return VerdictRow("limits", name, Result.FAILED if beyond else Result.OK, _listed(beyond or values, self.kind))
+        # The worst first.
+        sign = 1 if self.kind == "min" else -1
+        shown = sorted((beyond or values).items(), key=lambda pair: (math.isfinite(pair[1]), sign * pair[1]))
+        text = some([f"{series} is {number:.6g}" for series, number in shown], SHOWN)
+        return VerdictRow("limits", name, Result.FAILED if beyond else Result.OK, text)
 
     def _at_end(self, metrics: Mapping[str, Metric]) -> Iterator[tuple[str, float]]:
         metric = metrics.get(self.metric, Metric((), {}))
@@ -151,9 +155,3 @@ def _peak(values: Iterable[np.ndarray], nonfinite: Iterable[np.ndarray]) -> floa
 def _series(metric: str, labels: tuple[str, ...], row: tuple[str, ...]) -> str:
     shown = ", ".join(f'{name}="{value}"' for name, value in zip(labels, row, strict=True) if value)
     return f"{metric}{{{shown}}}" if shown else metric
-
-
-def _listed(values: Mapping[str, float], kind: str) -> str:
-    """Return the series and their values, the worst first."""
-    ordered = sorted(values.items(), key=lambda pair: (math.isfinite(pair[1]), pair[1] if kind == "min" else -pair[1]))
-    return some([f"{series} is {number:.6g}" for series, number in ordered], SHOWN)

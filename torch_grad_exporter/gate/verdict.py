@@ -109,20 +109,16 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
         if not terms.baseline["status"]["samples"]:
             raise UserError("the baseline has no samples, so nothing can be compared with it")
         rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
-    rows = [_wanted(row, {*terms.fail_on, *terms.tolerances}) for row in rows]
+    for at, row in enumerate(rows):  # one that was asked for by name has failed if it could not be judged
+        if row.result is Result.NOT_JUDGED and row.name in (*terms.fail_on, *terms.tolerances):
+            text = f"asked for by name, and could not be judged: {row.text}"
+            rows[at] = replace(row, result=Result.FAILED, text=text)
     nothing = all(row.result is Result.NOT_JUDGED for row in rows)
     has_loss = all(rule.there for rule in judged.rules if TRAIN_LOSS.name in rule.needs)
     return RunVerdict(
         about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None,
         "" if has_loss else "the loss was not judged: the training has to call exporter.observe(loss=loss)",
     )  # fmt: skip
-
-
-def _wanted(row: VerdictRow, names: Collection[str]) -> VerdictRow:
-    """Return the row; one that was asked for by name has failed if it could not be judged."""
-    if row.result is not Result.NOT_JUDGED or row.name not in names:
-        return row
-    return replace(row, result=Result.FAILED, text=f"asked for by name, and could not be judged: {row.text}")
 
 
 def _about(saved: Saved, judged: RunJudgement) -> str:

@@ -55,14 +55,22 @@ class FollowedEngines:
         # An engine of an earlier training of the model may be kept alive by the parameters: it steps no more.
         self._one_model = len({id(engine.module) for engine in followed}) == 1
         self._numbers = number_steps and self._one_model
-        elsewhere = [engine for engine in followed if _gradients_elsewhere(engine)]
+        # What a parameter has as its gradient is then not the one that it is trained with.
+        elsewhere = [
+            each for each in followed if each.zero_optimization_stage() > 1 or each.dp_world_size > 1 or _reduced_precision(each)
+        ]
         self._elsewhere = bool(elsewhere)
         self._losses: RoundLosses | None = None
         self._session: Session | None = None
         self._logs = self._over = False
         if elsewhere:
             exporter.gradients_elsewhere()
-            _log_elsewhere(elsewhere[0], log)
+            stage, ranks = elsewhere[0].zero_optimization_stage(), elsewhere[0].dp_world_size
+            precision = "reduced precision" if _reduced_precision(elsewhere[0]) else "float32"
+            message = (
+                "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, %d ranks, %s): layers are not shown; the norm is the engine's"
+            )
+            say(log, logging.INFO, message, stage, ranks, precision)
         for engine in followed:
             engine.backward = self._around_backward(engine.backward)
             engine.step = self._around_step(engine, engine.step)
@@ -189,20 +197,5 @@ def _trains(engine: Any) -> bool:
     return engine.__dict__.get("basic_optimizer") is not None
 
 
-def _log_elsewhere(engine: Any, log: logging.Logger) -> None:
-    say(
-        log,
-        logging.INFO,
-        "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, %d ranks, %s): layers are not shown; the norm is the engine's",
-        engine.zero_optimization_stage(), engine.dp_world_size,
-        "reduced precision" if _reduced_precision(engine) else "float32",
-    )  # fmt: skip
-
-
 def _reduced_precision(engine: Any) -> bool:
     return bool(engine.fp16_enabled() or engine.bfloat16_enabled())
-
-
-def _gradients_elsewhere(engine: Any) -> bool:
-    """Return whether what a parameter has as its gradient is not the one that it is trained with."""
-    return bool(engine.zero_optimization_stage() > 1 or engine.dp_world_size > 1 or _reduced_precision(engine))

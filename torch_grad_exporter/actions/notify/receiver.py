@@ -50,7 +50,9 @@ class Receiver:
         self._headers = _headers(headers)
         if url is not None and url_file is not None:
             raise ValueError(f"url={HIDDEN}, url_file={hidden_address(url_file)}: give one of them")
-        self._file = None if url_file is None else _path(url_file)
+        self._file = os.fspath(url_file) if isinstance(url_file, str | os.PathLike) else None
+        if url_file is not None and not (isinstance(self._file, str) and self._file):
+            raise TypeError(f"url_file={hidden_address(url_file)}: expected the path of a file with the address in it")
         source = "url"
         if url is None and url_file is None:
             url, source = os.environ.get(variable, "").strip() or None, f"environment variable {variable}"
@@ -142,13 +144,6 @@ def _in_our_words(error: Exception, seconds: float) -> SendError:
 
 
 # Checks of arguments
-
-
-def _path(file: object) -> str:
-    path = os.fspath(file) if isinstance(file, str | os.PathLike) else None
-    if not isinstance(path, str) or not path:
-        raise TypeError(f"url_file={hidden_address(file)}: expected the path of a file with the address in it")
-    return path
 
 
 def _address(url: object, source: str) -> str:

@@ -179,7 +179,12 @@ class Live:
                 {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
                 for problem in problems
             ],
-            "earlier": list(self._earlier(problems)),
+            # What was critical and is over: a NaN of ten minutes ago may be in the weights still.
+            "earlier": [
+                {name: getattr(wrong, name) for name in ("alert", "severity", "text", "layer", "first", "last")}
+                for wrong in self._record.wrong
+                if wrong.severity == "critical" and wrong.alert not in {problem.alert for problem in problems}
+            ],
             "quantities": list(self.quantities),
             "values": 0 if self._logged is None else self._logged.samples,
             "actions": [asdict(action) for action in self._marks.latest()],
@@ -268,13 +273,6 @@ class Live:
 
     def _layer_now(self, values: Values, name: str) -> Json:
         return {**of_layer(values, name), "sharded": name in self._history.sharded}
-
-    def _earlier(self, problems: Iterable[Problem]) -> Iterable[Json]:
-        """Yield what was critical and is over: a NaN of ten minutes ago may be in the weights still."""
-        now = {problem.alert for problem in problems}
-        for wrong in self._record.wrong:
-            if wrong.severity == "critical" and wrong.alert not in now:
-                yield {name: getattr(wrong, name) for name in ("alert", "severity", "text", "layer", "first", "last")}
 
     def _others(self) -> Iterable[Json]:
         """Yield the other ranks as links, as they have published themselves."""

@@ -176,7 +176,11 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     shape = len(steps), len(layers)
     if shape[0] * shape[1] > MOST_CELLS:
         raise ValueError(f"{quantity} has more than {MOST_CELLS:,} cells")
-    values, infinite = _raw(answer, shape) if quantity in MOMENTS else _decoded(answer, shape)
+    if quantity in MOMENTS:  # numbers of 32 bits
+        raw = np.frombuffer(_bytes(answer["codes"], 4 * shape[0] * shape[1]), dtype="<f4").reshape(shape).T.astype(np.float64)
+        values, infinite = np.where(np.isfinite(raw), raw, np.nan), np.isinf(raw)
+    else:
+        values, infinite = _decoded(answer, shape)
     return Grid(
         layers,
         steps,
@@ -202,12 +206,6 @@ def moments(saved: Saved, layer: str, view: str) -> LayerMoments:
 def has_moments(saved: Saved) -> bool:
     """Return whether means and standard deviations were kept, as with `moments=True`."""
     return all(name in saved["layers"] for name in MOMENTS)
-
-
-def _raw(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArray]:
-    """Return cells that are numbers of 32 bits, shape (layers, n): the finite ones, and which are infinite."""
-    values = np.frombuffer(_bytes(answer["codes"], 4 * shape[0] * shape[1]), dtype="<f4").reshape(shape).T.astype(np.float64)
-    return np.where(np.isfinite(values), values, np.nan), np.isinf(values)
 
 
 def _decoded(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArray]:
