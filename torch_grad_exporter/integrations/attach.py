@@ -86,10 +86,12 @@ class Attachment:
     def arm(self) -> None:
         """Begin to wait. Call it where no training runs yet."""
         self._arm_forwards()
-        self._handles.append(register_optimizer_step_pre_hook(_never_compiled(self._step_begins)))
+        never_compile(type(self)._step_begins)
+        self._handles.append(register_optimizer_step_pre_hook(self._step_begins))
 
     def _arm_forwards(self) -> None:
-        self._handles.append(register_module_forward_pre_hook(_never_compiled(self._forward_begins)))
+        never_compile(type(self)._forward_begins)
+        self._handles.append(register_module_forward_pre_hook(self._forward_begins))
 
     def disarm(self) -> None:
         """Remove all hooks; idempotent."""
@@ -252,8 +254,3 @@ def _roots(optimizers: list[torch.optim.Optimizer], modules: list[torch.nn.Modul
     inner = {id(engine): engine.module for engine in engines}
     roots = [inner.get(id(root), root) for root in trained_roots(optimizers, modules, engines)]
     return list({id(root): root for root in roots}.values())
-
-
-def _never_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    never_compile(getattr(hook, "__func__", hook))
-    return hook

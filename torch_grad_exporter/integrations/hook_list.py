@@ -14,6 +14,7 @@ The points and the priorities are those of MMEngine. Only `GradExporterHook` kno
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch_grad_exporter import Exporter
@@ -37,6 +38,7 @@ PRIORITIES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HookHandle:
     """One registration. `Exporter.adopt` takes it, so that it ends with the exporter.
 
@@ -45,10 +47,9 @@ class HookHandle:
         priority: From 0, which is called first, to 100.
     """
 
-    def __init__(self, hooks: HookList, calls: dict[str, Callable[..., object]], priority: int) -> None:
-        self._hooks = hooks
-        self.calls = calls
-        self.priority = priority
+    _hooks: HookList
+    calls: dict[str, Callable[..., object]]
+    priority: int
 
     def remove(self) -> None:
         """Take the hook out of the list; idempotent. A call that is under way still reaches it."""
