@@ -140,8 +140,8 @@ class FollowedEngines:
             elif self._elsewhere:
                 exporter.step_skipped()
         # To the engine's monitor, on the first rank at its logging steps, by the samples so far.
-        logs_now = engine.global_rank == 0 and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0
-        if self._logs and self._session is not None and engine.monitor.enabled and logs_now:
+        writes = self._logs and engine.monitor.enabled and engine.global_rank == 0
+        if writes and self._session is not None and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0:
             values = self._session.logged().items()
             engine.monitor.write_events([(name, value, engine.global_samples) for name, value in values])
 
