@@ -17,17 +17,13 @@ import psutil
 import pytest
 import torch
 
-from tests.support.models import Perceptron, sgd
+from tests.support.loops import train
+from tests.support.models import Perceptron
 from tests.support.scrape import errors, value
-from tests.support.tools import FOREVER, PATIENCE, eventually
+from tests.support.tools import FOREVER, PATIENCE, eventually, threads_of_ours
 from torch_grad_exporter import Exporter, start_exporter
 
 QUIET = dict.fromkeys(("host", "container", "gpu", "cuda_memory"), False)
-
-
-def threads_of_ours() -> set[threading.Thread]:
-    """Return the exporters' threads that run now."""
-    return {thread for thread in threading.enumerate() if "torch-grad-exporter" in thread.name}
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +36,6 @@ def _no_thread_is_left() -> Iterator[None]:
 def started(model: torch.nn.Module | None = None, port: int | None = 0, **options: object) -> Exporter:
     """Start an exporter on loopback that samples every round."""
     return start_exporter(model or Perceptron(), port, **{"every": 1, "addr": "127.0.0.1", "collectors": QUIET, **options})
-
-
-def train(model: torch.nn.Module, steps: int = 1) -> None:
-    """Make plain steps."""
-    optimizer = sgd(model)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, next(model.parameters()).shape[1])).square().mean().backward()
-        optimizer.step()
 
 
 # An answer that is under way
@@ -249,7 +236,7 @@ def test_nothing_holds_a_closed_exporter() -> None:
     """While its trained model is alive, a closed exporter is freed when it is no longer referenced."""
     model = Perceptron()
     exporter = started(model)
-    train(model, 3)
+    train(model, steps=3)
     assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3
     exporter.close()
     held = weakref.ref(exporter)

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from tests.support.models import Perceptron, batch, sgd
+from tests.support.loops import PlainLoop, train
+from tests.support.models import Perceptron
 from tests.support.scrape import Key, errors, key, lost, value, values
 from tests.support.tools import FOREVER, PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
@@ -28,19 +29,11 @@ def watching(model: torch.nn.Module, port: int | None = None, **options: object)
     return start_exporter(model, port, **{"every": 1, "addr": "127.0.0.1", **options})
 
 
-class Loop:
-    """A plain loop."""
-
-    def __init__(self, model: torch.nn.Module | None = None, inputs: int = 6) -> None:
-        self.model = model or Perceptron()
-        self.optimizer = sgd(self.model)
-        self.inputs = inputs
+class Loop(PlainLoop):
+    """A plain loop of many steps."""
 
     def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.model(batch(3, self.inputs)).square().mean().backward()
-            self.optimizer.step()
+        train(self.model, self.optimizer, steps)
 
 
 @contextlib.contextmanager
@@ -126,7 +119,7 @@ def deep(blocks: int, layers: int) -> torch.nn.Module:
 @pytest.mark.slow
 def test_a_model_of_2000_layers(caplog: pytest.LogCaptureFixture) -> None:
     """Layers beyond the cap are folded by blocks; a warning and a gauge say how many."""
-    loop = Loop(deep(299, 7), 2)
+    loop = Loop(deep(299, 7))
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), watching(loop.model) as exporter:
         loop.train(2)
         loop.model.append(torch.nn.Linear(2, 2))

@@ -22,16 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.programs import Starter
 from tests.support.scrape import errors, key, value, values
-from tests.support.tools import PATIENCE, eventually, lasting_threads
+from tests.support.tools import PATIENCE, eventually, lasting_threads, threads_of_ours
 from tests.support.torch_hooks import all_hooks, global_step_hooks
 from torch_grad_exporter import Exporter, start_exporter
 
 STEPS = "torch_train_steps_total"
-
-
-def threads_of_ours() -> set[threading.Thread]:
-    """Return the exporters' threads that run now."""
-    return {thread for thread in threading.enumerate() if "torch-grad-exporter" in thread.name}
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,7 @@ from tests.matrix.outcomes import Branches
 from tests.matrix.test_matrix import unchanged, without_exporter
 from tests.support import real_prometheus
 from tests.support.catalogue import CATALOGUE
+from tests.support.loops import train
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.ranks import of_ranks
 from tests.support.record import Recorder, gradients_of, norm, wide
@@ -74,14 +75,6 @@ def watching(model: torch.nn.Module, port: int | None = None, **options: object)
 def holds(regime: str) -> None:
     """Assert that all numbers of a regime of the matrix are those of its float64 record, and its training is unchanged."""
     assert unchanged(REGIMES[regime].run(Way.EVERYTHING), without_exporter(regime)) == []
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    """Make plain steps."""
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(batch()).square().mean().backward()
-        optimizer.step()
 
 
 class Given(torch.nn.Module):

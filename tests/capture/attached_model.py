@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,11 +41,6 @@ def by_hand(model: torch.nn.Sequential, x: torch.Tensor) -> None:
 
 WAYS: dict[str, Callable[[torch.nn.Sequential, torch.Tensor], None]] = {"root": by_root, "parts": by_parts, "by_user": by_hand}
 """Ways to get gradients, each of which is seen in another way."""
-
-
-def threads_of_ours() -> list[str]:
-    """Return the names of the exporters' threads that run now."""
-    return [thread.name for thread in threading.enumerate() if "torch-grad-exporter" in thread.name]
 
 
 @dataclass

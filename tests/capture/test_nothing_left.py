@@ -21,9 +21,10 @@ import psutil
 import pytest
 import torch
 
-from tests.capture.attached_model import WAYS, Attached, attach, build, by_parts, by_root, threads_of_ours
+from tests.capture.attached_model import WAYS, Attached, attach, build, by_parts, by_root
 from tests.support.models import batch, sgd
 from tests.support.scrape import errors, value, values
+from tests.support.tools import threads_of_ours
 from tests.support.torch_hooks import all_hooks, global_step_hooks
 from torch_grad_exporter import start_exporter
 
@@ -147,7 +148,7 @@ def test_close_leaves_nothing(attached: Attached) -> None:
     fresh = build()
 
     second = attach(attached.way, 0, moments=True, weights=True)
-    assert threads_of_ours() != []
+    assert threads_of_ours()
     assert all_hooks(second.model, second.optimizer) != step_hooks
     assert state_of_torch() == torches
     assert state_of_process() == process
@@ -157,7 +158,7 @@ def test_close_leaves_nothing(attached: Attached) -> None:
     assert all_hooks(second.model, second.optimizer) == step_hooks
     assert module_tables(second.model) == module_tables(fresh)
     assert [list(vars(m)) for m in second.model.modules()] == [list(vars(m)) for m in fresh.modules()]
-    assert threads_of_ours() == []
+    assert not threads_of_ours()
     assert atexit._ncallbacks() == registered  # private: as above
     assert (state_of_torch(), state_of_process()) == (torches, process)
     assert open_files() == files
@@ -208,5 +209,5 @@ def test_many_starts_and_closes_grow_nothing(caplog: pytest.LogCaptureFixture) -
         cycle()
     assert objects() - before < 10  # less than one for each
     assert open_files() == files
-    assert threads_of_ours() == []
+    assert not threads_of_ours()
     assert all_hooks(model, optimizer) == global_step_hooks() == []

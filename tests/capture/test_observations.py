@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.support.loops import train
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import gradients_of, norm
 from tests.support.scrape import errors, value
@@ -19,14 +20,6 @@ def elsewhere(action: Callable[[], None]) -> None:
     thread = threading.Thread(target=action)
     thread.start()
     thread.join()
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Train for some steps."""
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(batch()).square().mean().backward()
-        optimizer.step()
 
 
 def test_values_may_come_from_another_thread() -> None:

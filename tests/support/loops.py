@@ -7,6 +7,18 @@ import torch
 from tests.support.models import Perceptron, batch, sgd
 
 
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 1, size: int = 5) -> torch.Tensor:
+    """Take plain steps over batches as wide as the model's first layer, and return the last loss."""
+    optimizer = optimizer or sgd(model)
+    inputs = next(parameter for parameter in model.parameters() if parameter.dim() > 1).shape[1]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch(size, inputs)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
 class PlainLoop:
     """One model and its optimizer. `clearing`: how gradients are cleared; `steps`, `backwards`: those that were taken and run."""
 

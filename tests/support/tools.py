@@ -69,6 +69,11 @@ def lasting_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name not in passing)
 
 
+def threads_of_ours() -> set[threading.Thread]:
+    """The exporters' threads that run now."""
+    return {thread for thread in threading.enumerate() if "torch-grad-exporter" in thread.name}
+
+
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """Let no file that this process writes meanwhile become larger than 1,000 bytes."""
