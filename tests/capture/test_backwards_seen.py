@@ -57,27 +57,6 @@ class Adversaries(nn.Module):
 # Around the root
 
 
-@pytest.mark.parametrize("changed", [1, 12])
-def test_a_second_backward_around_the_root(changed: int) -> None:
-    """A second backward that begins at submodules, from some step on, is counted and read from its first round on."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with watching(model) as exporter:
-        for step in range(changed + 8):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            if step >= changed:
-                (model.second(torch.randn(5, 8)).square().mean() + model.first(batch()).square().mean()).backward()
-            seen = norm(p.grad.double() for p in model.first.parameters())
-            optimizer.step()
-            assert value(exporter, "torch_grad_norm", layer="first") == pytest.approx(seen)
-        assert value(exporter, BACKWARDS) == changed + 16
-        assert value(exporter, STEPS, optimizer="SGD") == changed + 8
-        assert value(exporter, SKIPPED) == 0
-        assert lost(exporter) == {}
-        assert reads_after_backward(exporter)
-
-
 def test_backwards_count_while_layers_are_frozen() -> None:
     """Each backward counts, sampled or not, while the first and last layers are frozen for a while."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3))

@@ -13,7 +13,6 @@ from tests.capture.scenes import (
     SAMPLED_AT,
     STEPS,
     Loop,
-    clearing,
     loss_of,
     watching,
     whole,
@@ -170,37 +169,6 @@ def test_no_hook_looks_at_data(options: dict[str, bool]) -> None:
         assert value(exporter, BACKWARDS) == 20
         # Something was measured: copies to the host that never arrive are no reason to measure nothing.
         assert (value(exporter, CAPTURES) or 0) + sum(lost(exporter).values()) > 0
-
-
-class Pruned(torch.nn.Module):
-    """A layer whose weight is a sparse tensor itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        dense = torch.randn(6, 6) * (torch.rand(6, 6) > 0.6)
-        self.weight = torch.nn.Parameter(dense.to_sparse().coalesce())
-        self.head = torch.nn.Linear(6, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.sparse.mm(self.weight, inputs.T).T)
-
-
-@pytest.mark.slow
-@clearing
-def test_a_sparse_weight(set_to_none: bool) -> None:
-    """A weight that is sparse is measured at each step, and no sample is lost."""
-    model = Pruned()
-    optimizer = sgd(model, lr=0.01)
-    with watching(model) as exporter:
-        for step in range(1, 41):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            model(torch.randn(5, 6)).square().mean().backward()
-            expected = whole(model)
-            optimizer.step()
-            if step > 2:
-                assert value(exporter, NORM) == pytest.approx(expected, rel=1e-5)
-        assert value(exporter, STEPS, optimizer="SGD") == value(exporter, CAPTURES) == 40
-        assert lost(exporter) == {}
 
 
 # Loss scales

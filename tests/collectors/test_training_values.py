@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import socket
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import torch_grad_exporter
+from tests.matrix.compiled import EAGER, dynamo
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import key, value, values
 from tests.support.tools import eventually
@@ -207,14 +209,16 @@ def test_info_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
 
-def test_weights() -> None:
-    """With `weights` the norm of a layer and the ratio of its last update are those of float64."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights(compiled: bool) -> None:
+    """With `weights` the norm of a layer and the ratio of its last update are those of float64, also of a compiled model."""
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    with start(model, weights=True) as exporter:
+    trained = torch.compile(model, backend=EAGER) if compiled else model
+    with dynamo() if compiled else contextlib.nullcontext(), start(model, weights=True) as exporter:
         for _ in range(3):
             before = {n: p.detach().double().clone() for n, p in model.named_parameters()}
-            train(model, optimizer)
+            train(trained, optimizer)
         after = {n: p.detach().double().clone() for n, p in model.named_parameters()}
         for layer in ("first", "second"):
             mine = [n for n in before if n.startswith(layer)]

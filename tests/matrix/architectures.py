@@ -450,6 +450,26 @@ def sparse_embedding_tied(run: Run) -> None:
     train(run, Tied(), lambda: torch.randint(0, 9, (3, 2)))
 
 
+class Pruned(nn.Module):
+    """A layer whose weight is a sparse tensor itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(6, 6) * (torch.rand(6, 6) > 0.6)).to_sparse().coalesce())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.sparse.mm(self.weight, x.T).T)
+
+
+@regime(set_to_none=[True, False])
+def sparse_weight(run: Run, set_to_none: bool) -> None:
+    """A weight that is sparse is measured at each step."""
+    model = Pruned()
+    for _ in run.rounds(model, 20, sgd(model, lr=0.01), set_to_none=set_to_none):
+        run.backward(model(batch()).square().mean())
+
+
 @regime()
 def embedding_scaled_by_frequency(run: Run) -> None:
     """Embeddings with padding, with gradients by frequency and with a largest norm, which changes the weight in the forward."""

@@ -15,7 +15,7 @@ from tests.matrix.harness import AFTER, Run, regime
 from tests.matrix.harness import CUMULATIVE as EARLIER
 from tests.matrix.loops import written_by_hand
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.scrape import mode
+from tests.support.scrape import lost, mode
 
 CUMULATIVE = (*EARLIER, "torch_grad_clipped_steps_total", "torch_train_backward_passes_total")
 """Metrics that depend on rounds which were not seen, before the exporter found how to see them."""
@@ -314,6 +314,17 @@ def auxiliary_backward(run: Run, aux_first: bool) -> None:
         for auxiliary in (aux_first, not aux_first):
             out = model.aux(model.body(batch())) if auxiliary else model(batch())
             run.backward(out.square().mean())
+
+
+@regime(changed=[1, 12])
+def second_backward_around_the_root(run: Run, changed: int) -> None:
+    """From some step on a second backward begins at submodules; it is counted and read from its first round on."""
+    model = Perceptron()
+    for step in run.rounds(model, changed + 8):
+        run.backward(model(batch()).square().mean())
+        if step >= changed:
+            run.backward(model.second(torch.randn(5, 8)).square().mean() + model.first(batch()).square().mean())
+    assert run.exporter is None or lost(run.exporter) == {}
 
 
 @regime()

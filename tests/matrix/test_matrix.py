@@ -15,6 +15,7 @@ from tests.matrix.harness import Run, Way
 UNCLIPPED = {
     "sparse_embeddings": "sparse gradients",
     "sparse_embedding_with_sgd": "sparse gradients",
+    "sparse_weight": "sparse gradients",
     "optimizers_within_the_backward": "steps before all gradients are known",
     "optimizers_within_the_backward_from_before": "steps before all gradients are known",
     "optimizers_within_the_backward_and_after": "steps before all gradients are known",
@@ -94,6 +95,8 @@ def unchanged(run: Run, plain: Run) -> list[str]:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors are equal in every bit, with NaN equal to NaN."""
+    if a.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
     if a.dtype.itemsize == 1 and a.is_floating_point():
         a, b = a.float(), b.float()  # torch can hardly compute with types of one byte
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
