@@ -71,6 +71,7 @@ def scrape() -> str:
             optimizer.step()
             exporter.observe(loss=loss, tokens=4, epoch=step // 12)
             exporter.log({"reward/mean": step, "kl": math.nan})
+            exporter.log({name.replace("torch_rl_", "rl/"): step for name in CATALOGUE if name.startswith("torch_rl_")})
         for _ in exporter.watch_loader([]):
             pass
         list(exporter.collect())

@@ -42,7 +42,7 @@ class Chance:
         age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
         metrics: Metrics = {}
         for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers,
-                     self._actions, self._weights):  # fmt: skip
+                     self._actions, self._weights, self._rewards):  # fmt: skip
             if self._random.random() < 0.6:
                 metrics |= kind(age)
         return Story(metrics, self._state(age), age)
@@ -136,6 +136,19 @@ class Chance:
             "WEIGHT_UPDATE_RATIO": {name: self._random.choice(ratios) for name in names},
             "WEIGHT_CAPTURES": {name: self._rising(age, self._random.choice((0.0005, 0.01, 0.1))) for name in names},
             "TRAIN_LEARNING_RATE": {("a", str(group)): self._random.choice(rates) for group in range(self._random.randint(1, 2))},
+        }
+
+    def _rewards(self, age: float) -> Metrics:
+        rising = self._rising(age, self._random.choice((-1e-4, 0.0, 1e-4)))
+        return {
+            "RL_REWARD_MEAN": lambda ago: 0.3 + rising(ago),
+            "RL_EVAL_REWARD_MEAN": self._gauge(0.5),
+            "RL_ENTROPY": self._gauge(0.02, 0.3),
+            "RL_KL_DIVERGENCE": self._gauge(0.1, 3.0, -0.05, -0.3),
+            "RL_CLIP_RATIO": self._gauge(0.1, 0.9),
+            "RL_ZERO_ADVANTAGE_RATIO": self._share(),
+            "RL_EFFECTIVE_SAMPLE_RATIO": self._share(),
+            "RL_TRAIN_INFERENCE_KL": self._gauge(0.03, 0.3, -0.3),
         }
 
     def _actions(self, age: float) -> Metrics:

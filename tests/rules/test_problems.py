@@ -409,6 +409,57 @@ CASES = {
         ],
         layer="x",
     ),
+    "entropy": case(
+        "EntropyCollapse",
+        "warning",
+        [run(RL_ENTROPY=0.049), run("evaluating", RL_ENTROPY=jump(0.01, before=1.0, ago=610))],
+        [run(RL_ENTROPY=0.05), run(RL_ENTROPY=jump(0.01, before=1.0, ago=530)), run("finished", RL_ENTROPY=0.0)],
+    ),
+    "divergence": case(
+        "KlOutOfRange",
+        "warning",
+        [run(RL_KL_DIVERGENCE=1.01), run(RL_KL_DIVERGENCE=-0.11), run(RL_KL_DIVERGENCE=jump(3.0, ago=240))],
+        [run(RL_KL_DIVERGENCE=1.0), run(RL_KL_DIVERGENCE=-0.1), run(RL_KL_DIVERGENCE=jump(1.9)), starting(RL_KL_DIVERGENCE=2.0)],
+    ),
+    "no advantage": case(
+        "ZeroAdvantage",
+        "warning",
+        [run(RL_ZERO_ADVANTAGE_RATIO=0.81), run(RL_ZERO_ADVANTAGE_RATIO=jump(1.0, before=0.75, ago=240))],
+        [run(RL_ZERO_ADVANTAGE_RATIO=0.8), run(RL_ZERO_ADVANTAGE_RATIO=jump(1.0)), run("finished", RL_ZERO_ADVANTAGE_RATIO=1.0)],
+    ),
+    "hacked": case(
+        "RewardWithoutEval",
+        "warning",
+        [
+            run(RL_REWARD_MEAN=grows(1e-4), RL_EVAL_REWARD_MEAN=jump(0.44, before=0.5, ago=3000)),
+            run(RL_REWARD_MEAN=jump(-1.0, before=-2.0, ago=610), RL_EVAL_REWARD_MEAN=jump(-0.56, before=-0.5)),
+        ],
+        [
+            run(RL_REWARD_MEAN=grows(1e-4), RL_EVAL_REWARD_MEAN=jump(0.451, before=0.5)),
+            run(RL_REWARD_MEAN=grows(1e-4), RL_EVAL_REWARD_MEAN=jump(0.44, before=0.5, ago=3700)),
+            run(RL_REWARD_MEAN=0.5, RL_EVAL_REWARD_MEAN=jump(0.1, before=0.5)),
+            run(RL_REWARD_MEAN=grows(1e-4)),
+            run(RL_EVAL_REWARD_MEAN=jump(0.1, before=0.5)),
+            run("finished", RL_REWARD_MEAN=grows(1e-4), RL_EVAL_REWARD_MEAN=jump(0.1, before=0.5)),
+        ],
+    ),
+    "policy clipped": case(
+        "PolicyClipped",
+        "warning",
+        [run(RL_CLIP_RATIO=0.31), run("evaluating", RL_CLIP_RATIO=jump(1.0))],
+        [run(RL_CLIP_RATIO=0.3), run(RL_CLIP_RATIO=jump(0.5)), starting(RL_CLIP_RATIO=1.0)],
+    ),
+    "mismatch": case(
+        "TrainInferenceMismatch",
+        "warning",
+        [run(RL_TRAIN_INFERENCE_KL=0.11), run(RL_TRAIN_INFERENCE_KL=-0.11), run(RL_EFFECTIVE_SAMPLE_RATIO=0.29)],
+        [
+            run(RL_TRAIN_INFERENCE_KL=0.099, RL_EFFECTIVE_SAMPLE_RATIO=0.301),
+            run(RL_TRAIN_INFERENCE_KL=-0.099),
+            run(RL_TRAIN_INFERENCE_KL=jump(0.2)),
+            run("finished", RL_TRAIN_INFERENCE_KL=1.0),
+        ],
+    ),
     "not clipped": case(
         "GradientClippingFailing",
         "critical",

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from torch_grad_exporter.rules import actions, layers, nonfinite, spikes, training
+from torch_grad_exporter.rules import actions, layers, nonfinite, reinforcement, spikes, training
 from torch_grad_exporter.rules.declaration import Alert, Rule
 
 # By the file of alerts. The order counts: of the same severity the first is listed first.
@@ -34,6 +34,14 @@ JUDGED: Mapping[str, tuple[Rule, ...]] = {
         layers.dead,
         layers.without_gradient,
         layers.not_updating,
+    ),
+    "rl": (
+        reinforcement.entropy_collapse,
+        reinforcement.kl_out_of_range,
+        reinforcement.zero_advantage,
+        reinforcement.reward_without_eval,
+        reinforcement.policy_clipped,
+        reinforcement.train_inference_mismatch,
     ),
     "resources": (),
     "actions": (actions.not_clipped, actions.stopped, actions.action_failing, actions.notifications_failing),

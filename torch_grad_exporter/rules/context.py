@@ -30,6 +30,12 @@ THRESHOLDS: Mapping[str, float] = {
     "GradientVanishing": 1e-7,
     "LayerDead": 0.9,
     "LayerNotUpdating": 3,
+    "EntropyCollapse": 0.05,
+    "KlOutOfRange": 1,
+    "ZeroAdvantage": 0.8,
+    "RewardWithoutEval": 0.1,
+    "PolicyClipped": 0.3,
+    "TrainInferenceMismatch": 0.1,
     "GradientClippingFailing": 10,
 }
 
