@@ -50,8 +50,10 @@ FRAMEWORKS = {
          "effective_sample_ratio": 0.9, "train_inference_kl_divergence": 0.003, "eval_reward_mean": 0.6},
     ),
     "OpenRLHF": (
-        [{"train/reward": 0.3, "train/kl": 0.05, "train/ppo_clip_ratio": 0.02, "train/vllm_kl": -0.004, "train/response_length": 300.0,
-          "train/rollout/reward_std": 0.4, "train/entropy_loss": 0.6, "eval/eval_math_pass1": 0.25, "eval/eval_math_pass8": 0.75}],
+        [{"train/reward": 0.3, "train/kl": 0.05, "train/ppo_clip_ratio": 0.02, "train/vllm_kl": -0.004,
+          "train/response_length": 300.0,
+          "train/rollout/reward_std": 0.4, "train/entropy_loss": 0.6, "eval/eval_math_pass1": 0.25,
+          "eval/eval_math_pass8": 0.75}],
         {"reward_mean": 0.3, "kl_divergence": 0.05, "clip_ratio": 0.02, "train_inference_kl_divergence": -0.004,
          "response_length_tokens": 300.0, "reward_std": 0.4, "eval_reward_mean": 0.25},
     ),

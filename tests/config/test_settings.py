@@ -24,8 +24,8 @@ from torch_grad_exporter.statistics.kernels.choice import Implementation
 
 DEFAULT = frozenset(
     {
-        "gradients", "activations", "layer_times", "logged", "watched", "nan_origin", "training", "cuda_memory", "gpu",
-        "process", "host", "container", "extra", "exporter",
+        "gradients", "activations", "layer_times", "logged", "reinforcement", "watched", "nan_origin", "training", "cuda_memory",
+        "gpu", "process", "host", "container", "extra", "exporter",
     }
 )  # fmt: skip
 

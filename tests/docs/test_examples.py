@@ -54,6 +54,7 @@ def test_marked_examples_are_few() -> None:
     reasons = Counter(cell.reason for examples in EXAMPLES.values() for cell in examples if cell.reason)
     assert reasons == {
         "needs several ranks": 2,
+        "needs a driver of verl": 1,
         "reads a secret from a file": 2,  # tests/docs/test_notify_doc.py runs them
         "needs an account of W&B": 2,  # tests/trainers/test_loggers.py runs these two of docs/frameworks.md
         "needs a server of MLflow": 1,

@@ -8,6 +8,7 @@ import numpy as np
 
 from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.gradients import GRAD_CAPTURES, GRAD_GLOBAL_NORM_SPIKES, GRAD_NORM_SPIKES, GRAD_SAMPLE_STEP
+from torch_grad_exporter.collectors.reinforcement import RL_REWARD_MEAN
 from torch_grad_exporter.collectors.training import TRAIN_LOSS, TRAIN_LOSS_SPIKES
 from torch_grad_exporter.rules.context import GOING, MINUTES_10, THRESHOLDS, RuleContext, times
 from torch_grad_exporter.rules.declaration import Alert, Finding, rule
@@ -26,6 +27,7 @@ CLIPPED, SAMPLES = 0.01, 3
         "warning",
         """
         max by (run) (increase(torch_train_loss_spikes_total[10m])) >= 3
+        unless on (run) torch_rl_reward_mean
         and on (run) torch_train_state{state!~"finished|failed"} == 1
         """,
         summary="The loss of run {{ $labels.run }} spikes.",
@@ -40,12 +42,15 @@ CLIPPED, SAMPLES = 0.01, 3
         "and skip the data in between, or lower the learning rate. `record` shows in what a batch differs from an ordinary one."
     ),
     why=("One spike beyond 6 sigma is a bad batch; three in 10 minutes are a trend. OLMo-core uses 6 sigma over 128 steps."),
-    note="Cannot fire where no loss is observed, nor before 20 losses.",
+    note=(
+        "Cannot fire where no loss is observed, nor before 20 losses. The loss of reinforcement learning is near zero by "
+        "construction: runs that log a reward are not judged."
+    ),
 )
 def loss_spikes(context: RuleContext) -> Iterator[Finding]:
     """Yield a finding if the loss jumped several times."""
     spikes = context.growth(TRAIN_LOSS_SPIKES, MINUTES_10)
-    if spikes >= THRESHOLDS["LossSpike"]:
+    if spikes >= THRESHOLDS["LossSpike"] and context.values.one(RL_REWARD_MEAN) is None:
         yield Finding("warning", f"The loss jumped {times(spikes, 'time')} {context.within(MINUTES_10)}.", value=spikes)
 
 
