@@ -7,6 +7,7 @@ are the shipped ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import time
@@ -215,6 +216,14 @@ def worsening(training: Training) -> None:
     training.step()
 
 
+def collapsing(training: Training) -> None:
+    """Log a policy that collapses while its reward rises; the first evaluations are good ones."""
+    logged = {"entropy": 0.01, "kl": 3.0, "frac_reward_zero_std": 1.0, "clip_ratio/region_mean": 0.5, "mismatch_kl/all/mean": 0.4}
+    for step in itertools.count(1):
+        training.step()
+        training.exporter.log({**logged, "reward": float(step), "eval_reward": 0.5 if step < 20 else 0.3})
+
+
 TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 PAGER, TEAM, NOBODY = "pager", "team", ""
 """The receivers. Alerts for dashboards only, and inhibited ones, notify nobody."""
@@ -238,6 +247,7 @@ GPU = {
     "CudaMemoryNearLimit": NOBODY, "CudaAllocRetries": NOBODY, "CudaOutOfMemory": PAGER, "CudaMemoryFragmented": NOBODY,
     "GpuThrottled": TEAM, "GpuEccErrors": PAGER, "GpuUnderused": NOBODY, "HostMemoryPressure": TEAM,
 }  # fmt: skip
+RL = ("EntropyCollapse", "KlOutOfRange", "ZeroAdvantage", "RewardWithoutEval", "PolicyClipped", "TrainInferenceMismatch")
 SLOWER = frozenset({"ThroughputRegression"})
 PUSHED = {"sd_dir": UNSET, "otlp_interval": 1.0}
 """Options of a run that is not discovered, so not scraped."""
@@ -251,6 +261,7 @@ CASES = {
     "nan-gradient": Case(Fault(nan_gradient), {"TrainingNonFiniteGradients": PAGER}, frozenset({"TrainingNonFiniteLoss"})),
     "nan-loss": Case(Fault(nan_loss), {"TrainingNonFiniteLoss": PAGER}),
     "loss-spikes": Case(Fault(loss_spikes), {"LossSpike": TEAM}),
+    "collapsing": Case(Fault(collapsing), dict.fromkeys(RL, TEAM)),
     "exploding": Case(Fault(exploding), {"GradientExploding": TEAM}),
     "vanishing": Case(Fault(vanishing), {"GradientVanishing": TEAM}),
     "dead": Case(Fault(dead), {"LayerDead": TEAM}, frozenset({"GradientVanishing"})),

@@ -16,7 +16,7 @@ LEARNING = Section("Reinforcement learning")
 
 
 def _gauge(name: str, help_: str) -> Spec:
-    return LEARNING.gauge(f"torch_rl_{name}", f"{help_}, as logged by TRL, verl, OpenRLHF, prime-rl or as rl/{name}.", opt_in="log")
+    return LEARNING.gauge(f"torch_rl_{name}", f"{help_}; a loop of your own logs it as rl/{name}.", opt_in="log")
 
 
 RL_REWARD_MEAN = _gauge("reward_mean", "Mean reward of the last batch of responses")
