@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator
 from torch_grad_exporter.collectors.outcomes import ActionMark
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
-from torch_grad_exporter.outputs.live.saved import BoolArray, Grid, LayerMoments, Lines, Saved, Status
+from torch_grad_exporter.outputs.live.saved import BoolArray, Grid, Lines, Saved, Status
 
 DPI = 150
 
@@ -88,7 +88,7 @@ def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = (), val
         for axes, (title, labels) in zip(below, panels, strict=False):
             _panel(axes, lines, title, {name: label for name, label in labels.items() if name in known}, several=len(labels) > 1)
         for axes, layer in zip(below[len(panels) :], moments, strict=False):
-            _spread(axes, layer, saved.moments(run, layer, view))
+            _spread(axes, layer, *saved.moments(run, layer, view))
         for axes, name in zip(below[len(panels) + len(moments) :], values, strict=True):
             _logged(axes, logged, name)
         actions = [action for action in saved.actions(run) if first <= action.step <= last]
@@ -208,14 +208,15 @@ def _logged(axes: Axes, lines: Lines, name: str) -> None:
         _finish(axes, short(name, 24), np.zeros(0), np.zeros(0), log=False)
 
 
-def _spread(axes: Axes, layer: str, moments: LayerMoments) -> None:
+def _spread(axes: Axes, layer: str, moments: Lines, sharded: bool) -> None:
     """Draw mean and standard deviation over the elements of a layer's gradient: a line, and a band of one deviation around it."""
-    known: BoolArray = np.isfinite(moments.mean) & np.isfinite(moments.stddev)
-    steps, mean, stddev = moments.steps[known], moments.mean[known], moments.stddev[known]
+    known: BoolArray = np.isfinite(moments.values["mean"]) & np.isfinite(moments.values["stddev"])
+    steps, mean, stddev = moments.steps[known], moments.values["mean"][known], moments.values["stddev"][known]
     axes.plot(steps, mean, linewidth=1.0, marker="." if len(steps) == 1 else "", label="mean")
     axes.fill_between(steps, mean - stddev, mean + stddev, alpha=0.25, linewidth=0, label="one standard deviation around it")
-    title = f"Elements of\n{short(layer, 24)}" + (",\nthis rank's part" if moments.sharded else "")
-    _finish(axes, title, moments.steps[moments.nonfinite], np.concatenate([mean - stddev, mean + stddev]), log=False)
+    title = f"Elements of\n{short(layer, 24)}" + (",\nthis rank's part" if sharded else "")
+    nonfinite = moments.steps[moments.nonfinite["mean"] | moments.nonfinite["stddev"]]
+    _finish(axes, title, nonfinite, np.concatenate([mean - stddev, mean + stddev]), log=False)
 
 
 def _finish(axes: Axes, title: str, nonfinite: FloatArray, values: FloatArray, *, log: bool) -> None:

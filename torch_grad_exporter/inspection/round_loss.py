@@ -45,7 +45,7 @@ class ReturnedLoss:
         whole: Whether it was divided by the items of the whole round.
         number: Of the round at that moment.
         first: Whether no backward of that round came before.
-        closure: In a closure, such as that of LBFGS, which throws gradients away at each evaluation: says whether it did.
+        closure: In a closure, such as that of LBFGS, which throws gradients away at each evaluation: knows whether it did.
         passes: Backward passes before it, if it has no hook.
         used: Whether a backward has passed through it.
         cleared: Whether the gradients before it were thrown away.
@@ -57,7 +57,7 @@ class ReturnedLoss:
     whole: bool
     number: int
     first: bool
-    closure: ClearedGradients | None = None
+    closure: RoundLoss | None = None
     passes: int | None = None
     used: bool = False
     cleared: bool = False
@@ -67,25 +67,10 @@ class ReturnedLoss:
         """Note a backward. Raises nothing."""
         if not (is_compiling() or is_tracing()):
             self.used = True
-            self.cleared = self.closure is not None and self.closure.seen()
+            self.cleared = self.closure is not None and self.closure.cleared()
 
 
 never_compile(ReturnedLoss.__call__)
-
-
-class ClearedGradients:
-    """Whether the gradients of the last backward were thrown away; unknown for those that FSDP2 keeps elsewhere."""
-
-    def __init__(self, detection: BackwardDetection, index: LayerIndex, errors: ErrorLog) -> None:
-        self._detection, self._index = detection, index
-        self._guard = errors.boundary("backward_hook", limit=None)
-
-    def seen(self) -> bool:
-        """Return whether they were. Raises nothing."""
-        return bool(self._guard.result(self._cleared))
-
-    def _cleared(self) -> bool:
-        return not self._index.fully_sharded and self._detection.probes.cleared()
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +120,7 @@ class RoundLoss(Inspection):
     ) -> None:
         self._rounds, self._detection, self._clock = rounds, detection, clock
         self._observations = observations
-        self._cleared = ClearedGradients(detection, index, errors)
+        self._index, self._guard = index, errors.boundary("backward_hook", limit=None)
         self._reading = False
         self._read_at = float("-inf")
         self._pending: list[ReturnedLoss] = []  # those that no backward has passed through yet
@@ -178,6 +163,14 @@ class RoundLoss(Inspection):
         """Post the loss of a round without a step, if it is on the host."""
         self._post([loss for loss in (*self._take_used(), *self._end_round()) if isinstance(loss, float)])
 
+    def cleared(self) -> bool:
+        """Return whether the gradients of the last backward were thrown away; raises nothing.
+
+        It is unknown for those that FSDP2 keeps elsewhere.
+        """
+        probes = self._detection.probes
+        return bool(self._guard.result(lambda: not self._index.fully_sharded and probes.cleared()))
+
     def _post(self, losses: list[LossValue]) -> None:
         for loss in losses:
             self._observations.post("loss", loss, step=self._clock.number)
@@ -185,7 +178,7 @@ class RoundLoss(Inspection):
     def _returned(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> ReturnedLoss:
         current, seen = self._rounds.current, self._detection.sees_backwards
         first = bool(current.stepped) or not current.backwards if seen else first_forward
-        closure = self._cleared if self._clock.stepping else None
+        closure = self if self._clock.stepping else None
         returned = ReturnedLoss(_copy(loss), model, whole, current.number, first, closure)
         if seen and loss.grad_fn is not None:
             on_gradient(loss, returned)

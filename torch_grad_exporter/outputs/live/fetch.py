@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import http.client
+import io
 import ipaddress
 import json
 import os
@@ -56,7 +58,7 @@ def loaded(source: str | os.PathLike[str], cacert: str | None = None) -> Saved:
         saved = json.loads(
             _text(_fetched(address, cacert) if re.match(r"https?://", address) else _read(address), source), parse_constant=_refused
         )
-    except (ValueError, zlib.error, RecursionError):
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error, RecursionError):
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise UserError(f"{source} is not a history of torch_grad_exporter; exporter.save(path) writes one")
@@ -107,17 +109,9 @@ def _text(content: bytearray, source: str) -> str:
 
 
 def _unpacked(content: bytearray) -> Iterator[bytes]:
-    """Yield what was compressed, a part at a time. Raises `ValueError` if its end is missing."""
-    inflate, packed = zlib.decompressobj(wbits=31), bytes(content[:CHUNK])
-    at = CHUNK
-    while packed and not inflate.eof:
-        yield inflate.decompress(packed, CHUNK)
-        packed = inflate.unconsumed_tail
-        if not packed:
-            packed = bytes(content[at : at + CHUNK])
-            at += CHUNK
-    if not inflate.eof:
-        raise ValueError("the end is missing")
+    """Yield what was compressed, a part at a time. Raises `EOFError` if its end is missing."""
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        yield from iter(partial(file.read, CHUNK), b"")
 
 
 def _read(source: str) -> bytearray:

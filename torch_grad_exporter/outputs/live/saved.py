@@ -68,20 +68,6 @@ class Grid:
     sharded: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerMoments:
-    """Mean and standard deviation over the elements of a layer's gradient, each of shape (n,), NaN where there is none.
-
-    `nonfinite`: where any record was not finite. `sharded`: they are of this rank's part.
-    """
-
-    steps: FloatArray
-    mean: FloatArray
-    stddev: FloatArray
-    nonfinite: BoolArray
-    sharded: bool
-
-
 @dataclass(frozen=True, slots=True)
 class JudgedRule:
     """A rule by which a run was judged.
@@ -192,15 +178,15 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     )
 
 
-def moments(saved: Saved, layer: str, view: str) -> LayerMoments:
-    """Return the moments of a layer, empty if it has none."""
-    mean, stddev = (grid(saved, name, view) for name in MOMENTS)
-    if layer not in mean.layers or layer not in stddev.layers or len(mean.steps) != len(stddev.steps):
-        nothing = np.zeros(0)
-        return LayerMoments(nothing, nothing, nothing, np.zeros(0, dtype=bool), sharded=False)
-    at, other = mean.layers.index(layer), stddev.layers.index(layer)
-    flagged = mean.nonfinite[at] | stddev.nonfinite[other]
-    return LayerMoments(mean.steps, mean.values[at], stddev.values[other], flagged, sharded=layer in mean.sharded)
+def moments(saved: Saved, layer: str, view: str) -> tuple[Lines, bool]:
+    """Return `mean` and `stddev` over the elements of a layer's gradient, empty if it has none; and whether of this rank's part."""
+    grids = {name: grid(saved, name, view) for name in MOMENTS}
+    if any(layer not in of.layers for of in grids.values()) or len({len(of.steps) for of in grids.values()}) > 1:
+        return Lines(np.zeros(0), dict.fromkeys(MOMENTS, np.zeros(0)), dict.fromkeys(MOMENTS, np.zeros(0, dtype=bool))), False
+    values = {name: of.values[of.layers.index(layer)] for name, of in grids.items()}
+    nonfinite = {name: of.nonfinite[of.layers.index(layer)] for name, of in grids.items()}
+    mean = grids["mean"]
+    return Lines(mean.steps, values, nonfinite), layer in mean.sharded
 
 
 def has_moments(saved: Saved) -> bool:
