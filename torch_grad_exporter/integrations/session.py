@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import types
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -287,9 +286,7 @@ class SessionOwner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._session.end(error)
 
 

@@ -32,10 +32,6 @@ _REMEMBERED = 256
 _DECOY_HASH = "$2b${cost}$" + "." * 53
 
 
-def _later(reason: str, wait: float) -> Response:
-    return plain(HTTPStatus.TOO_MANY_REQUESTS, reason, (("Retry-After", str(math.ceil(wait))),))
-
-
 class TokenBucket:
     """A limit of requests per time: full at the start, refilled by one token per interval. From any thread."""
 
@@ -245,3 +241,7 @@ class Endpoints:
         if request.path == "/sd":
             return Response(HTTPStatus.OK, "application/json", self._content.targets())
         return self._content.page(request) or plain(HTTPStatus.NOT_FOUND)
+
+
+def _later(reason: str, wait: float) -> Response:
+    return plain(HTTPStatus.TOO_MANY_REQUESTS, reason, (("Retry-After", str(math.ceil(wait))),))
