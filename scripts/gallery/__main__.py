@@ -41,6 +41,7 @@ PICTURES = {
     "layers": Picture("layers", {"run": "dead-layer|deep|explodes|nan"}),
     "resources": Picture("resources", {"run": "gpu|healthy|two-ranks"}),
     "ranks": Picture("ranks", {"run": "four-ranks|healthy|two-ranks"}),
+    "rl": Picture("rl", {"run": "gpu"}, high=900),
     "exporter": Picture("exporter", {"run": "deep|four-ranks|gpu|healthy|killed"}),
 }
 

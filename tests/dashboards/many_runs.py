@@ -35,6 +35,11 @@ from torch_grad_exporter.rules import RULES, Finding, Rule, RuleContext
 PACE = 0.1
 GPU_RUN = "fake-gpu"
 """The run with fake hardware."""
+POLICY = {
+    "reward": 0.5, "reward_std": 0.2, "eval_reward": 0.4, "kl": 0.1, "entropy": 0.01, "clip_ratio": 0.1, "response_length": 200.0,
+    "frac_reward_zero_std": 0.1, "rollout_corr/rollout_is_eff_sample_size": 0.9, "rollout_corr/kl": 0.01,
+}  # fmt: skip
+"""What the training of a policy logs that has lost its entropy."""
 
 
 class Net(torch.nn.Module):
@@ -66,7 +71,7 @@ def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScal
         if step % 50 != 49:
             scaler.step(optimizer)
         scaler.update()
-        exporter.log({"eval/score": float("nan") if step % 50 == 49 else 0.5})
+        exporter.log(POLICY | {"eval/score": float("nan") if step % 50 == 49 else 0.5})
         exporter.observe(loss=loss.detach(), samples=len(x), tokens=16 * len(x), epoch=step // 100)
 
 

@@ -31,8 +31,8 @@ LIVE = EVERY - set(ENDED)
 RANKED = frozenset(name for name in RUNS if RUNS[name].ranks > 1)
 GPU = frozenset({"gpu"})
 HEALTHY = frozenset({"healthy"})
-LOGS = frozenset({"healthy", "explodes"})
-TOLD = frozenset({"nan", "explodes", "dead-layer", "raises", "raises-lingers", "killed", *RANKED})
+LOGS = HEALTHY | GPU
+TOLD = frozenset({"nan", "explodes", "dead-layer", "raises", "raises-lingers", "killed", "gpu", *RANKED})
 """Runs for which an alert fires."""
 SLOW = 30
 """Seconds on a busy machine for what takes milliseconds on an idle one."""
@@ -175,7 +175,7 @@ OVERVIEW: dict[str, list[Shows]] = {
     "Memory at a glance": [OF_GPU, Shows(NO_RUN, 0, 1), Shows(NO_RUN, 0, 1)],
     "Slowest ranks": [Shows(RANKED, 0, 0.8)],
     "$value": [Shows(LOGS, -1, 1e3)],
-    "NaN and Inf in logged values": [Shows(LOGS - HEALTHY, 1, EXPLODING_STEPS)],
+    "NaN and Inf in logged values": [Shows(GPU, 1, NAN_STEPS)],
 }  # fmt: skip
 
 BY_LAYER: dict[str, list[Shows]] = {
@@ -286,8 +286,24 @@ EXPORTER: dict[str, list[Shows]] = {
     "Notifications": [Shows(frozenset({"nan"}), 1, 10)],
     "Problems found by processes": [Shows(frozenset({"nan"}), 1, 3)],
 }
+LEARNING: dict[str, list[Shows]] = {
+    "Alerts about the policy": [Shows(GPU, 1, 2)],
+    **{title: BY_LAYER[title] for title in ("Layers in trouble", "Norm of every layer")},
+    **{title: OVERVIEW[title] for title in ("Gradient norm before and after clipping", "$value", "NaN and Inf in logged values")},
+    "Reward": [Shows(LOGS, -0.1, 3), Shows(LOGS, -1, 1), NOTHING, NOTHING],
+    "KL divergence from the reference": [Shows(LOGS, 0, 50)],
+    "Entropy of the policy": [Shows(LOGS, 0.01, 1.3)],
+    "Clipped": [Shows(LOGS, 0, 1)],
+    "Groups without advantage": [Shows(LOGS, 0, 1)],
+    "Spread of the reward": [Shows(LOGS, 0.01, 0.3)],
+    "Length of the responses": [Shows(LOGS, 100, 600)],
+    "Effective samples": [Shows(LOGS, 0, 1)],
+    "KL divergence of inference from training": [Shows(LOGS, 0, 1)],
+}
+
 EXPECTED: Mapping[str, Mapping[str, list[Shows]]] = {
     "Training overview": OVERVIEW, "Gradients by layer": BY_LAYER, "Resources": RESOURCES, "Ranks": OF_RANKS, "Exporter": EXPORTER,
+    "Reinforcement learning": LEARNING,
 }  # fmt: skip
 LARGEST = {
     "Largest norms", "Furthest from their own baseline", "Zero and dead units", "Norm", "Largest element", "Zero units", "Spikes",
@@ -535,6 +551,14 @@ def test_actions_are_marked_once(scene: Scene) -> None:
         ("explodes", "Freeze"), ("explodes", "ScaleLearningRate"),
     ]  # fmt: skip
     assert all(begin == end and abs(begin / 1000 - scene.began) < SLOW for _, begin, end in found)
+
+
+def test_the_reward_of_one_run_has_a_band(panel: Callable[..., Panel]) -> None:
+    """The rewards of a single run lie within a band of one standard deviation, that of several runs has none."""
+    found = panel("Reinforcement learning", "Reward")
+    mean, above, below = (finite(found.ask(ref, run="healthy"))[-10:] for ref in "ACD")
+    assert len(mean) == 10
+    assert all(high > middle > low for high, middle, low in zip(above, mean, below, strict=True))
 
 
 def test_policies_are_named_with_their_thresholds(panel: Callable[..., Panel]) -> None:

@@ -164,7 +164,7 @@ def policy(training: Training) -> dict[str, float]:
         "frac_reward_zero_std": 0.1 + 0.05 * wave + 0.8 * lost,
         "rollout_corr/rollout_is_eff_sample_size": 0.9 - 0.7 * lost,
         "rollout_corr/kl": 0.001 + 0.0002 * wave + 0.5 * lost,
-        "loss/auxiliary": math.nan if training.factor > 1 else 0.5,
+        "loss/auxiliary": math.nan if 0 < training.collapsing <= NAN_STEPS else 0.5,
     }
 
 
@@ -195,7 +195,7 @@ def nan_gradients(training: Training) -> None:
 def exploding(training: Training) -> None:
     """Make five fast steps with gradients 10,000 times as large, which clipping keeps from the weights."""
     pace, training.model.pace = training.model.pace, 0.01  # type: ignore[assignment]
-    training.factor, training.collapsing = 1e4, 1
+    training.factor = 1e4
     for _ in range(EXPLODING_STEPS):
         training.step()
     training.factor = 1.0
@@ -222,7 +222,8 @@ def finishing(training: Training) -> None:
 
 
 def warming_up(training: Training) -> None:
-    """Train on a fake GPU with changing values, throttled by heat for a tenth of the time."""
+    """Train on a fake GPU with changing values, throttled by heat for a tenth of the time; the policy that it logs collapses."""
+    training.collapsing = 1
     while True:
         training.step()
         weather(training)
@@ -285,7 +286,7 @@ RUNS: Mapping[str, Kind] = {
         logs=True,
     ),
     "nan": Kind(nan_gradients, options={"alerts": [Log()]}),
-    "explodes": Kind(exploding, acts=ANSWERS, logs=True),
+    "explodes": Kind(exploding, acts=ANSWERS),
     "dead-layer": Kind(dead),
     "two-ranks": Kind(ranks=2, options=LOCAL),
     "four-ranks": Kind(ranks=4, options=LOCAL),
@@ -294,7 +295,7 @@ RUNS: Mapping[str, Kind] = {
     "killed": Kind(),
     "ends": Kind(finishing, unseen=True),
     "deep": Kind(model=Deep, pace=0.6),
-    "gpu": Kind(warming_up, hardware=True, options={"every": "auto", "overhead_budget": 0.05}),
+    "gpu": Kind(warming_up, hardware=True, options={"every": "auto", "overhead_budget": 0.05}, logs=True),
 }
 """The runs by name. The last of several ranks is slow."""
 PROCESSES = sum(kind.ranks for kind in RUNS.values())
