@@ -11,12 +11,12 @@ from dashboards.generate.board import Row, board
 from dashboards.generate.panels import CLICKED, Panel, Query, link
 from dashboards.generate.queries import highest, of_run
 from torch_grad_exporter.rules import THRESHOLDS
+from torch_grad_exporter.rules.catalogue import groups
+from torch_grad_exporter.rules.reinforcement import FEW_SAMPLES
 
 UID = "torch-grad-rl"
 OVERVIEW = link("Training overview", "torch-grad-training", run=CLICKED)
-RULES = ("EntropyCollapse", "KlOutOfRange", "ZeroAdvantage", "RewardWithoutEval", "PolicyClipped", "TrainInferenceMismatch")
-FEW_SAMPLES = 0.3
-"""Below this share of effective samples TrainInferenceMismatch fires, too."""
+RULES = [rule.name for group in groups() if group.name == "rl" for rule in group.rules]
 STATES = {1: ("Pending", "yellow"), 2: ("Firing", "orange")}
 
 
