@@ -9,11 +9,9 @@ import gzip
 import logging
 import os
 import re
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 
-import prometheus_client
 import pytest
 import torch
 import torch.distributed as dist
@@ -199,17 +197,6 @@ def test_a_late_process_group_is_logged_once(caplog: pytest.LogCaptureFixture) -
 # Registries
 
 
-def test_a_registry_shows_the_same_and_forgets() -> None:
-    """The user's own registry shows the metrics until `close`."""
-    registry = prometheus_client.CollectorRegistry()
-    model = Perceptron()
-    with start(model, registry=registry, run="a", labels={"team": "b"}) as exporter:
-        train(model, 3)
-        labels = {"optimizer": "SGD", "run": "a", "rank": "0", "team": "b"}
-        assert registry.get_sample_value(STEPS, labels) == value(exporter, STEPS, optimizer="SGD") == 3
-    assert list(registry.collect()) == []
-
-
 # Serving
 
 
@@ -301,52 +288,6 @@ def test_an_open_port_is_logged_once(starter: Starter) -> None:
     assert program.wait() == 0
     lines = ["'' 0 1", "'::' 0 1", "'127.0.0.1' 0 0", "'' 1 0"]
     assert program.out.read_text().splitlines() == [f"{line} True" for line in lines]
-
-
-@pytest.mark.slow
-def test_scraping_while_training() -> None:
-    """Threads that scrape in several formats during the training lose no step, no sample and no answer."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    failures: list[str] = []
-    seen: list[list[float]] = []
-    stop, steps = threading.Event(), 100
-
-    def scrape(url: str, accept: str) -> None:
-        mine: list[float] = []
-        seen.append(mine)
-        last = False
-        while not last:
-            last = stop.is_set()
-            try:
-                text = get(url, Accept=accept, Accept_Encoding="gzip")
-                match = re.search(rf"^{STEPS}{{.*}} (\S+)$", text, re.MULTILINE)
-                mine.append(float(match.group(1)) if match else 0.0)
-            except Exception as error:  # noqa: BLE001 - the test reports it
-                failures.append(repr(error))
-            stop.wait(0.002)  # leaves the cores to the training
-
-    with start(model, 0) as exporter:
-        formats = ("text/plain", "application/openmetrics-text; version=1.0.0", "*/*")
-        threads = [threading.Thread(target=scrape, args=(exporter.url, accept)) for accept in formats]
-        for thread in threads:
-            thread.start()
-        for step in range(steps):
-            optimizer.zero_grad()
-            by_root(model)
-            optimizer.step()
-            exporter.observe(loss=float(step), tokens=1)
-        stop.set()
-        for thread in threads:
-            thread.join()
-        shown = values(exporter)
-        assert failures == []
-        assert all(numbers == sorted(numbers) for numbers in seen)
-        assert shown[key(STEPS, optimizer="SGD")] == steps
-        assert shown[key("torch_grad_captures_total", layer="first")] == steps
-        assert shown[key("torch_grad_norm_distribution_count", layer="second")] == steps
-        assert shown[key("torch_train_tokens_total")] == steps
-        assert shown[key("torch_train_step_duration_seconds_count")] == steps - 1
 
 
 def test_a_value_arrives_while_the_loop_stands_still() -> None:

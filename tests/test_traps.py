@@ -394,20 +394,25 @@ def test_nan_and_then_no_step(ending: str) -> None:
     assert sum(value(exporter, NONFINITE, outcome=o) or 0 for o in ("stepped", "skipped", "unknown")) == 1
 
 
-def test_step_counter_misses_alternating_optimizers() -> None:
-    """Every n-th of all steps always hits the same of two alternating optimizers; scattered rounds sample both."""
-    every = 4
-    assert {("one", "two")[step % 2] for step in range(0, 64, every)} == {"one"}
+@pytest.mark.parametrize("turns", [("one", "two"), ("two", "two", "two", "one")], ids="-".join)
+def test_step_counter_misses_alternating_optimizers(turns: tuple[str, ...]) -> None:
+    """Every n-th of all steps always hits the same of optimizers that take turns; scattered rounds sample each of them."""
+    every, rounds = 4, 64
+    assert len({turns[step % len(turns)] for step in range(0, rounds, every)}) == 1
 
     models = {"one": Perceptron(), "two": Perceptron()}
     optimizers = {name: sgd(model) for name, model in models.items()}
     with start_exporter(models, None, every=every, optimizers=optimizers) as exporter:
-        for step in range(16 * every):
-            name = ("one", "two")[step % 2]
+        for step in range(rounds):
+            name = turns[step % len(turns)]
             train(models[name], optimizers[name])
-        sampled = [value(exporter, "torch_grad_captures_total", layer=f"{name}.first") or 0 for name in models]
-        assert min(sampled) >= 4
-        assert sum(sampled) <= 16 + 2
+        sampled = {name: value(exporter, "torch_grad_captures_total", layer=f"{name}.first") or 0 for name in models}
+        assert sum(sampled.values()) <= rounds / every + 2
+        for name in models:
+            steps = rounds * turns.count(name) // len(turns)
+            assert value(exporter, "torch_train_steps_total", optimizer=name) == steps
+            assert sampled[name] >= min(4, steps / every - 1)
+            assert (value(exporter, "torch_grad_sample_step", optimizer=name) or 0) > steps - 4 - len(turns)
 
 
 def test_super_step_fires_the_global_hooks_twice() -> None:

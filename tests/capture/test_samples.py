@@ -10,7 +10,6 @@ from tests.capture.scenes import (
     CAPTURES,
     LAYER_CAPTURES,
     NORM,
-    SAMPLED_AT,
     STEPS,
     Loop,
     loss_of,
@@ -18,7 +17,7 @@ from tests.capture.scenes import (
     whole,
 )
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.scrape import key, lost, value, values
+from tests.support.scrape import lost, value, values
 from torch_grad_exporter import Exporter
 
 AFTER_CLIP = "torch_grad_global_norm_after_clip"
@@ -26,28 +25,6 @@ CLIPPED = "torch_grad_clipped_steps_total"
 COEFFICIENT = "torch_grad_clip_coefficient"
 
 # Several optimizers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("critics", [1, 3])
-def test_a_gan_sampled_every_fourth_round(critics: int) -> None:
-    """Whatever the pattern of a GAN's rounds, every fourth of each optimizer is sampled."""
-    models = {"generator": torch.nn.Linear(3, 4), "discriminator": torch.nn.Linear(4, 1)}
-    optimizers = {"SGD": sgd(models["generator"]), "Adam": torch.optim.Adam(models["discriminator"].parameters(), lr=0.01)}
-    rounds = 16
-    with watching(models, every=4) as exporter:
-        for _ in range(rounds):
-            for name in (*["Adam"] * critics, "SGD"):
-                optimizers[name].zero_grad()
-                fake = models["generator"](torch.randn(5, 3))
-                models["discriminator"](fake.detach() if name == "Adam" else fake).square().mean().backward()
-                optimizers[name].step()
-        shown = values(exporter)
-        for name, layer, steps in (("SGD", "generator.weight", rounds), ("Adam", "discriminator.weight", rounds * critics)):
-            assert shown[key(STEPS, optimizer=name)] == steps
-            # One more for the first round, which is always sampled, and one or two while the pattern is learnt.
-            assert steps / 4 - 1 <= shown[key(LAYER_CAPTURES, layer=layer)] <= steps
-            assert shown[key(SAMPLED_AT, optimizer=name)] > steps - 4 - critics
 
 
 class Halves(torch.nn.Module):

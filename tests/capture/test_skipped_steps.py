@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.capture.recorded_loop import RecordedLoop
 from tests.capture.scenes import (
     BACKWARDS,
     CAPTURES,
@@ -187,3 +188,24 @@ def test_an_edit_of_zeros_clears_nothing(in_place: bool) -> None:
         model(batch()).square().mean().backward()
         optimizer.step()
         assert value(exporter, SKIPPED) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [8, 4096])
+def test_layers_that_are_frozen_later(every: int) -> None:
+    """From the change on backwards and skipped steps are seen by other parameters; at most one backward is missed."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+    loop = RecordedLoop(model)
+    with watching(model, every=every) as exporter:
+        for number in range(200):
+            if number == 60:
+                for layer in (model[0], model[3]):
+                    layer.requires_grad_(False)
+            loop.backward()
+            if number > 80 and number % 20 == 0:
+                loop.skipped += 1
+            else:
+                loop.take()
+        loop.step()
+    loop.check_counts(exporter)
+    assert loop.steps + loop.skipped - value(exporter, BACKWARDS) in (0, 1)

@@ -9,6 +9,7 @@ import torch
 
 from tests.matrix.harness import CUMULATIVE, Run, regime
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.record import gradients_of, norm
 
 
 @regime()
@@ -276,6 +277,27 @@ def nan_replaced_before_the_step(run: Run) -> None:
         run.backward(model(batch()).square().mean() * (math.nan if step in (1, 4) else 1.0))
         for parameter in model.parameters():
             parameter.grad.nan_to_num_(0.0)
+
+
+@regime(dtype=[torch.float32, torch.bfloat16])
+def clipped_past_versions(run: Run, dtype: torch.dtype) -> None:
+    """Gradients that are clipped through `.data` leave no trace in versions; the norm that the optimizer saw is right."""
+    model = Perceptron().to(dtype)
+    for _ in run.rounds(model, 20, rel=1e-2, without=["torch_grad_clip"]):
+        run.backward(model(batch().to(dtype)).float().square().mean())
+        factor = 0.01 / norm(gradients_of(model).values())
+        for parameter in model.parameters():
+            parameter.grad.data.mul_(factor)
+
+
+@regime()
+def a_single_element_before_the_step(run: Run) -> None:
+    """A single element that every second step writes to in place shows in the norm that the optimizer saw, and in no other."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Linear(64, 3))
+    for step in run.rounds(model, 20):
+        run.backward(model(batch()).square().mean())
+        if step % 2:
+            model[0].weight.grad[0, 0] = 1.0
 
 
 @regime()

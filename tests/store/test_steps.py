@@ -75,10 +75,12 @@ def test_scrapes_on_threads_beside_a_training() -> None:
             thread.start()
         for _ in range(300):
             loop.step()
+            exporter.observe(tokens=1)
         over.set()
         for thread in threads:
             thread.join()
         found = values(exporter)
+        assert found[key(STEPS, optimizer="SGD")] == found[key("torch_train_tokens_total")] == loop.steps
         assert found[key(f"{DURATION}_count")] == loop.steps - 1
         assert found[key("torch_grad_exporter_captures_total")] == found[key("torch_grad_captures_total", layer="first")]
         assert errors(exporter) == {}
