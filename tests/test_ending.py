@@ -8,7 +8,6 @@ import json
 import socket
 import threading
 import time
-import urllib.request
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from tests.support.loops import train
 from tests.support.models import Perceptron
 from tests.support.scrape import errors, value
-from tests.support.tools import FOREVER, PATIENCE, eventually, threads_of_ours
+from tests.support.tools import FOREVER, PATIENCE, eventually, get, threads_of_ours
 from torch_grad_exporter import Exporter, start_exporter
 
 QUIET = dict.fromkeys(("host", "container", "gpu", "cuda_memory"), False)
@@ -151,8 +150,7 @@ def test_linger_waits_for_a_scrape_after_the_end(monkeypatch: pytest.MonkeyPatch
         assert client.is_whole()
 
     def shows_the_end() -> bool:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as response:
-            return b'state="finished"} 1' in response.read()
+        return 'state="finished"} 1' in get(url)
 
     assert eventually(shows_the_end)
     thread.join(PATIENCE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.scrape import value
-from tests.support.tools import eventually
+from tests.support.tools import eventually, get
 from tests.support.torch_hooks import module_hooks
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Log
@@ -111,13 +110,6 @@ def test_adopted_handles_are_removed() -> None:
 # A training that goes on
 
 
-def shown(exporter: Exporter) -> dict[str, object]:
-    """Return the status that the live page shows."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/api/v1/status") as answer:
-        found: dict[str, object] = json.load(answer)
-        return found
-
-
 @pytest.mark.slow
 def test_steps_go_on() -> None:
     """Samples, the live page and events count on from the checkpoint's step; the counter counts steps of this process."""
@@ -129,7 +121,8 @@ def test_steps_go_on() -> None:
         assert value(exporter, "torch_grad_sample_step") == 5003
         assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3
         assert value(exporter, "torch_train_earlier_steps") == 5000
-        assert eventually(lambda: shown(exporter)["step"] == 5003)  # it shares a scrape for a second
+        status = f"{exporter.page_url}api/v1/status"
+        assert eventually(lambda: json.loads(get(status))["step"] == 5003)  # it shares a scrape for a second
 
 
 @pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.5, TypeError)])

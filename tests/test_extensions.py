@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import runpy
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.extensions import toy_collector, toy_rule
 from tests.support.scrape import value
-from tests.support.tools import PATIENCE
+from tests.support.tools import get
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext
@@ -50,16 +49,9 @@ def trained(**options: object) -> Exporter:
     return exporter
 
 
-def get(exporter: Exporter, path: str) -> str:
-    """Return the answer to a request."""
-    assert exporter.url is not None
-    with urllib.request.urlopen(exporter.url.removesuffix("/metrics") + path, timeout=PATIENCE) as response:
-        return str(response.read().decode())
-
-
 def scraped(exporter: Exporter, label: str) -> Samples:
     """Return all samples of `/metrics` by name and one label, read by prometheus_client."""
-    families = text_string_to_metric_families(get(exporter, "/metrics"))
+    families = text_string_to_metric_families(get(exporter.url))
     return {(sample.name, sample.labels.get(label)): sample.value for family in families for sample in family.samples}
 
 
@@ -104,7 +96,7 @@ def test_a_rule_of_ones_own_is_judged() -> None:
     with trained() as exporter:
         for _ in range(toy_rule.OFTEN):
             exporter.collect()
-        problems = json.loads(get(exporter, "/api/v1/status"))["problems"]
+        problems = json.loads(get(f"{exporter.page_url}api/v1/status"))["problems"]
     (found,) = (problem for problem in problems if problem["alert"] == "ToyAskedOften")
     assert found["severity"] == "warning"
     assert found["text"].endswith("times about 2 layers.")

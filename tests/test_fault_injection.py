@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ import torch_grad_exporter
 from tests.support.models import Perceptron, sgd
 from tests.support.record import gradients_of, norm
 from tests.support.scrape import OFF, Key, errors, key, value, values
-from tests.support.tools import PATIENCE, eventually, lasting_threads
+from tests.support.tools import eventually, get, lasting_threads
 from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import AGC, AutoClip, MaxNorm
@@ -495,12 +494,6 @@ def failing(patch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) 
     return calls
 
 
-def scrape(exporter: Exporter) -> str:
-    """Return the body of a scrape."""
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(exporter.url or "", timeout=PATIENCE) as response:
-        return str(response.read().decode())
-
-
 FULL = OSError(errno.ENOSPC, "No space left on device")
 SYSTEM: dict[str, tuple[Any, tuple[str, ...], Exception]] = {
     "processes": (psutil.Process, ("memory_info", "cpu_times", "num_fds", "oneshot", "memory_full_info"), psutil.AccessDenied()),
@@ -538,7 +531,7 @@ def test_the_system_fails(broken: str, tmp_path: pathlib.Path, caplog: pytest.Lo
         train(bare, 10)
         assert identical(model, bare)
         assert value(exporter, "torch_grad_exporter_captures_total") == 10
-        assert eventually(lambda: "torch_grad_norm{" in scrape(exporter))
+        assert eventually(lambda: "torch_grad_norm{" in get(exporter.url))
     assert set(lines_of(caplog).values()) <= {1}
     assert threading.active_count() < 20
 

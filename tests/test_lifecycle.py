@@ -5,11 +5,9 @@ from __future__ import annotations
 import _thread
 import functools
 import gc
-import gzip
 import logging
 import os
 import re
-import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.programs import Starter
 from tests.support.scrape import errors, key, value, values
-from tests.support.tools import PATIENCE, eventually, lasting_threads, threads_of_ours
+from tests.support.tools import eventually, get, lasting_threads, threads_of_ours
 from tests.support.torch_hooks import all_hooks, global_step_hooks
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -64,14 +62,6 @@ def train(model: Perceptron, steps: int = 1, backward: Callable[[Perceptron], No
 def hooks_of(model: torch.nn.Module) -> int:
     """Return the number of hooks that a training of this model runs."""
     return len(all_hooks(model)) - len(global_step_hooks())
-
-
-def get(url: str, **headers: str) -> str:
-    """Return the body of an answer."""
-    request = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=PATIENCE) as response:
-        body = response.read()
-        return (gzip.decompress(body) if response.headers["Content-Encoding"] == "gzip" else body).decode()
 
 
 # The end
@@ -295,8 +285,8 @@ def test_a_value_arrives_while_the_loop_stands_still() -> None:
     model = Perceptron()
     with start(model, 0) as exporter:
         train(model, 5)
-        assert eventually(lambda: re.search(rf"^{STEPS}{{.*}} 5(\.0)?$", get(exporter.url or ""), re.MULTILINE) is not None)
-        assert re.search(r"^torch_grad_captures_total{.*first.*} 5(\.0)?$", get(exporter.url or ""), re.MULTILINE)
+        assert eventually(lambda: re.search(rf"^{STEPS}{{.*}} 5(\.0)?$", get(exporter.url), re.MULTILINE) is not None)
+        assert re.search(r"^torch_grad_captures_total{.*first.*} 5(\.0)?$", get(exporter.url), re.MULTILINE)
 
 
 def test_wrong_values_cost_only_themselves() -> None:
@@ -308,7 +298,7 @@ def test_wrong_values_cost_only_themselves() -> None:
         exporter.observe(loss=torch.ones(0))
         train(model, 3)
         exporter.observe(loss=0.5)
-        assert eventually(lambda: "torch_train_loss{" in get(exporter.url or ""))
+        assert eventually(lambda: "torch_train_loss{" in get(exporter.url))
         shown = values(exporter)
         assert shown[key("torch_train_loss")] == 0.5
         assert shown[key("torch_train_epoch")] == 3

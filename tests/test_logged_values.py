@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.tools import eventually
+from tests.support.tools import eventually, get
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.outputs.live.fetch import loaded
@@ -59,8 +58,7 @@ def test_a_value_is_that_of_its_time() -> None:
 
 def on_the_page(exporter: Exporter) -> dict[str, list[float]]:
     """Return the values that the page has, by name."""
-    with urllib.request.urlopen(f"{exporter.page_url}api/v1/values?view=recent") as answer:
-        values: dict[str, list[float]] = json.load(answer)["values"]
+    values: dict[str, list[float]] = json.loads(get(f"{exporter.page_url}api/v1/values?view=recent"))["values"]
     return values
 
 
@@ -69,9 +67,7 @@ def test_names_are_labels() -> None:
     names = ["train/reward", "eval loss", "größe", 'a "quote"', "back\\slash", "line\nbreak", "名前", "__proto__"]
     with start_exporter(torch.nn.Linear(4, 2), port=0, addr="127.0.0.1", linger=0) as exporter:
         exporter.log({name: place for place, name in enumerate(names)})
-        assert exporter.url is not None
-        with urllib.request.urlopen(exporter.url) as answer:
-            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+        families = {family.name: family for family in text_string_to_metric_families(get(exporter.url))}
         assert eventually(lambda: [*on_the_page(exporter)] == names)
     assert {sample.labels["name"]: sample.value for sample in families[VALUE].samples} == {n: i for i, n in enumerate(names)}
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.notified import SECRET, receiver
-from tests.support.tools import PATIENCE, eventually, find
+from tests.support.tools import PATIENCE, eventually, find, get
 from torch_grad_exporter.cli import demo
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.collectors import exporter
@@ -34,8 +33,7 @@ class Scrape:
     """The samples of one scrape."""
 
     def __init__(self, url: str) -> None:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as response:
-            self.text = response.read().decode()
+        self.text = get(url)
         self._samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
 
     def rows(self, name: str, **labels: str) -> list[float]:
@@ -210,10 +208,7 @@ def test_explosion_under_a_policy_is_answered(start: Start) -> None:
         # The cosine has hardly begun to fall from 1e-3.
         demo_.scrape_until(lambda s: 4e-4 < s.total("torch_train_learning_rate") <= 5e-4)
         demo_.scrape_until(lambda s: s.total("torch_grad_exporter_actions_total", action="ScaleLearningRate", result="done") == 1)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            demo_.url.replace("/metrics", "/api/v1/status"), timeout=PATIENCE
-        ) as answer:
-            page = answer.read().decode()
+        page = get(demo_.url.replace("/metrics", "/api/v1/status"))
         assert [(one["step"], one["name"], one["result"]) for one in json.loads(page)["actions"]] == [
             (int(said.group(1)), "GradientExploding", "done")
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterable, Iterator
 
 import prometheus_client
@@ -12,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.otlp_receiver import HttpReceiver
+from tests.support.tools import get
 from torch_grad_exporter import start_exporter
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -47,9 +47,7 @@ def test_all_kinds_are_served() -> None:
     """Each series is on `/metrics` with its value, and with our labels."""
     own = registry()
     with start_exporter(MODEL, 0, addr="127.0.0.1", linger=0, run="extra", extra_registries=[own]) as exporter:
-        assert exporter.url is not None
-        with urllib.request.urlopen(exporter.url) as answer:
-            text = answer.read().decode()
+        text = get(exporter.url)
     expected = samples(generate_latest(own).decode())
     shown = samples(text)
     assert {series: shown.get(series) for series in expected} == expected

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from tests.support.models import Perceptron
 from tests.support.ranks import FORKED, joined, start_ranks
 from tests.support.real_prometheus import Prometheus
 from tests.support.scrape import errors
-from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
+from tests.support.tools import PATIENCE, REPOSITORY, eventually, find, get
 from torch_grad_exporter import start_exporter
 
 pytestmark = pytest.mark.server
@@ -379,8 +378,7 @@ def read(path: Path) -> list[Finding]:
 def scraped(folder: Path) -> bool:
     """Return whether rank 0 answers a new scrape."""
     time.sleep(1.0)  # for which an answer is shared
-    with urllib.request.urlopen((folder / "url-0").read_text(), timeout=PATIENCE) as answer:
-        return b"torch_train_steps_total" in answer.read()
+    return "torch_train_steps_total" in get((folder / "url-0").read_text())
 
 
 def watch(watching: Watching, folder: Path, scenes: Scenes) -> None:

@@ -191,7 +191,6 @@ def compiled_backward(run: Run) -> None:
     need(2, 11, "tracing of backwards by dynamo")
     with compiling(run), torch._dynamo.config.patch(trace_autograd_ops=True):
         model = Perceptron()
-        optimizer = sgd(model)
 
         @torch.compile(backend=EAGER, fullgraph=True)
         def forward_and_backward(x: torch.Tensor) -> torch.Tensor:
@@ -199,15 +198,10 @@ def compiled_backward(run: Run) -> None:
             loss.backward()
             return loss.detach()
 
-        with run.watching(model, optimizer):
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                run.losses.append(forward_and_backward(batch()).clone())
-                run.passed()
-                run.step(optimizer)
-                # Two rounds on each of the rungs `output` and `parameter`, neither of which sees anything.
-                if step >= 4:
-                    run.check(without=(*CUMULATIVE, *UNSEEN))
+        # Two rounds on each of the rungs `output` and `parameter`, neither of which sees anything.
+        for _ in run.rounds(model, STEPS, since=4, without=(*CUMULATIVE, *UNSEEN)):
+            run.losses.append(forward_and_backward(batch()).clone())
+            run.passed()
 
 
 @regime(whole=[True, False])
@@ -301,14 +295,9 @@ def compiled_dynamic_shapes(run: Run) -> None:
     """Batch sizes change: one recompilation for any size, no more than without us."""
     with compiling(run):
         model = Perceptron()
-        optimizer = sgd(model)
-        compiled = torch.compile(model, backend=EAGER)
-        with run.watching(model, optimizer):
-            for size in (5, 5, 6, 7, 3):
-                optimizer.zero_grad()
-                run.backward(compiled(batch(size)).square().mean())
-                run.step(optimizer)
-                run.check()
+        compiled, sizes = torch.compile(model, backend=EAGER), (5, 5, 6, 7, 3)
+        for step in run.rounds(model, len(sizes)):
+            run.backward(compiled(batch(sizes[step])).square().mean())
 
 
 class Blocks(torch.nn.Module):

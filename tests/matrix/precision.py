@@ -382,10 +382,8 @@ def scaler_by_hand_with_clipping(run: Run) -> None:
 # Types of parameters
 
 
-@regime(dtype=[torch.bfloat16, torch.float16, torch.float64])
-def parameters_of(run: Run, dtype: torch.dtype) -> None:
-    """Parameters, and so gradients, of another type than float32, clipped."""
-    model = Perceptron().to(dtype)
+def train_clipped(run: Run, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Trains with a limit; rounding to a type hides that the norm after clipping is the same again."""
     optimizer = sgd(model)
     with run.watching(model, optimizer):
         for _ in range(5):
@@ -393,9 +391,14 @@ def parameters_of(run: Run, dtype: torch.dtype) -> None:
             run.backward(model(batch().to(dtype)).float().square().mean())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             run.step(optimizer)
-            # Rounding to the type hides that the norm after clipping is the same again.
             run.check(without=AFTER)
             run.check(optional=AFTER, rel=1e-2)
+
+
+@regime(dtype=[torch.bfloat16, torch.float16, torch.float64])
+def parameters_of(run: Run, dtype: torch.dtype) -> None:
+    """Parameters, and so gradients, of another type than float32, clipped."""
+    train_clipped(run, Perceptron().to(dtype), dtype)
 
 
 class MixedTypes(torch.nn.Module):
@@ -418,16 +421,7 @@ class MixedTypes(torch.nn.Module):
 @regime()
 def parameters_of_several_types(run: Run) -> None:
     """Norms over layers of several types, and over one layer with two of them."""
-    model = MixedTypes()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            run.step(optimizer)
-            run.check(without=AFTER)
-            run.check(optional=AFTER, rel=1e-2)
+    train_clipped(run, MixedTypes())
 
 
 @regime(dtype=[torch.float16, torch.float32])
@@ -437,26 +431,20 @@ def norms_beyond_the_type(run: Run, dtype: torch.dtype) -> None:
     optimizer = sgd(model, lr=0.0)
     signs = torch.randn(1, 30).sign().to(dtype)
     largest = torch.finfo(dtype).max
-    with run.watching(model, optimizer):
-        for size in (largest / 2, torch.finfo(dtype).tiny, 1.0, largest / 2):
-            optimizer.zero_grad()
-            model(torch.ones(1, 40, dtype=dtype)).backward(signs * size)
-            run.passed()
-            run.step(optimizer)
-            run.check()
+    sizes = (largest / 2, torch.finfo(dtype).tiny, 1.0, largest / 2)
+    for step in run.rounds(model, len(sizes), optimizer):
+        model(torch.ones(1, 40, dtype=dtype)).backward(signs * sizes[step])
+        run.passed()
 
 
 @regime()
 def constant_gradients(run: Run) -> None:
     """Elements that are all, or nearly, the same have no spread, or hardly any."""
     model = torch.nn.Linear(40, 30, bias=False)
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for constant, spread in ((1.0, 0.0), (0.3, 0.0), (0.7, 0.0), (0.3, 1e-3)):
-            optimizer.zero_grad()
-            run.backward(model(constant + spread * torch.randn(1, 40)).sum())
-            run.step(optimizer)
-            run.check()
+    constants = ((1.0, 0.0), (0.3, 0.0), (0.7, 0.0), (0.3, 1e-3))
+    for step in run.rounds(model, len(constants)):
+        constant, spread = constants[step]
+        run.backward(model(constant + spread * torch.randn(1, 40)).sum())
 
 
 class Float8(torch.nn.Module):

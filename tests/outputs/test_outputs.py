@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,20 +18,13 @@ import pytest
 from tests.support.models import Perceptron
 from tests.support.programs import Starter
 from tests.support.scrape import errors
-from tests.support.tools import FOREVER, PATIENCE, eventually
+from tests.support.tools import FOREVER, PATIENCE, eventually, get
 from torch_grad_exporter import Exporter, start_exporter
 
 
 def started(**options: object) -> Exporter:
     """Start an exporter on loopback, of a run with a name."""
     return start_exporter(Perceptron(), 0, **{"addr": "127.0.0.1", "run": "a run", **options})  # type: ignore[arg-type]
-
-
-def get(exporter: Exporter, path: str) -> bytes:
-    """Return what is served at a path."""
-    assert exporter.port is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}{path}", timeout=PATIENCE) as answer:
-        return answer.read()  # type: ignore[no-any-return]
 
 
 def text_file(folder: Path) -> Path:
@@ -58,7 +50,7 @@ def test_the_file_is_there_as_long_as_the_run(tmp_path: Path) -> None:
         assert {name: labels[name] for name in ("run", "rank", "local_rank", "team")} == {
             "run": "a run", "rank": "3", "local_rank": "0", "team": "x",
         }  # fmt: skip
-        assert [entry] == json.loads(get(exporter, "/sd"))
+        assert [entry] == json.loads(get(f"{exporter.page_url}sd"))
         assert errors(exporter) == {}
     assert eventually(lambda: entries(tmp_path / "sd") == [])
 
@@ -74,7 +66,7 @@ def test_a_hanging_name_service_delays_no_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     try:
         with start_exporter(Perceptron(), 0, run="a run") as exporter:
-            (entry,) = json.loads(get(exporter, "/sd"))
+            (entry,) = json.loads(get(f"{exporter.page_url}sd"))
             assert entry["targets"] == [f"{socket.gethostname()}:{exporter.port}"]
     finally:
         over.set()
@@ -113,22 +105,21 @@ def test_what_is_left_when_the_process_ends(starter: Starter, ending: str, statu
 def test_the_end_waits_for_one_more_scrape(tmp_path: Path) -> None:
     """With `linger` the end writes the text file and waits for a scrape that has its state; then the port is free at once."""
     exporter = started(linger=FOREVER, textfile_dir=tmp_path)
-    get(exporter, "/metrics")  # one from before does not count
-    port, url = exporter.port, exporter.url or ""
+    get(exporter.url)  # one from before does not count
+    url = exporter.url
     closing = threading.Thread(target=exporter.close)
     closing.start()
 
     def scraped() -> bool:
         assert closing.is_alive()
-        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
-            return 'state="finished"} 1.0' in answer.read().decode()
+        return 'state="finished"} 1.0' in get(url)
 
     text_file(tmp_path)
     assert eventually(scraped)  # the first ones may get what was scraped within the second before
     closing.join(PATIENCE)
     assert not closing.is_alive()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE)
+        get(url)
 
 
 def test_the_text_file_has_the_last_values(tmp_path: Path) -> None:
@@ -188,9 +179,7 @@ def scrape_like_prometheus(exporter: Exporter, times: int = 2, pause: float = 2.
     """Scrape as Prometheus does, this many seconds apart."""
     for number in range(times):
         time.sleep(pause * bool(number))
-        request = urllib.request.Request(exporter.url or "", headers={"X-Prometheus-Scrape-Timeout-Seconds": "1"})
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            answer.read()
+        get(exporter.url, X_Prometheus_Scrape_Timeout_Seconds="1")
 
 
 @pytest.mark.slow
@@ -210,12 +199,12 @@ def test_an_end_that_nobody_awaits_does_not_wait(scrapes: int, caplog: pytest.Lo
     """After one scrape or none, or after many by people, the end waits for nothing."""
     with started() as exporter:
         for _ in range(3):
-            get(exporter, "/metrics")
+            get(exporter.url)
         scrape_like_prometheus(exporter, scrapes)
     assert "waiting" not in caplog.text
 
 
-@pytest.mark.parametrize(("read", "saved"), [("", False), ("/metrics", False), ("/", False), ("", True)])
+@pytest.mark.parametrize(("read", "saved"), [("", False), ("metrics", False), ("page", False), ("", True)])
 def test_a_run_that_nobody_saw_says_how_to_keep_it(
     read: str, saved: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +212,7 @@ def test_a_run_that_nobody_saw_says_how_to_keep_it(
     caplog.set_level(logging.INFO, "torch_grad_exporter")
     with started() as exporter:
         if read:
-            get(exporter, read)
+            get(exporter.url if read == "metrics" else exporter.page_url)
         if saved:
             exporter.save(tmp_path / "run.json")
     assert caplog.text.count("exporter.save(path) keeps") == (not read and not saved)
@@ -270,7 +259,7 @@ def test_unwritable_folders_cost_a_line_each(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "file").touch()
     with started(sd_dir=tmp_path / "file" / "sd", textfile_dir=tmp_path / "file" / "prom") as exporter:
         assert eventually(lambda: errors(exporter) == {"discovery": 1})
-        assert b"torch_train_info" in get(exporter, "/metrics")
+        assert "torch_train_info" in get(exporter.url)
     assert eventually(lambda: errors(exporter) == {"discovery": 1, "textfile": 1})
     failed = [record for record in caplog.records if "failed" in record.getMessage()]
     assert len(failed) == 2

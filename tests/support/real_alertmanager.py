@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.support.notified import Receiver
 from tests.support.servers import serving
-from tests.support.tools import PATIENCE, REPOSITORY, find
+from tests.support.tools import PATIENCE, REPOSITORY, find, get
 
 SHIPPED = REPOSITORY / "dashboards" / "alertmanager" / "alertmanager.yaml"
 SECRETS = "/etc/alertmanager/secrets/training-alerts"
@@ -88,19 +88,18 @@ class Alertmanager:
 
     def alerts(self) -> list[Mapping[str, Any]]:
         """All alerts that it has, with `labels`, `receivers` and `status`, of which `inhibitedBy` is a part."""
-        with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=PATIENCE) as response:
-            alerts: list[Mapping[str, Any]] = json.load(response)
-            return alerts
+        alerts: list[Mapping[str, Any]] = json.loads(get(f"{self.url}/api/v2/alerts"))
+        return alerts
 
     def metric(self, series: str) -> float:
         """One of its own metrics, as it is written in /metrics; 0 where it is not there."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE) as response:
-            found = re.search(rf"^{re.escape(series)} (\S+)$", response.read().decode(), re.MULTILINE)
+        found = re.search(rf"^{re.escape(series)} (\S+)$", get(f"{self.url}/metrics"), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
     def is_ready(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=PATIENCE) as response:
-            return bool(response.status == 200)
+        with contextlib.suppress(OSError):
+            get(f"{self.url}/-/ready")
+            return True
         return False
 
 

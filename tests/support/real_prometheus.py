@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.servers import serving
-from tests.support.tools import PATIENCE, find
+from tests.support.tools import find, get
 
 CONFIGURATION = """
 global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
@@ -37,8 +37,7 @@ class Prometheus:
         return values[0] if values else math.nan
 
     def get(self, path: str, **parameters: str) -> object:
-        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=PATIENCE) as response:
-            return json.load(response)["data"]
+        return json.loads(get(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}"))["data"]
 
     def query(self, expression: str) -> list[tuple[dict[str, str], str]]:
         data = self.get("/api/v1/query", query=expression)
@@ -61,9 +60,9 @@ class Prometheus:
 
     def is_ready(self) -> bool:
         """Return whether it answers queries."""
-        address = f"{self._base}/-/ready"
-        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=PATIENCE) as response:
-            return bool(response.status == 200)
+        with contextlib.suppress(OSError):
+            get(f"{self._base}/-/ready")
+            return True
         return False
 
     def is_scraping(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.servers import serving
-from tests.support.tools import PATIENCE, find
+from tests.support.tools import PATIENCE, find, get
 
 AROUND_NOW = 300.0
 """Seconds before and after now that `stored` looks at."""
@@ -74,8 +74,7 @@ class Victoria:
         return False
 
     def _get(self, path: str, **parameters: str) -> str:
-        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=PATIENCE) as response:
-            return str(response.read(), "utf-8")
+        return get(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}")
 
 
 def _series(found: dict[str, list[float]]) -> Series:

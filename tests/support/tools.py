@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool
             return False
         time.sleep(0.01)
     return True
+
+
+def get(url: str | None, **headers: str) -> str:
+    """Return the body that this machine serves at an address, whatever proxy there is."""
+    assert url is not None, "nothing is served"
+    request = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=PATIENCE) as answer:
+        return str(answer.read(), "utf-8")
 
 
 @contextlib.contextmanager

@@ -21,14 +21,11 @@ from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.support.tools import eventually
 from tests.trainers.test_accelerate import BATCHES, accelerator, loader
-from tests.trainers.training import AMPLE, Training, compared, ending_of
+from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.accelerate import GradExporterTracker
 from torch_grad_exporter.integrations.session import running_exporter
-
-QUICK = {"port": None, "every": 1, "collectors": {"process": False, "host": False, "container": False, "gpu": False}}
-"""Options of an exporter that looks at each step, and at no machine."""
 
 
 class Keeps(GeneralTracker):
@@ -150,10 +147,6 @@ def test_reported_values(tmp_path: Path, early: bool) -> None:
     assert ending_of(kept[0], tmp_path) == ("finished", None)
 
 
-class Broken(RuntimeError):
-    pass
-
-
 @pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])
 def test_a_training_that_fails(tmp_path: Path, error: BaseException) -> None:
     """`end_training` in a `finally` records the exception."""
@@ -224,8 +217,6 @@ def test_what_the_loop_logs_is_shown(log_values: bool) -> None:
 
 def test_wrong_arguments_raise() -> None:
     """Wrong arguments raise where the tracker is made or at `init_trackers`."""
-    with start_exporter(network(), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
-        GradExporterTracker(exporter, port=9100)
     with pytest.raises(TypeError, match=r"GradExporterTracker\(prot=...\): not an option of start_exporter"):
         GradExporterTracker(prot=9100)
     with pytest.raises(ValueError, match="every"):

@@ -24,16 +24,13 @@ from tests.trainers.test_lightning import Module, numbers
 from tests.trainers.test_lightning_callback import GradExporterCallback as LightningCallback  # of both packages
 from tests.trainers.test_run import HERE, RUN, output
 from tests.trainers.test_transformers import Sentences, llama, settings
-from tests.trainers.training import reset_accelerate
+from tests.trainers.training import QUICK, reset_accelerate
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.integrations.accelerate import GradExporterTracker
 from torch_grad_exporter.integrations.session import Session
 from torch_grad_exporter.integrations.transformers import GradExporterCallback
 
 __all__ = ["one_process"]
-
-QUICK = {"port": None, "every": 1, "collectors": {"process": False, "host": False, "container": False, "gpu": False}}
-"""Options of an exporter that looks at each step, and at no machine."""
 
 LAYERS = {"torch_grad_norm", "torch_grad_norm_squared", "torch_grad_zero_ratio"}
 """What would be of a gradient that is not the one that is trained with."""

@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 
 from tests.matrix.harness import Way
 from tests.support.scrape import errors, value
-from tests.trainers.training import Training, compared, ending_of
+from tests.trainers.training import QUICK, Broken, Training, compared, ending_of
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.mmengine import GradExporterHook
@@ -121,10 +121,6 @@ def test_at_defaults(tmp_path: Path) -> None:
     compared(partial(trained, folder=tmp_path, train_cfg={"by_epoch": True, "max_epochs": 5}), Way.DEFAULTS, between=3)
 
 
-QUICK: dict[str, Any] = {"port": None, "every": 1}
-"""Options of an exporter that looks at each step."""
-
-
 def test_reported_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook named in a configuration reports loss, epoch and samples, also after a checkpoint."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # as MMEngine's checkpoints need it
@@ -177,9 +173,6 @@ def test_evaluations_show(tmp_path: Path) -> None:
     kept = Kept()
     runner_of(Net(), tmp_path, GradExporterHook(**QUICK), Looks(kept), Watches(), evaluated=True).train()
     assert shown == [1, 1, 0] * 2
-
-
-class Broken(Exception): ...
 
 
 @pytest.mark.parametrize("caught_by_with", [True, False])

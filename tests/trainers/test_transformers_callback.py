@@ -22,14 +22,11 @@ from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
-from tests.trainers.training import AMPLE, Training, compared, ending_of
+from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.session import running_exporter
 from torch_grad_exporter.integrations.transformers import GradExporterCallback
-
-QUICK = {"port": None, "every": 1, "collectors": {"process": False, "host": False, "container": False, "gpu": False}}
-"""Options of an exporter that looks at each step, and at no machine."""
 
 
 class Looks(TrainerCallback):
@@ -130,10 +127,6 @@ def test_a_loss_of_the_trainer(tmp_path: Path) -> None:
         trainer_of(gpt2(), tmp_path, [callback, Logged()], logging_steps=2, **arguments).train()
         assert len(shown) == 4
         assert all((told == pytest.approx(logged)) is not own for told, logged in shown)
-
-
-class Broken(RuntimeError):
-    pass
 
 
 class Fails(TrainerCallback):
@@ -248,8 +241,6 @@ def test_several_trainings(tmp_path: Path) -> None:
 
 def test_wrong_arguments_raise(tmp_path: Path) -> None:
     """Wrong arguments raise where the callback is made or when training begins, and a callback pickles."""
-    with start_exporter(torch.nn.Linear(1, 1), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
-        GradExporterCallback(exporter, port=9100)
     assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
     with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): not an option of start_exporter"):
         GradExporterCallback(prot=9100)

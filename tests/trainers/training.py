@@ -18,6 +18,9 @@ from tests.support.scrape import OFF, errors_in, value, values
 from tests.trainers.heard import Heard
 from torch_grad_exporter import Exporter, start_exporter
 
+QUICK: dict[str, Any] = {"port": None, "every": 1, "collectors": OFF}
+"""Options of an exporter that looks at each step, and at no machine."""
+
 AMPLE = {"overhead_budget": 0.2}
 """For a training of a second at the default schedule: on a busy machine the usual budget allows for its first samples only."""
 
@@ -26,6 +29,10 @@ CLIPPING = "torch_grad_clip_coefficient", "torch_grad_clipped_steps_total"
 
 MOST = 12
 """Differences of a scrape that are printed."""
+
+
+class Broken(RuntimeError):
+    """What a training fails with."""
 
 
 @dataclass

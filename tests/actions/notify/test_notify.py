@@ -7,14 +7,13 @@ import logging
 import os
 import threading
 import time
-import urllib.request
 
 import pytest
 import torch
 
 from tests.support.notified import SECRET, Answer, Judged, Receiver, Trained, receiver, refused_url
 from tests.support.scrape import errors
-from tests.support.tools import PATIENCE, eventually, lasting_threads
+from tests.support.tools import eventually, get, lasting_threads
 from torch_grad_exporter.actions import Alertmanager, Log, Notifier, Webhook
 from torch_grad_exporter.rules import Problem
 
@@ -173,11 +172,7 @@ def test_no_secret_anywhere(caplog: pytest.LogCaptureFixture, capfd: pytest.Capt
         for there in (redirects, refuses, hangs, good):
             assert there.got(1)
         assert eventually(lambda: errors(trained.exporter)["notify"] >= 5)
-        assert trained.exporter.url is not None
-        shown = []
-        for address in (trained.exporter.url, trained.exporter.url.replace("metrics", "api/v1/saved")):
-            with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
-                shown.append(answer.read().decode())
+        shown = [get(trained.exporter.url), get(f"{trained.exporter.page_url}api/v1/saved")]
         shown += [repr(trained.exporter), repr(made), repr(trained.exporter.settings), str(trained.exporter.problems())]
         shown.append(str(threading.enumerate()))
         trained.exporter.close()

@@ -9,7 +9,6 @@ import math
 import re
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.browser import Visit, chromium, visit
 from tests.support.certificates import authority
 from tests.support.models import Perceptron
-from tests.support.tools import PATIENCE, eventually
+from tests.support.tools import PATIENCE, eventually, get
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
 from torch_grad_exporter.collectors.outcomes import ActionMarks
@@ -84,7 +83,7 @@ class Run:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         chosen = {"port": 0, "addr": "127.0.0.1", "every": 1, "run": "trial", **options}
         self.exporter: Exporter = start_exporter(model, **chosen)  # type: ignore[arg-type]
-        self.page = (self.exporter.url or "").removesuffix("metrics")
+        self.page = self.exporter.page_url or ""
         self.inputs = next(model.parameters()).shape[-1]
         self.losses: list[float] = []
 
@@ -113,8 +112,7 @@ class Run:
 
     def scrape(self) -> Scrape:
         """Return all samples of `/metrics` by the reference parser, without the labels that all have."""
-        with urllib.request.urlopen(f"{self.page}metrics") as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
+        families = list(text_string_to_metric_families(get(self.exporter.url)))
         common = {("run", "trial"), ("rank", str(self.exporter.rank))}
         return {(s.name, frozenset(set(s.labels.items()) - common)): s.value for family in families for s in family.samples}
 
@@ -124,8 +122,8 @@ class Run:
 
     def columns(self, quantity: str = "norm") -> list[int]:
         """Return the steps of the heatmap's recent columns."""
-        with urllib.request.urlopen(f"{self.page}api/v1/layers?quantity={quantity}&view=recent") as answer:
-            return [int(step) for step in json.load(answer)["steps"]]
+        found = json.loads(get(f"{self.page}api/v1/layers?quantity={quantity}&view=recent"))
+        return [int(step) for step in found["steps"]]
 
     def saved(self, folder: Path) -> str:
         """Save the run as a page and return its address."""
@@ -609,8 +607,7 @@ def test_logged_values_have_charts(open_page: Callable[..., Visit], tmp_path: Pa
     run = Run(Perceptron())
 
     def records() -> int:
-        with urllib.request.urlopen(f"{run.page}api/v1/values?view=whole") as answer:
-            return len(json.load(answer)["times"])
+        return len(json.loads(get(f"{run.page}api/v1/values?view=whole"))["times"])
 
     with run.exporter:
         for number in range(4):
@@ -689,8 +686,7 @@ def test_hostile_names_on_a_phone(open_page: Callable[..., Visit]) -> None:
     run.train(6)
     assert eventually(lambda: run.total("torch_grad_captures_total") == 6 * (len(NAMES) + 1))
     assert eventually(lambda: run.columns()[-1:] == [6])
-    with urllib.request.urlopen(f"{run.page}api/v1/layers") as answer:
-        layers = json.load(answer)["layers"]
+    layers = json.loads(get(f"{run.page}api/v1/layers"))["layers"]
     assert {*NAMES, "decoder"} <= {*layers}
     page = open_page(run.page, ends=True, width=360, height=780, dark=False, has_touch=True, device_scale_factor=2).page
     button = page.locator("#problem-list [data-alert=LayerWithoutGradient] button").first
