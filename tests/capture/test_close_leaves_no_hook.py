@@ -80,25 +80,26 @@ def test_with_all_that_adds_hooks() -> None:
     assert errors(exporter) == {}
 
 
-def on_another_thread(exporter: Exporter) -> None:
+def on_another_thread(exporter: Exporter) -> threading.Thread:
     """Close on another thread, which ends at once or waits for the step."""
     thread = threading.Thread(target=exporter.close)
     thread.start()
     thread.join(0.2)
+    return thread
 
 
 @pytest.mark.parametrize("close", [Exporter.close, on_another_thread])
 @pytest.mark.parametrize("kind", ["own", "all"])
-def test_within_a_hook_of_a_step(kind: str, close: Callable[[Exporter], object]) -> None:
+def test_within_a_hook_of_a_step(kind: str, close: Callable[[Exporter], threading.Thread | None]) -> None:
     """`close()` while the user's hooks of a step are called, of its optimizer or of all, raises nothing into the loop."""
     loop, before = hooked()
     exporter = start_exporter(loop.model, port=None, collectors=OFF, every=1)
-    calls = []
+    calls, closing = [], []
 
     def act(*_given: object) -> None:
         calls.append(kind)
         if len(calls) == 4:
-            close(exporter)
+            closing.append(close(exporter))
 
     register = register_optimizer_step_pre_hook if kind == "all" else loop.optimizer.register_step_pre_hook
     handles = [register(act), register(mark)]
@@ -106,7 +107,9 @@ def test_within_a_hook_of_a_step(kind: str, close: Callable[[Exporter], object])
         loop.step()
     for handle in handles:
         handle.remove()
-    exporter.close()
+    exporter.close()  # which does not wait for another thread's
+    for thread in filter(None, closing):
+        thread.join()
     assert len(calls) == 8
     with start_exporter(loop.model, port=None, collectors=OFF):
         pass  # removes what had to be left within the step
