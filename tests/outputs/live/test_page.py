@@ -112,7 +112,7 @@ class Run:
 
     def scrape(self) -> Scrape:
         """Return all samples of `/metrics` by the reference parser, without the labels that all have."""
-        families = list(text_string_to_metric_families(get(self.exporter.url)))
+        families = list(text_string_to_metric_families(get(f"{self.page}metrics")))
         common = {("run", "trial"), ("rank", str(self.exporter.rank))}
         return {(s.name, frozenset(set(s.labels.items()) - common)): s.value for family in families for s in family.samples}
 
