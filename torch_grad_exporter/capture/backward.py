@@ -110,7 +110,7 @@ class BackwardHooks:
         start = clock.clock()
         if graph_task() != -1 or not self._thread.may_be_here():
             return
-        clock.switch(OUTSIDE, start)
+        clock.phases.enter(OUTSIDE, start)
         if torch.is_grad_enabled():
             self._hook(output)
             if module.training and not isinstance(output, torch.Tensor):
@@ -158,7 +158,7 @@ class BackwardHooks:
     def _announced(self, task: int, start: float) -> None:
         """From here on time is that of the backward, and at its end we are called."""
         self.task, self._detection.nodes.running = task, False
-        self._clock.switch(BACKWARD, start)
+        self._clock.phases.enter(BACKWARD, start)
         # What a wrapper waits for at the end is part of the backward.
         nested = self._rounds.next_is_sampled or self._reductions.wrapped or self._index.fully_sharded
         (at_end_of_backward if nested else after_backward)(self._end_hook)
@@ -196,7 +196,8 @@ class BackwardHooks:
                 rounds.withdraw(why)
         current = rounds.current
         if current.sampled:
-            self._reading_reductions(self._reductions.backward_began)
+            if self._reductions.forwards or self._reductions.coming is not None:
+                self._reading_reductions(self._reductions.backward_began)
             if self._index.fully_sharded:
                 self._before = self._forwards.early
             elif self._reductions.wrapped:
@@ -213,14 +214,14 @@ class BackwardHooks:
         start = self._clock.clock()
         nodes, current, before = self._detection.nodes, self._rounds.current, self._before
         self.task, self._before = -1, None
-        self._clock.switch(OUTSIDE, start)
+        self._clock.phases.enter(OUTSIDE, start)
         if not nodes.running:  # a `torch.autograd.grad`
             self._clock.spent(self._clock.clock() - start)
             return
         nodes.running = False
         table, sampled = current.table, current.sampled
         now = PresentGradients.of(table.tracked, nodes.parameters(table), marked=self._reader.readable) if sampled else None
-        fired = reduced(table, self._fired(before, now)) if sampled else set()
+        fired = self._fired(before, now) if sampled else set()
         # FSDP2 may keep gradients that it has not reduced yet in a place that cannot be observed.
         if fired or sampled or before is None or not self._index.fully_sharded or before.moved():
             reached: Iterable[int] = ()
@@ -236,7 +237,7 @@ class BackwardHooks:
             by_loop = sampled and self.reduces_by_itself
             if complete and (not by_loop or self._detection.trusts_backwards):
                 self.read(now=now)
-            elif current.behind:
+            elif current.sampled and current.fired and not current.captured:
                 current.left = GradientVersions.of(table.tracked)
             if by_loop:
                 current.left = GradientVersions.of(table.tracked)
@@ -256,12 +257,10 @@ class BackwardHooks:
         at_start, self._at_start = self._at_start, None
         if at_start is not None and at_start.tracked is table.tracked:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
-        # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
         fired = self._detection.nodes.positions(table) | moved | current.early_fired
-        for i in table.tracked.empty:
-            if table.tracked[i].gradient() is not None:
-                fired.add(i)
-        return fired
+        # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
+        fired.update(i for i in table.tracked.empty if table.tracked[i].gradient() is not None)
+        return reduced(table, fired) if table.tracked.flat else fired
 
     @property
     def reduces_by_itself(self) -> bool:

@@ -20,7 +20,7 @@ from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
-from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
+from torch_grad_exporter.torch_compat.pipelines import PIPELINES, calling_pipeline
 
 if TYPE_CHECKING:
     from torch_grad_exporter.capture.cost import SampleCost
@@ -96,7 +96,7 @@ class ForwardHooks:
         start = clock.clock()
         clock.active(evaluating=not module.training)
         if clock.stepping and not called_from_step(sys._getframe(1)):
-            clock.enter(OUTSIDE)
+            clock.phases.enter(OUTSIDE, step_over=True)
             self._rounds.step_abandoned()
         if self._requests.pending:
             requested = self._requests.take()
@@ -109,7 +109,7 @@ class ForwardHooks:
             self._prepare(module, args, kwargs)
         if torch.is_grad_enabled() and module.training:
             if not again:
-                clock.switch(FORWARD, start)
+                clock.phases.enter(FORWARD, start)
                 wanted = False
                 for value in (*args, *kwargs.values()):
                     wanted |= isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
@@ -130,8 +130,12 @@ class ForwardHooks:
         if sampled:
             self._cost.charge(start)
             self.follow_device()
-            self._ranks(self._look_for_ranks, root)
-            self._look_for_pipeline(sys._getframe(2))
+            # Importing torch makes no process group, and imports no pipeline schedule.
+            if not self._index.replicas.alone or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+                self._ranks(self._look_for_ranks, root)
+            self.divisor = 1.0
+            if PIPELINES in sys.modules:
+                self._look_for_pipeline(sys._getframe(2))
         if self._index.fully_sharded:
             self._look_early(sampled=sampled)
         self._inspections.tell(Inspection.forward_began, root, args, kwargs, sampled=sampled)

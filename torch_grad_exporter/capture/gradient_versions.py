@@ -19,7 +19,7 @@ import torch
 
 from torch_grad_exporter.model.parameters import AT_ONCE, ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.torch_compat.autograd import version_of
-from torch_grad_exporter.torch_compat.tensors import local
+from torch_grad_exporter.torch_compat.tensors import PLAIN, local
 
 ELEMENTS = 8
 """Gradients of which an element is compared between the backward and the step."""
@@ -41,7 +41,7 @@ _NONE = torch.empty(0, device="cpu")
 
 def version_of_local(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
-    return version_of(local(tensor))
+    return version_of(tensor if type(tensor) in PLAIN else local(tensor))
 
 
 _gradient_of: Callable[[torch.nn.Parameter | None], torch.Tensor | None] = operator.attrgetter("grad")
@@ -157,14 +157,12 @@ class GradientsAsRead:
 
     def __init__(self, gradients: Mapping[int, torch.Tensor], marks: Marks, sample: int) -> None:
         self._marks = marks
-        self._elements: list[tuple[int, int, float]] = []  # position in the table, index of an element, and its value
         positions = [*gradients]
-        for number in range(min(ELEMENTS, len(positions))):
-            position = positions[(sample * ELEMENTS + number) % len(positions)]
-            gradient = gradients[position]
-            if gradient.is_contiguous() and gradient.numel():
-                index = sample * _STRIDE % gradient.numel()
-                self._elements.append((position, index, _element(gradient, index)))
+        chosen = [positions[(sample * ELEMENTS + number) % len(positions)] for number in range(min(ELEMENTS, len(positions)))]
+        readable = [(p, gradients[p]) for p in chosen if gradients[p].is_contiguous() and gradients[p].numel()]
+        # Positions in the table, each with the index of an element.
+        self._places = [(position, sample * _STRIDE % gradient.numel()) for position, gradient in readable]
+        self._values = _elements((gradients[position], index) for position, index in self._places)
 
     def unchanged(self, positions: Sequence[int], now: PresentGradients) -> bool:
         """Return whether the gradients of the parameters at `positions`, which were all read, are the same `now`."""
@@ -175,22 +173,14 @@ class GradientsAsRead:
             place = dict(zip(positions, itertools.count()))
         if now.marks is None or not all(map(operator.eq, marks, now.marks)):
             return False
-        for position, index, value in self._elements:
-            if position in place and not math.isnan(value) and _element(now.gradients[place[position]], index) != value:
-                return False
-        return True
+        pairs = zip(self._places, self._values, strict=True)
+        known = [(now.gradients[place[p]], index, value) for (p, index), value in pairs if p in place and not math.isnan(value)]
+        return _elements((gradient, index) for gradient, index, _ in known) == [value for _, _, value in known]
 
 
-def _element(gradient: torch.Tensor | None, index: int) -> float:
-    return math.nan if gradient is None else float(gradient.detach().numpy().reshape(-1)[index])
-
-
-def _is_zero(gradient: torch.Tensor) -> bool | None:
-    """Return whether the first elements are zero; `None` where that cannot be seen without waiting for a device."""
-    values = local(gradient).detach()
-    if values.device.type != "cpu" or values.is_sparse or not values.is_contiguous():
-        return None
-    return not (values.view(-1)[:LOOKED_AT] != 0).numpy().any()  # by NumPy, which a mode that forbids reads does not see
+def _elements(places: Iterable[tuple[torch.Tensor | None, int]]) -> list[float]:
+    """Return an element of each of these gradients, NaN where there is none."""
+    return [math.nan if g is None else float(g.numpy(force=True).reshape(-1)[index]) for g, index in places]
 
 
 def _versions_of(parameters: Sequence[torch.nn.Parameter | None]) -> list[int]:
@@ -224,9 +214,16 @@ class GradientProbes:
 
     def backward_over(self, models: Iterable[int]) -> None:
         """Remember the gradients at the end of a backward, one of each model that it ran through."""
-        first = [probe for model in models for probe in itertools.islice(self.present(model), 1)]
-        zero = {probe.model for probe in first if self._are_zero([probe, *self.present(probe.model)])}
-        self._last = GradientVersions.of(first), _versions_of(parameters_of(first)), zero
+        firsts: list[TrackedParameter] = []
+        zero: set[int] = set()
+        for model in models:
+            present = self.present(model)
+            first = next(present, None)
+            if first is not None:
+                firsts.append(first)
+                if self._are_zero(itertools.chain([first], present)):
+                    zero.add(model)
+        self._last = GradientVersions.of(firsts), _versions_of(parameters_of(firsts)), zero
 
     @property
     def _after_backward(self) -> GradientVersions:
@@ -260,10 +257,19 @@ class GradientProbes:
         """Return whether all gradients are zero, since one alone may be by itself; False without any, `None` if unknown."""
         seen: set[bool | None] = set()
         for probe in probes:
-            if (gradient := probe.gradient()) is not None:
-                seen.add(_is_zero(gradient))
-                if False in seen:
-                    return False
+            if (gradient := probe.gradient()) is None:
+                continue
+            values = local(gradient)
+            if values.device.type != "cpu" or values.is_sparse or not values.is_contiguous():
+                seen.add(None)  # cannot be seen without waiting for a device
+                continue
+            try:  # by NumPy, which a mode that forbids reads does not see
+                first = values.numpy(force=True).reshape(-1)[:LOOKED_AT]
+            except TypeError:  # of a type that NumPy has not
+                first = (values.detach().view(-1)[:LOOKED_AT] != 0).numpy()
+            if first.any():
+                return False
+            seen.add(True)
         return None if None in seen else bool(seen)
 
     def updated(self) -> bool:

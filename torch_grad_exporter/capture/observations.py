@@ -134,8 +134,11 @@ class Observations:
         # Those that share a number step within the backward, one per parameter; the first stands for them.
         for number, optimizer in dict(reversed(self._optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
-                if settings.get("lr") is not None:
-                    self.post("learning_rate", settings["lr"], (self._optimizers.names[number], str(group)), step)
+                rate, labels = settings.get("lr"), (self._optimizers.names[number], str(group))
+                if type(rate) is float:
+                    self._mailbox.append(Observed("learning_rate", rate, labels, step))
+                elif rate is not None:
+                    self.post("learning_rate", rate, labels, step)
         scale = self._loss_scale.value
         if scale is not None:
             self.post("loss_scale", scale)

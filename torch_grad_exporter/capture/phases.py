@@ -34,6 +34,7 @@ class PhaseTimes:
         seen: The phases that there were.
         own: What the exporter has taken so far, in seconds.
         untimed: Rounds that were followed and are in no phase: the device was too far behind, or a graph was being captured.
+        paused: Whether no phase is entered, since rounds are only counted.
         device: Where the time passes; None while that is not known, and then like on the CPU.
         by_events: Whether they are the times of a device.
     """
@@ -45,6 +46,7 @@ class PhaseTimes:
         self.current = OUTSIDE
         self.own = 0.0
         self.untimed = 0
+        self.paused = False
         self.device: torch.device | None = None
         self.by_events = False
         self._since, self._own_since = clock(), 0.0
@@ -70,8 +72,16 @@ class PhaseTimes:
         self.by_events = events is not None
         self.restart(self.current)
 
-    def enter(self, phase: str, moment: float | None = None) -> None:
-        """The time from now on belongs to this phase. `moment`: the present time of the clock, if known."""
+    def enter(self, phase: str, moment: float | None = None, *, step_over: bool = False) -> None:
+        """The time from now on belongs to this phase, unless an optimizer is stepping: with a closure everything is `optimizer`.
+
+        Args:
+            phase: The phase.
+            moment: The present time of the clock, if known.
+            step_over: Whether an optimizer has stepped, or raised in its step.
+        """
+        if self.paused or (self.current == OPTIMIZER and not step_over):
+            return
         self.seen.add(phase)
         if self._on_device is None:
             moment = self._clock() if moment is None else moment

@@ -98,19 +98,6 @@ class StepClock:
         """Whether an optimizer is in its step, or raised in it."""
         return self.phases.current == OPTIMIZER
 
-    def switch(self, phase: str, moment: float | None = None) -> None:
-        """Enter a phase, unless an optimizer is stepping: with a closure everything is `optimizer`.
-
-        `moment`: the clock's time if it was read just now.
-        """
-        if not self.stepping:
-            self.enter(phase, moment)
-
-    def enter(self, phase: str, moment: float | None = None) -> None:
-        """Enter a phase; that of a step ends with `step_ended`, or here where the step raised. `moment`: see `switch`."""
-        if self._uncommitted is None:
-            self.phases.enter(phase, moment)
-
     # Counts
 
     def step_done(self, optimizer: int) -> None:
@@ -202,7 +189,7 @@ class StepClock:
         Returns:
             The seconds since the round before, if that is known, and what the exporter took on this thread since then.
         """
-        self.enter(OUTSIDE, start)
+        self.phases.enter(OUTSIDE, start, step_over=True)
         if first_of_round and self.phases.by_events:
             self.phases.round_over()
         self.spent(self.clock() - start + (HOOKS_SECONDS if first_of_round else 0.0))
@@ -237,6 +224,7 @@ class StepClock:
         # In this order: whoever asks for `counts`, and then the worker, has a duration for each step.
         self._mailbox.append(steps)
         self._uncommitted = _CountedRounds(self._committed(), optimizer, steps, backwards, examples)
+        self.phases.paused = True
 
     def commit(self, own_to_a_round: float) -> tuple[tuple[float, ...], float]:
         """Take over what was counted since `leave_counting_to`.
@@ -261,7 +249,7 @@ class StepClock:
         self._last_step, self._last_activity = self.last_step, self.last_activity
         counts = counted.counts()
         self.steps, self.backward_passes, self.examples = counts.steps, counts.backward_passes, counts.examples
-        self._uncommitted = None
+        self._uncommitted, self.phases.paused = None, False
         self.phases.restart()
         return durations, own
 

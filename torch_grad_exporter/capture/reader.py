@@ -273,7 +273,7 @@ class GradientReader:
             optimizer: The number of the one that steps now.
             every: Whether each known one is waited for, since each is read when it steps.
         """
-        if not current.sample_is_open:
+        if not (current.captured and current.open):
             return frozenset()
         fired, owners = self._owners_of_fired(current, {*current.stepped, optimizer})
         waited = frozenset(owners[fired].tolist())

@@ -10,7 +10,7 @@ the first step without a clearing the two cannot be distinguished, so all cleari
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -45,7 +45,13 @@ class ClearingEvidence:
 
 @dataclass(slots=True)
 class RoundPattern:
-    """What was learned from the rounds so far."""
+    """What was learned from the rounds so far.
+
+    Attributes:
+        backwards: The fewest backwards of the last rounds, None before the first round is over.
+    """
+
+    backwards: int | None = None
 
     _backwards: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _backwards_to_a_step: deque[int] = field(default_factory=lambda: deque(maxlen=64))
@@ -57,11 +63,6 @@ class RoundPattern:
     _held: int = 0
     """Clearings that may have been skipped steps or not."""
 
-    @property
-    def backwards(self) -> int | None:
-        """The fewest backwards of the last rounds, `None` before the first round is over."""
-        return min(self._backwards, default=None)
-
     def is_whole(self, backwards: int) -> bool:
         """Return whether steps usually take no more backwards than these; false before the first step."""
         usual = min(self._backwards_to_a_step, default=None)
@@ -72,8 +73,8 @@ class RoundPattern:
         rounds = self._steppers.get(frozenset(models))
         if not rounds:
             return frozenset()
-        usual, count = Counter(rounds).most_common(1)[0]
-        return usual if count >= USUALLY * len(rounds) else frozenset()
+        usual = max(rounds, key=rounds.count)
+        return usual if rounds.count(usual) >= USUALLY * len(rounds) else frozenset()
 
     def active(self, models: Iterable[int]) -> frozenset[int] | None:
         """Return which optimizers stepped in the last `MEMORY` rounds with backwards of these models; None while they are fewer."""
@@ -92,6 +93,7 @@ class RoundPattern:
         stepped = frozenset(stepped)
         if backwards:
             self._backwards.append(backwards)
+            self.backwards = min(self._backwards)
         if not stepped:
             return 0
         if backwards:

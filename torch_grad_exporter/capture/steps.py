@@ -95,13 +95,13 @@ class StepHooks:
             return
         self._thread.ident = threading.get_ident()
         if clock.stepping and not called_from_step(sys._getframe(3)):
-            clock.enter(OUTSIDE)
+            clock.phases.enter(OUTSIDE, step_over=True)
             rounds.step_abandoned()
         if clock.stepping and number in rounds.stepping:  # `step` has called `super().step()`
             self._nested.add(number)
             self._readings.inner_step(StepView(number, found_inf=self._found_inf.get(number)))
             return
-        clock.enter(OPTIMIZER, start)
+        clock.phases.enter(OPTIMIZER, start)
         sampled = rounds.current.sampled
         if sampled:
             self._loss_scale.search(sys._getframe(1))
@@ -200,7 +200,7 @@ class StepHooks:
         self._counted.settle()
         if not (self._hooked and self._rounds.current.stepped):
             optimizer = self._optimizers.manual()
-            self._clock.enter(OPTIMIZER)
+            self._clock.phases.enter(OPTIMIZER)
             self._use(StepView(optimizer), closure=False)
             self._ended(optimizer)
         self._hooked = False
@@ -242,7 +242,7 @@ class StepHooks:
     def _regular_optimizer(self) -> Regular | None:
         """Return the only optimizer, if its round is over and the next ones may be taken for the same as all recent ones."""
         rounds, optimizers, detection, current = self._rounds, self._optimizers, self._detection, self._rounds.current
-        busy = rounds.stepping or rounds.closures or current.sample_is_open or self._backward.task != -1
+        busy = rounds.stepping or rounds.closures or (current.captured and current.open) or self._backward.task != -1
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
         if busy or not detection.sees_backwards or detection.nodes.held or self._index.fully_sharded or self._fused.undecided:
             return None

@@ -45,7 +45,7 @@ class Waits:
         for clock, errors in self.watchers:
             try:
                 start = clock.clock()
-                clock.switch(phase)
+                clock.phases.enter(phase)
                 clock.spent(clock.clock() - start)
             except Exception as error:  # noqa: BLE001 - the boundary: what fails is ours, not the loader
                 errors.count("observe", error)

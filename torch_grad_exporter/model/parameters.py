@@ -205,8 +205,6 @@ def are_gathered(tracked: TrackedParameters) -> bool:
 
 def reduced(table: ParameterTable, positions: set[int]) -> set[int]:
     """Return those of these parameters whose gradient is what the optimizer will use: FSDP without reduction leaves another one."""
-    if not table.tracked.flat:
-        return positions
     left = {i for i in table.tracked.flat & positions if (flat := table.tracked[i].flat) is not None and not flat.is_reduced()}
     return positions - left if left else positions
 

@@ -44,9 +44,9 @@ class Replicas:
     def __init__(self, ranks: Ranks = Ranks.AUTO, rank: int = 0, world_size: int = 1) -> None:
         self.all_shown = ranks is Ranks.ALL
         self._first = rank == 0
-        self._alone = world_size == 1
+        self.alone = world_size == 1
         self._by_hand = ranks is Ranks.FIRST
-        self.by_loop = self._by_hand and not self._alone
+        self.by_loop = self._by_hand and not self.alone
         """Whether an option says that the loop makes gradients of several ranks equal, and not a wrapper."""
         self._copied: dict[int, bool] = {}
         """By model that was searched: whether all of it is a copy of another rank's."""
@@ -62,11 +62,11 @@ class Replicas:
 
     def undecided(self, models: int) -> bool:
         """Return whether a search is still to be done."""
-        return not (self._alone or self._by_hand) and len(self._wrapped) < models
+        return not (self.alone or self._by_hand) and len(self._wrapped) < models
 
     def is_copy(self, module: torch.nn.Module | None, model: int) -> bool:
         """Return whether another rank reports this module's parameters, as far as they are not DTensors."""
-        if self._alone:
+        if self.alone:
             return False
         if self._by_hand:
             return not self._first
@@ -114,7 +114,7 @@ class Reduction:
 class Reductions:
     """Which wrappers the forwards since the last backward ran through. Called for those of sampled rounds; holds all weakly."""
 
-    _forwards: list[tuple[weakref.ref[DistributedDataParallel], bool]] = field(default_factory=list)
+    forwards: list[tuple[weakref.ref[DistributedDataParallel], bool]] = field(default_factory=list)
     """Each wrapper with whether the next backward through it reduces."""
     wrapped: bool = False
     """Whether the last of these forwards ran through a wrapper."""
@@ -128,12 +128,12 @@ class Reductions:
         wrapper = around(root)
         wrappers = [inner for _, inner in within(root)] if wrapper is None else [wrapper]
         self.wrapped = bool(wrappers)
-        del self._forwards[:-FORWARDS]
-        self._forwards += [(weakref.ref(inner), inner.require_backward_grad_sync) for inner in wrappers]
+        del self.forwards[:-FORWARDS]
+        self.forwards += [(weakref.ref(inner), inner.require_backward_grad_sync) for inner in wrappers]
 
     def backward_began(self) -> None:
         """A backward of a sampled round begins."""
-        forwards, self._forwards, self.coming = self._forwards, [], None
+        forwards, self.forwards, self.coming = self.forwards, [], None
         if not forwards:
             return
         # The last forward through a wrapper decides.

@@ -33,7 +33,7 @@ _Values = TypeVar("_Values", torch.Tensor, FloatArray)
 Gradients = Mapping[int, torch.Tensor] | Iterable[tuple[int, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Gradients of one shape and type, each with memory of its own, and how they split into output units."""
 
@@ -41,20 +41,13 @@ class Batch:
     tensors: tuple[torch.Tensor, ...]
     layout: UnitLayout | None  # None: they have no units
     implied_zeros: int = 0  # elements of a sparse gradient that are not stored, and so are zero
+    rows: int = 0  # output units of each gradient, 1 where there are none
+    elements: int = 0  # stored in each gradient; a complex one counts as two
 
-    @property
-    def rows(self) -> int:
-        """Output units of each gradient, 1 where there are none."""
-        layout = self.layout
-        if layout is None:
-            return 1
-        return layout.shape[0] if layout.dims == (0,) else layout.count  # the product takes longer
-
-    @property
-    def elements(self) -> int:
-        """Stored elements of each gradient; a complex one counts as two."""
-        first = self.tensors[0]
-        return first.numel() * (2 if first.is_complex() else 1)
+    def __post_init__(self) -> None:
+        if not self.rows:
+            self.rows = 1 if self.layout is None else self.layout.count
+            self.elements = self.tensors[0].numel() * (2 if self.tensors[0].is_complex() else 1)
 
     def cut(self, most: int) -> Iterator[torch.Tensor]:
         """Return real tensors of shape (gradients, rows, columns); only small ones are copies.
@@ -164,7 +157,7 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
             yield Batch(tuple(positions[part]), tuple(tensors[part]), table.tracked[positions[start]].units)
 
 
-Grouped = list[tuple[Group, tuple[Batch, ...]]]
+Grouped = list[tuple[Group, list[Batch]]]
 
 
 class Grouping:
@@ -181,7 +174,7 @@ class Grouping:
         for known, kinds, groups in self._known:
             if known == which and all(map(operator.eq, map(_kind, values), kinds)):
                 return [
-                    (group, tuple(Batch(part.positions, tuple(map(at, part.positions)), part.layout) for part in parts))
+                    (group, [Batch(p.positions, (*map(at, p.positions),), p.layout, 0, p.rows, p.elements) for p in parts])
                     for group, parts in groups
                 ]
         by_device: dict[torch.device, list[Batch]] = {}
@@ -197,12 +190,12 @@ class Grouping:
             members = tuple((table.tracked[p], n) for p, n in zip(positions.tolist(), units.tolist(), strict=True) if n)
             readable = ordinary and device.type == "cpu" and all(b.tensors[0].dtype is not torch.bfloat16 for b in parts)
             group = Group(device, members, positions, table.elements[positions], units, implied, readable)
-            grouped.append((group, tuple(parts)))
+            grouped.append((group, parts))
         # How other gradients are grouped does not follow from their kind alone.
         if ordinary:
             shared: dict[tuple[object, ...], tuple[object, ...]] = {}
             kinds = [shared.setdefault(kind, kind) for kind in map(_kind, values)]
-            kept = [(group, tuple(replace(batch, tensors=()) for batch in parts)) for group, parts in grouped]
+            kept = [(group, [replace(batch, tensors=()) for batch in parts]) for group, parts in grouped]
             of_this_table = (known for known in self._known if known[0][0] is table)
             self._known = ((which, kinds, kept), *of_this_table)[:_KNOWN]
         return grouped

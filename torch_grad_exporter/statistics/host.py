@@ -8,8 +8,7 @@ cost three more passes. They are taken on request, and whenever something is not
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +26,8 @@ FAITHFUL = 1e-30
 
 _PIECE = 1024  # elements of one sum in the gradient's own precision: no rounding piles up
 _NARROW = 32  # width from which on a product of BLAS pays off
+
+_DOUBLE = (torch.float64, torch.complex128)
 
 _Dots = Callable[[FloatArray, FloatArray], FloatArray]
 _einsum: _Dots = functools.partial(np.einsum, "...i,...i->...")
@@ -48,26 +49,40 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
     """
     looks = counts or bool(layout.apart)
     squares: list[FloatArray] = []
-    parts, sizes, rows = [], [], []
+    lengths: list[int] = []  # of each batch, its squares
+    parts: list[int] = []  # of each gradient, its blocks
+    rows: list[FloatArray] = []  # what is measured of each block apart
+    low: list[FloatArray] = []
+    high: list[FloatArray] = []
+    zeros: list[IntArray] = []
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
         for batch in batches:
-            number, length, n = 0, 0, len(batch.tensors)
+            length, number, n = 0, 0, len(batch.tensors)
             for block in blocks(batch, wide=layout.float64, whole=not looks):
-                squares.append(row_squares(block))
-                number, length = number + 1, length + len(squares[-1])
-                if looks:
-                    rows.append(_looked_at(block.reshape(n, -1), layout, counts=counts))
-            parts.append(number)
-            sizes.append((n, length, 0 if batch.layout is None else batch.rows * n, batch.elements))
+                sums = row_squares(block)
+                squares.append(sums)
+                length, number = length + len(sums), number + 1
+                flat = block.reshape(n, -1) if looks else block
+                if counts:
+                    low.append(np.minimum.reduce(flat, 1))
+                    high.append(np.maximum.reduce(flat, 1))
+                    zeros.append(count(flat == 0))
+                if layout.apart:
+                    rows.append(_measured_apart(flat, layout))
+            lengths.append(length)
+            parts += [number] * n
         sums = np.concatenate(squares, dtype=np.float64)
         squares.clear()  # as large as the gradients where units are narrow
-        norms, zero, alive = _norms(batches, sums, sizes)
+        norms, zero, alive = _norms(batches, sums, lengths)
         if layout.norms_only:
             return norms[:, None], zero, alive
-        columns = np.concatenate(rows) if looks else np.zeros((len(norms), layout.width))
+        columns = np.concatenate(rows) if rows else np.zeros((sum(parts) if looks else len(norms), layout.width))
+        if counts:
+            columns[:, Column.MIN], columns[:, Column.MAX] = map(np.concatenate, (low, high))
+            columns[:, Column.ZEROS] = np.concatenate(zeros)
+            _count_nonfinite(columns, batches, layout)
         if len(columns) > len(norms):  # a gradient of several blocks has a batch for itself
-            each = np.repeat(parts, [n for n, _, _, _ in sizes])
-            columns = layout.runs(columns, np.repeat(np.arange(len(each)), each), np.cumsum(each) - each)
+            columns = layout.runs(columns, np.repeat(np.arange(len(parts)), parts), _starts(parts))
         columns[:, Column.NORM] = norms
         # Without negative zeros, whose order depends on the company that they are measured in.
         columns[:, Column.MIN : Column.MAX + 1] += 0.0
@@ -78,7 +93,7 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
         return columns, zero, alive
 
 
-def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator[FloatArray]:
+def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterable[FloatArray]:
     """Return the batch as contiguous arrays of shape (rows, elements), float32 or float64.
 
     A row is an output unit, a part of one that is larger than a block, or as much of a gradient
@@ -90,19 +105,15 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterator
         whole: Whether one array may have all that needs no copy, however large.
     """
     first, layout = batch.tensors[0], batch.layout
-    dtype = torch.float64 if wide or first.dtype in (torch.float64, torch.complex128) else torch.float32
-    parts: Iterable[FloatArray]
+    dtype = torch.float64 if wide or first.dtype in _DOUBLE else torch.float32
     if first.dtype is dtype and first.is_contiguous() and len(batch.tensors) == 1 and (layout is None or layout.dims == (0,)):
         # Almost all are like this. The general way below has the same result at twice the price.
         array = first.numpy(force=True).reshape((1, -1) if layout is None else layout.shape)
-        if whole or array.size <= BLOCK_ELEMENTS:
-            yield array
-            return
-        parts = slices(array, BLOCK_ELEMENTS)
-    else:
-        parts = (part.to(dtype).contiguous().numpy(force=True).reshape(-1, part.shape[2]) for part in batch.cut(BLOCK_ELEMENTS))
-    for part in parts:
-        yield part if part.ndim > 1 else part[None]
+        if whole or batch.elements <= BLOCK_ELEMENTS:
+            return (array,)
+        return (part if part.ndim > 1 else part[None] for part in slices(array, BLOCK_ELEMENTS))
+    parts = (part.to(dtype).contiguous().numpy(force=True) for part in batch.cut(BLOCK_ELEMENTS))
+    return (part.reshape(-1, part.shape[2]) for part in parts)
 
 
 def row_squares(rows: FloatArray) -> FloatArray:
@@ -119,52 +130,72 @@ def row_squares(rows: FloatArray) -> FloatArray:
     return squares.reshape(-1)
 
 
-def _looked_at(flat: FloatArray, layout: Layout, *, counts: bool) -> FloatArray:
-    """Return the rows of a block of gradients, shape (gradients, elements), without norms and units."""
+def _measured_apart(flat: FloatArray, layout: Layout) -> FloatArray:
+    """Return rows with the statistics that a layout has besides the package's own, of gradients of shape (gradients, elements)."""
     row = np.zeros((len(flat), layout.width))
-    if counts:
-        row[:, Column.MIN] = low = np.minimum.reduce(flat, 1)
-        row[:, Column.MAX] = high = np.maximum.reduce(flat, 1)
-        row[:, Column.ZEROS] = count(flat == 0)
-        if not (high - low < np.inf).all():
-            row[:, Column.NANS], row[:, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
     for statistic, here in layout.apart.items():
         row[:, here] = statistic.on_host(flat)
     return row
 
 
-def count(mask: BoolArray) -> IntArray | int:
-    """Return how many are true in each row, one number if the same; numpy counts a whole array ten times as fast as by rows."""
-    total = int(np.count_nonzero(mask))
-    return total if len(mask) == 1 or total == 0 else np.count_nonzero(mask, axis=1)
+def _count_nonfinite(columns: FloatArray, batches: Sequence[Batch], layout: Layout) -> None:
+    """Enter how many elements of each block are NaN or infinite, if the extremes of any show one."""
+    if (columns[:, Column.MAX] - columns[:, Column.MIN] < np.inf).all():
+        return
+    end = 0
+    for batch in batches:
+        for block in blocks(batch, wide=layout.float64):
+            flat = block.reshape(len(batch.tensors), -1)
+            start, end = end, end + len(flat)
+            columns[start:end, Column.NANS], columns[start:end, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
 
 
-def _norms(
-    batches: Sequence[Batch], squares: FloatArray, sizes: Sequence[tuple[int, int, int, int]]
-) -> tuple[FloatArray, BoolArray, BoolArray]:
+def _starts(lengths: Sequence[int]) -> IntArray:
+    """Return where each of several runs begins that stand end to end."""
+    array = np.array(lengths, dtype=np.int64)
+    starts: IntArray = np.cumsum(array) - array
+    return starts
+
+
+def count(mask: BoolArray) -> IntArray:
+    """Return how many are true in each row; numpy counts a whole array ten times as fast as by rows."""
+    total = np.count_nonzero(mask)
+    if len(mask) == 1 or total == 0:
+        return np.full(len(mask), total)
+    by_row: IntArray = np.count_nonzero(mask, axis=1)
+    return by_row
+
+
+def _norms(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]) -> tuple[FloatArray, BoolArray, BoolArray]:
     """Return the norm of each gradient, without under- or overflow, and of all output units which are zero and which are not.
 
     Args:
         batches: The gradients.
         squares: The `row_squares` of all batches, end to end.
-        sizes: Of each batch its gradients, squares, output units, and elements of each gradient.
+        lengths: How many of these each batch has.
     """
-    tensors, lengths, units, elements = np.array(sizes).T
-    each = np.repeat(lengths // tensors, tensors)
+    each: list[int] = []  # squares of each gradient
+    least: list[float] = []  # that may be trusted
+    units = 0
+    for batch, length in zip(batches, lengths, strict=True):
+        n = len(batch.tensors)
+        each += [length // n] * n
+        least += [batch.elements * FAITHFUL] * n
+        units += 0 if batch.layout is None else batch.rows * n
     # The sum of a gradient depends on its own squares alone: measured alone it has the same bits.
-    total = np.add.reduceat(squares, np.cumsum(each) - each)
+    total = np.add.reduceat(squares, _starts(each))
     norms: FloatArray = np.sqrt(total)
-    least = np.repeat(elements * FAITHFUL, tensors)
     doubtful = ~((total > least) & np.isfinite(total))
-    zero = np.zeros(units.sum(), dtype=np.bool_)
-    alive = ~zero
+    zero, alive = np.zeros(units, dtype=np.bool_), np.ones(units, dtype=np.bool_)
     if squares.min() > 0 and not doubtful.any():  # as mostly
         return norms, zero, alive
-    ends = (itertools.accumulate(column.tolist()) for column in (tensors, lengths, units))
-    for batch, (n, length, size, _), *end in zip(batches, sizes, *ends, strict=True):
-        mine, here = slice(end[0] - n, end[0]), slice(end[2] - size, end[2])
+    gradient = square = unit = 0
+    for batch, length in zip(batches, lengths, strict=True):
+        n, size = len(batch.tensors), 0 if batch.layout is None else batch.rows * len(batch.tensors)
+        mine, own, here = slice(gradient, gradient + n), slice(square, square + length), slice(unit, unit + size)
+        gradient, square, unit = mine.stop, own.stop, here.stop
         doubts = doubtful[mine]
-        if not doubts.any() and (size == 0 or squares[end[1] - length : end[1]].min() > 0):
+        if not doubts.any() and (size == 0 or squares[own].min() > 0):
             continue
         # Squares may underflow: only the largest magnitude of a row tells whether it is zero.
         peaks = np.concatenate([np.abs(block).max(axis=1) for block in blocks(batch)])

@@ -20,12 +20,12 @@ class Pipeline:
     piecewise: bool
 
 
-_SCHEDULES = "torch.distributed.pipelining.schedules"
+PIPELINES = "torch.distributed.pipelining.schedules"
 
 
 def calling_pipeline(frame: types.FrameType | None) -> Pipeline | None:
     """Return the pipeline schedule among the callers, if any."""
-    schedules = sys.modules.get(_SCHEDULES)
+    schedules = sys.modules.get(PIPELINES)
     while frame is not None and schedules is not None:
         if frame.f_globals is vars(schedules) and hasattr(schedule := frame.f_locals.get("self"), "_step_microbatches"):
             return _pipeline(schedules, schedule)
