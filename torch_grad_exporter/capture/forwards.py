@@ -20,7 +20,7 @@ from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
-from torch_grad_exporter.torch_compat.pipelines import PIPELINES, calling_pipeline
+from torch_grad_exporter.torch_compat.replicas import PIPELINES, calling_pipeline
 
 if TYPE_CHECKING:
     from torch_grad_exporter.capture.cost import SampleCost

@@ -285,55 +285,41 @@ class GradientReader:
         every = len(current.fired) == len(owners)
         return np.arange(len(owners)) if every else np.array(sorted(current.fired), dtype=np.int64), owners
 
-    def close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
-        """Hand over the outcome of the sample, and subtract what belongs to optimizers that did not step.
-
-        A failure costs this sample; the next round begins all the same.
+    @_guarded(END)
+    def ended(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int] = frozenset(), *, final: bool) -> None:
+        """Hand over what became of the sample. A failure costs this sample; the next round begins all the same.
 
         Args:
             current: The round.
             outcome: What became of its step.
             usual: The optimizers that usually step.
+            final: Whether no other optimizer will step on it; then what belongs to those that did not is subtracted.
         """
-        self._close(current, outcome, usual)
-        self._cost.sample_over(once=self._statistics.taken_once())
-
-    @_guarded(END)
-    def _close(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int]) -> None:
         did_step = frozenset(current.stepped)
         fired, owners = self._owners_of_fired(current, did_step)
-        mine = frozenset(owners[fired].tolist())
+        mine = frozenset(owners[fired].tolist()) if final else did_step
         stepped = did_step or usual & mine or mine
         # Where several own what was written, and no step on it was ever seen, the owner of these gradients is unknown.
         guessed = not (did_step or usual & mine) and len(mine) > 1
-        self._post_end(current, outcome, stepped, owners, final=True, guessed=guessed)
-        if not mine <= stepped:
-            others = fired[~np.isin(owners[fired], list(stepped))].tolist()
-            self.guards[OTHERS](self._statistics.forget, current.table, others, current.number)
-
-    @_guarded(END)
-    def stepped(self, current: ArmedRound) -> None:
-        """Hand over what is known so far: an optimizer has stepped on the sample, and others may still do so."""
-        stepped = frozenset(current.stepped)
-        owners = self._optimizers.owners(current.table, stepped)
-        self._post_end(current, Outcome.STEPPED, stepped, owners, final=False, guessed=False)
-
-    def _post_end(
-        self, current: ArmedRound, outcome: Outcome, stepped: frozenset[int], owners: IntArray, *, final: bool, guessed: bool
-    ) -> None:
         unsure = current.divided_again and outcome is Outcome.SKIPPED
         divisor = None if unsure else self._divisors.get(current.number)
         views, steps = tuple(current.views), self._clock.numbers()
         self._mailbox.append(
             RoundEnded(current.number, outcome, owners, stepped, steps, views, divisor, final=final, guessed=guessed)
         )
+        if not mine <= stepped:
+            others = fired[~np.isin(owners[fired], list(stepped))].tolist()
+            self.guards[OTHERS](self._statistics.forget, current.table, others, current.number)
+
+    def taken_once(self) -> bool:
+        """Return whether the last sample did work that others will not need, such as that of a first time."""
+        return self._statistics.taken_once()
 
     def withdraw(self, current: ArmedRound) -> None:
         """Take back what was read of the round."""
         owners = self._optimizers.owners(current.table)
         self._mailbox.append(RoundEnded(current.number, Outcome.UNKNOWN, owners, frozenset(), {}, withdrawn=True))
         self.guards[OTHERS](self._statistics.forget, current.table, sorted(current.fired), current.number)
-        self._cost.sample_over(once=self._statistics.taken_once())
 
 
 def _same_norms(before: Iterable[SamplePart], after: Iterable[SamplePart], parameters: int) -> bool:

@@ -119,6 +119,7 @@ class RoundTracker:
         if (current.captured and current.open) or current.again:
             self._inspections.tell(Inspection.round_over, current.number, kept=False)
             self._reader.withdraw(current)
+            self._cost.sample_over(once=self._reader.taken_once())
         if current.captured or not current.extra:
             self._lose(why)
         current.sampled = current.captured = False
@@ -177,7 +178,7 @@ class RoundTracker:
             if (waited if active is None else waited & active) <= current.stepped:
                 self._close(Outcome.STEPPED)
             else:
-                self._reader.stepped(current)
+                self._reader.ended(current, Outcome.STEPPED, final=False)
 
     def step_abandoned(self) -> None:
         """A step that had begun raised and will not end."""
@@ -261,7 +262,8 @@ class RoundTracker:
         current.open = False
         # First, since its cost is part of the sample's.
         self._inspections.tell(Inspection.round_over, current.number, kept=True)
-        self._reader.close(current, outcome, self.pattern.steppers(current.models))
+        self._reader.ended(current, outcome, self.pattern.steppers(current.models), final=True)
+        self._cost.sample_over(once=self._reader.taken_once())
 
     def _resolve(self, outcome: Outcome) -> None:
         self.current.observed = False
