@@ -265,17 +265,12 @@ class GradientReader:
 
     # The end of a sample
 
-    def waited_for(self, current: ArmedRound, optimizer: int, *, every: bool) -> frozenset[int]:
-        """Return the optimizers whose steps on an open sample are still to come, or have been; -1 stands for parameters of none.
+    def waited_for(self, current: ArmedRound, *, every: bool) -> frozenset[int]:
+        """Return the optimizers whose steps on a sample are still to come, or have been; -1 stands for parameters of none.
 
-        Args:
-            current: The round.
-            optimizer: The number of the one that steps now.
-            every: Whether each known one is waited for, since each is read when it steps.
+        `every`: whether each known one is waited for, since each is read when it steps.
         """
-        if not (current.captured and current.open):
-            return frozenset()
-        fired, owners = self._owners_of_fired(current, {*current.stepped, optimizer})
+        fired, owners = self._owners_of_fired(current, current.stepped)
         waited = frozenset(owners[fired].tolist())
         return waited.union(number for number, _ in self._optimizers.numbered()) if every else waited
 

@@ -164,8 +164,8 @@ class RoundTracker:
             self._begin_round()
         return again or not self.current.backwards
 
-    def step_ended(self, optimizer: int, waited: frozenset[int]) -> None:
-        """An optimizer's step is over. `waited`: the optimizers that own captured gradients, where a sample is open."""
+    def step_ended(self, optimizer: int, *, every: bool) -> None:
+        """An optimizer's step is over. `every`: see `GradientReader.waited_for`."""
         current = self.current
         self.closures.discard(optimizer)
         current.stepped.add(optimizer)
@@ -173,9 +173,13 @@ class RoundTracker:
         if current.observed:
             self._resolve(Outcome.STEPPED)
         if current.captured and current.open:
-            # No other optimizer will step on the captured gradients in this round, as far as the last rounds show.
+            # Whether no other optimizer will step on the captured gradients in this round, as far as the last rounds show.
             active = self.pattern.active(current.models)
-            if (waited if active is None else waited & active) <= current.stepped:
+            complete = active is not None and active <= current.stepped
+            if not complete:
+                waited = self._reader.waited_for(current, every=every)
+                complete = (waited if active is None else waited & active) <= current.stepped
+            if complete:
                 self._close(Outcome.STEPPED)
             else:
                 self._reader.ended(current, Outcome.STEPPED, final=False)

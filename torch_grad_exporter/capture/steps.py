@@ -19,7 +19,7 @@ from torch_grad_exporter.capture.loss_scale import FusedStepCounter, LossScale
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE
 from torch_grad_exporter.capture.progress import StepClock, TrainingThread
-from torch_grad_exporter.capture.reader import GradientReader, StepView
+from torch_grad_exporter.capture.reader import StepView
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
@@ -41,7 +41,6 @@ class StepHooks:
         clock: StepClock,
         schedule: SamplingSchedule,
         hooks: Hooks,
-        reader: GradientReader,
         loss_scale: LossScale,
         inspections: Inspections,
         rounds: RoundTracker,
@@ -56,7 +55,7 @@ class StepHooks:
         periodic: Callable[[], object] | None,
     ) -> None:
         self._index, self._optimizers, self._clock, self._schedule, self._hooks = index, optimizers, clock, schedule, hooks
-        self._reader, self._loss_scale, self._inspections = reader, loss_scale, inspections
+        self._loss_scale, self._inspections = loss_scale, inspections
         self._rounds, self._detection = rounds, detection
         self._fused, self._counted, self._forwards, self._backward = fused, counted, forwards, backward
         self._readings, self._observations, self._thread, self._periodic = readings, observations, thread, periodic
@@ -225,7 +224,7 @@ class StepHooks:
         if late and sees_backwards:
             self._readings.before_step(seen)
         first = not rounds.current.stepped
-        rounds.step_ended(number, self._reader.waited_for(rounds.current, number, every=not self._detection.sees_backwards))
+        rounds.step_ended(number, every=not self._detection.sees_backwards)
         self._forwards.step_over()
         if sampled:
             self._inspections.tell(Inspection.step_ended, rounds.current, number, found_inf)
