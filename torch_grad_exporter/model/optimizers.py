@@ -37,6 +37,8 @@ class Optimizers:
     def __init__(self, index: LayerIndex, named: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
         self._index = index
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._references: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
+        """The same in a list: each sample asks for all of them, and a weak dictionary takes ten times as long."""
         self._answers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Answer] = weakref.WeakKeyDictionary()
         self._tools: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Answer] = weakref.WeakKeyDictionary()
         """Those that were seen to step within the step of another."""
@@ -60,7 +62,7 @@ class Optimizers:
         """By optimizer the positions in the table of its parameters, in its own order; -1 of those that are not there."""
         for name, optimizer in (named or {}).items():
             self.names.append(name)
-            self._numbers[optimizer] = len(self.names) - 1
+            self._enter(optimizer, len(self.names) - 1)
             self._silent[len(self.names) - 1] = weakref.ref(optimizer)
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -127,8 +129,13 @@ class Optimizers:
             number = self._new(type(optimizer).__name__, within_backward=within_backward)
         if has_copies(optimizer, self._index.table.tracked.parameters()):
             self.copying.add(number)
-        self._numbers[optimizer] = number
+        self._enter(optimizer, number)
         return number
+
+    def _enter(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        others = [(known, weakref.ref(alive)) for alive, known in self._numbers.items() if alive is not optimizer]
+        self._references = [*others, (number, weakref.ref(optimizer))]
+        self._numbers[optimizer] = number
 
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Return the number of a named optimizer that never reports a step itself, since it only wraps this one."""
@@ -157,7 +164,7 @@ class Optimizers:
 
     def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
         """Return the optimizers that have a number and are alive."""
-        return [(number, optimizer) for optimizer, number in self._numbers.items()]
+        return [(number, optimizer) for number, reference in self._references if (optimizer := reference()) is not None]
 
     def owners(self, table: ParameterTable, stepped: Collection[int] = (), *, new_sample: bool = False) -> IntArray:
         """For each parameter of the table its optimizer's number, -1 for none; of several owners one of those that `stepped`.
@@ -167,7 +174,7 @@ class Optimizers:
         adopter = self._adopter
         groups: list[tuple[int, list[torch.nn.Parameter]]] = []
         listed: list[object] = [adopter]
-        for optimizer, number in self._numbers.items():
+        for number, optimizer in self.numbered():
             for group in optimizer.param_groups:
                 parameters = group["params"]
                 groups.append((number, parameters))
@@ -214,7 +221,7 @@ class Optimizers:
         if self._places.get(number) != positions:
             return None
         parameters: list[torch.nn.Parameter | None] = []
-        for optimizer, other in self._numbers.items():
+        for other, optimizer in self.numbered():
             if other == number:
                 for group in optimizer.param_groups:
                     parameters += group["params"]

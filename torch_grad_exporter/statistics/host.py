@@ -104,14 +104,16 @@ def blocks(batch: Batch, *, wide: bool = False, whole: bool = False) -> Iterable
         wide: Whether the arrays have to be float64.
         whole: Whether one array may have all that needs no copy, however large.
     """
-    first, layout = batch.tensors[0], batch.layout
+    first, layout, n = batch.tensors[0], batch.layout, len(batch.tensors)
     dtype = torch.float64 if wide or first.dtype in _DOUBLE else torch.float32
-    if first.dtype is dtype and first.is_contiguous() and len(batch.tensors) == 1 and (layout is None or layout.dims == (0,)):
+    if first.dtype is dtype and (layout is None or layout.dims == (0,)):
         # Almost all are like this. The general way below has the same result at twice the price.
-        array = first.numpy(force=True).reshape((1, -1) if layout is None else layout.shape)
-        if whole or batch.elements <= BLOCK_ELEMENTS:
-            return (array,)
-        return (part if part.ndim > 1 else part[None] for part in slices(array, BLOCK_ELEMENTS))
+        together = first if n == 1 else torch.stack(batch.tensors)
+        if together.is_contiguous():
+            array = together.numpy(force=True).reshape(n * batch.rows, -1)
+            if whole or batch.elements <= BLOCK_ELEMENTS:
+                return (array,)
+            return (part if part.ndim > 1 else part[None] for part in slices(array, BLOCK_ELEMENTS))
     parts = (part.to(dtype).contiguous().numpy(force=True) for part in batch.cut(BLOCK_ELEMENTS))
     return (part.reshape(-1, part.shape[2]) for part in parts)
 

@@ -47,6 +47,7 @@ class UnitState:
         self._kept: weakref.WeakKeyDictionary[TrackedParameter, torch.Tensor] = weakref.WeakKeyDictionary()
         none = self._new(0)
         self._counts = _Counts((), none.long(), none, none, -1)
+        self._zeros = none  # on the host, as many as there are units
         self._streams = StreamOrder(device)
 
     def update(self, members: Members, zero: torch.Tensor, alive: torch.Tensor, sample: int) -> torch.Tensor | None:
@@ -75,7 +76,9 @@ class UnitState:
             else:  # the first sample
                 before = self._new(len(zero))
         if on_host and alive.numpy().all():  # as mostly
-            after, totals = torch.zeros_like(before), None
+            if len(self._zeros) != len(before):
+                self._zeros = torch.zeros_like(before)
+            after, totals = self._zeros, None
         else:
             after = (before + zero).mul_(~alive)
             flags = torch.stack((zero, after >= self._window))

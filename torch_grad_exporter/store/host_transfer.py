@@ -127,7 +127,7 @@ class HostTransfer:
 
         Returns None when too much is under way, a graph is being captured, or there is no data to copy.
         """
-        vector, device, size = vector.detach(), vector.device, vector.numel()
+        device, size = vector.device, vector.numel()
         if device.type == "meta":
             return None
         if device.type == "cpu":
@@ -137,7 +137,8 @@ class HostTransfer:
                 held = sum(ticket.values.nbytes for ticket in self._held)
                 if held and held + 8 * size > HELD_BYTES:
                     return None
-            arrived = Arrived(vector.double().numpy())
+            values = vector if vector.dtype is torch.float64 else vector.double()
+            arrived = Arrived(values.numpy(force=True))
             self._held.add(arrived)
             return arrived
         on_cuda = device.type == "cuda"
@@ -146,7 +147,7 @@ class HostTransfer:
         buffer = self._free(device, size)
         if buffer is None:
             return None
-        buffer.memory[:size].copy_(vector.to(buffer.memory.dtype), non_blocking=True)
+        buffer.memory[:size].copy_(vector.detach().to(buffer.memory.dtype), non_blocking=True)
         if on_cuda:
             buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             buffer.done.record(torch.cuda.current_stream(device))
