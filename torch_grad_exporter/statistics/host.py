@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, slices
 from torch_grad_exporter.statistics.layout import Layout
@@ -54,7 +54,7 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
     rows: list[FloatArray] = []  # what is measured of each block apart
     low: list[FloatArray] = []
     high: list[FloatArray] = []
-    zeros: list[IntArray] = []
+    zeros: list[int] = []
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are seen below
         for batch in batches:
             length, number, n = 0, 0, len(batch.tensors)
@@ -66,7 +66,7 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
                 if counts:
                     low.append(np.minimum.reduce(flat, 1))
                     high.append(np.maximum.reduce(flat, 1))
-                    zeros.append(count(flat == 0))
+                    zeros += count(flat == 0)
                 if layout.apart:
                     rows.append(_measured_apart(flat, layout))
             lengths.append(length)
@@ -79,10 +79,10 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
         columns = np.concatenate(rows) if rows else np.zeros((sum(parts) if looks else len(norms), layout.width))
         if counts:
             columns[:, Column.MIN], columns[:, Column.MAX] = map(np.concatenate, (low, high))
-            columns[:, Column.ZEROS] = np.concatenate(zeros)
+            columns[:, Column.ZEROS] = zeros
             _count_nonfinite(columns, batches, layout)
         if len(columns) > len(norms):  # a gradient of several blocks has a batch for itself
-            columns = layout.runs(columns, np.repeat(np.arange(len(parts)), parts), _starts(parts))
+            columns = layout.runs(columns, np.repeat(np.arange(len(parts)), parts), np.cumsum([0, *parts[:-1]]))
         columns[:, Column.NORM] = norms
         # Without negative zeros, whose order depends on the company that they are measured in.
         columns[:, Column.MIN : Column.MAX + 1] += 0.0
@@ -152,19 +152,12 @@ def _count_nonfinite(columns: FloatArray, batches: Sequence[Batch], layout: Layo
             columns[start:end, Column.NANS], columns[start:end, Column.INFS] = count(np.isnan(flat)), count(np.isinf(flat))
 
 
-def _starts(lengths: Sequence[int]) -> IntArray:
-    """Return where each of several runs begins that stand end to end."""
-    array = np.array(lengths, dtype=np.int64)
-    starts: IntArray = np.cumsum(array) - array
-    return starts
-
-
-def count(mask: BoolArray) -> IntArray:
+def count(mask: BoolArray) -> list[int]:
     """Return how many are true in each row; numpy counts a whole array ten times as fast as by rows."""
-    total = np.count_nonzero(mask)
+    total = int(np.count_nonzero(mask))
     if len(mask) == 1 or total == 0:
-        return np.full(len(mask), total)
-    by_row: IntArray = np.count_nonzero(mask, axis=1)
+        return [total] * len(mask)
+    by_row: list[int] = np.count_nonzero(mask, axis=1).tolist()
     return by_row
 
 
@@ -176,16 +169,17 @@ def _norms(batches: Sequence[Batch], squares: FloatArray, lengths: Sequence[int]
         squares: The `row_squares` of all batches, end to end.
         lengths: How many of these each batch has.
     """
-    each: list[int] = []  # squares of each gradient
-    least: list[float] = []  # that may be trusted
-    units = 0
+    starts: list[int] = []  # of the squares of each gradient
+    least: list[float] = []  # sums of squares that may be trusted
+    units = square = 0
     for batch, length in zip(batches, lengths, strict=True):
         n = len(batch.tensors)
-        each += [length // n] * n
+        starts += range(square, square + length, length // n)
+        square += length
         least += [batch.elements * FAITHFUL] * n
         units += 0 if batch.layout is None else batch.rows * n
     # The sum of a gradient depends on its own squares alone: measured alone it has the same bits.
-    total = np.add.reduceat(squares, _starts(each))
+    total = np.add.reduceat(squares, starts)
     norms: FloatArray = np.sqrt(total)
     doubtful = ~((total > least) & np.isfinite(total))
     zero, alive = np.zeros(units, dtype=np.bool_), np.ones(units, dtype=np.bool_)
