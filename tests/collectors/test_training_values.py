@@ -227,6 +227,28 @@ def test_weights(compiled: bool) -> None:
             moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in mine))
             assert value(exporter, "torch_weight_norm", layer=layer) == pytest.approx(size, rel=1e-5)
             assert value(exporter, "torch_weight_update_ratio", layer=layer) == pytest.approx(moved / was, rel=1e-4)
+            elements = sum(after[n].numel() for n in mine)
+            assert value(exporter, "torch_update_rms", layer=layer) == pytest.approx(moved / math.sqrt(elements), rel=1e-4)
+            assert value(exporter, "torch_weight_unchanged_ratio", layer=layer) == 0
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-4, 1e-2])
+def test_elements_that_an_update_leaves(rate: float) -> None:
+    """In bf16 the share of elements that an update leaves as they were is exactly that; a smaller rate leaves more."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 8)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    with start(model, weights=True) as exporter:
+        for _ in range(2):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            model(torch.randn(16, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+        shares = [(then == now).double().mean().item() for then, now in zip(before, model.parameters(), strict=True)]
+        expected = {"0": shares[0], "1": (shares[1] * 256 + shares[2] * 8) / 264}
+        for layer, share in expected.items():
+            assert value(exporter, "torch_weight_unchanged_ratio", layer=layer) == pytest.approx(share, abs=1e-9)
+    assert (expected["0"] > 0.5) is (rate < 1e-3)
 
 
 def test_distributions_of_weights() -> None:

@@ -155,6 +155,10 @@ def updating(ratio: float | Course, captures: Course | None = None, rates: Rows 
     return {**of_layer, "TRAIN_LEARNING_RATE": rates}
 
 
+LOST: Metrics = {"WEIGHT_UNCHANGED_RATIO": 0.751, "GRAD_ZERO_RATIO": 0.25}
+"""A layer of whose elements half have a gradient and stay as they are."""
+
+
 def active(seconds: float, slowest: float | Course) -> Metrics:
     """A training that was last active this many seconds ago."""
     return {"TRAIN_LAST_ACTIVITY_TIMESTAMP": NOW - seconds, "TRAIN_SLOWEST_STEP": slowest}
@@ -406,6 +410,23 @@ CASES = {
             run(**updating(0.0, rates={("a", "0"): jump(1e-3, ago=1440)})),
             run(**updating(0.0, rates={})),
             run("finished", **updating(0.0)),
+        ],
+        layer="x",
+    ),
+    "updates lost": case(
+        "UpdatesLost",
+        "warning",
+        [
+            run(**updating(1e-5, **LOST)),
+            run("evaluating", **updating(1e-5, **LOST)),
+        ],
+        [
+            run(**updating(1e-5, **LOST | {"WEIGHT_UNCHANGED_RATIO": 0.749})),
+            run(**updating(1e-12, **LOST | {"WEIGHT_UNCHANGED_RATIO": jump(0.1, before=0.9)})),
+            run(**updating(1e-5, **LOST | {"GRAD_ZERO_RATIO": 0.6})),
+            run(**updating(1e-5, LAYER_FROZEN=1.0, **LOST)),
+            run(**updating(1e-5, rates={("a", "0"): 0.0}, **LOST)),
+            run("finished", **updating(1e-5, **LOST)),
         ],
         layer="x",
     ),

@@ -29,6 +29,18 @@ WEIGHT_UPDATE_RATIO = WEIGHTS.gauge(
     "layer",
     opt_in="weights",
 )
+UPDATE_RMS = WEIGHTS.gauge(
+    "torch_update_rms",
+    "Root mean square of the elements of the layer's last sampled update; of a sharded layer, of this rank's part.",
+    "layer",
+    opt_in="weights",
+)
+WEIGHT_UNCHANGED_RATIO = WEIGHTS.gauge(
+    "torch_weight_unchanged_ratio",
+    "Share of the elements of the layer's parameters that its last sampled update left as they were; of a sharded layer, of this rank's part.",
+    "layer",
+    opt_in="weights",
+)
 WEIGHT_DISTRIBUTION = WEIGHTS.histogram(
     "torch_weight_distribution",
     "Magnitudes of the elements of the layer's parameters: each time that the layer is measured, each element is one observation; of this rank's part where they are sharded. Elements that are not finite are left out.",
@@ -58,8 +70,12 @@ class WeightFamilies:
         here = {layer: totals[layer] for layer in shown if layer in totals}
         norms = {layer: row.norm for layer, row in here.items() if row.whole and not math.isnan(row.norm)}
         yield self._rows.by_label(WEIGHT_NORM, norms)
-        ratios = {layer: row.update_ratio for layer, row in here.items() if not math.isnan(row.update_ratio)}
-        yield self._rows.by_label(WEIGHT_UPDATE_RATIO, ratios)
+        for spec, numbers in (
+            (WEIGHT_UPDATE_RATIO, {layer: row.update_ratio for layer, row in here.items()}),
+            (UPDATE_RMS, {layer: row.update_rms for layer, row in here.items()}),
+            (WEIGHT_UNCHANGED_RATIO, {layer: row.unchanged_ratio for layer, row in here.items()}),
+        ):
+            yield self._rows.by_label(spec, {layer: number for layer, number in numbers.items() if not math.isnan(number)})
         layers, rows = self._counted.get(tuple((label,) for label in totals)), list(totals.values())
         buckets = np.array([row.buckets for row in rows]).reshape(len(rows), len(WEIGHT_MAGNITUDES) + 1)
         yield Family(WEIGHT_DISTRIBUTION, buckets, layers, sums=np.array([row.sum for row in rows]))

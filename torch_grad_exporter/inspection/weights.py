@@ -1,4 +1,4 @@
-"""WeightProbe: norms and magnitudes of parameters, and norms of their last update, for a rotating few layers per sample.
+"""WeightProbe: norms and magnitudes of parameters, and what their last update changed, for a rotating few layers per sample.
 
 An update is known only by a copy of the parameters from before it, so a sample copies a bounded part of the
 model; over the samples every layer gets its turn.
@@ -33,18 +33,22 @@ LAYERS, ELEMENTS = 8, 1 << 24
 
 SOURCE = "weights"
 
+# Values of each parameter around a step: see `WeightMeasurement`.
+CHANGES = 4
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightMeasurement:
     """The data of a record of weights around one optimizer step.
 
-    The vector has, for each of `positions`, the norm before, the norm after, and that of the difference; then rows of
-    `statistics.magnitudes`, of the parameters at the positions `spread`, shape (rows,); and, if `may_be_left_out`, a
-    last value that is not zero if the step was left out.
+    The vector has, for each of `positions`, which have `elements` on this rank: the norm before, the norm after, that of the
+    difference, and how many elements changed. Then rows of `statistics.magnitudes`, of the parameters at the positions
+    `spread`, shape (rows,); and, if `may_be_left_out`, a last value that is not zero if the step was left out.
     """
 
     table: ParameterTable
     positions: IntArray
+    elements: IntArray
     spread: IntArray
     may_be_left_out: bool
 
@@ -86,7 +90,8 @@ class WeightProbe(Inspection):
             self._timer.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                measured = WeightMeasurement(table, positions, spread, left_out is not None)
+                elements = np.array([copy.numel() for _, _, copy in here], dtype=np.int64)
+                measured = WeightMeasurement(table, positions, elements, spread, left_out is not None)
                 self._mailbox.append(Inspected(SOURCE, current.number, (ticket,), measured))
 
     def release(self) -> None:
@@ -131,12 +136,16 @@ def _measured(table: ParameterTable, here: list[tuple[int, torch.Tensor, torch.T
     """Measure parameters of one device, each with its position and its copy from before the step.
 
     Returns:
-        The position of each row of magnitudes, of the parameters that this rank counts; and the vectors: the norms, and these rows.
+        The position of each row of magnitudes, of the parameters that this rank counts; and the vectors: changes, and these rows.
     """
     accumulate = wide(here[0][1].device)
-    norms = [torch.linalg.vector_norm(tensor, dtype=accumulate) for _, now, copy in here for tensor in (copy, now, now - copy)]
+    changes: list[torch.Tensor] = []
+    for _, now, copy in here:
+        update = now - copy
+        changes += (torch.linalg.vector_norm(tensor, dtype=accumulate) for tensor in (copy, now, update))
+        changes.append(torch.count_nonzero(update).to(accumulate))
     owners: list[int] = []
-    vectors = [torch.stack(norms)]
+    vectors = [torch.stack(changes)]
     counted = [(position, now, table.tracked[position].flat) for position, now, _ in here if table.counts[position]]
     # FSDP1's padding is not part of the model.
     for batch in batches(table, ((position, now if flat is None else flat.of(now)) for position, now, flat in counted)):
@@ -167,6 +176,8 @@ class LayerWeights:
 
     norm: float = np.nan
     update_ratio: float = np.nan
+    update_rms: float = np.nan
+    unchanged_ratio: float = np.nan
     whole: bool = True
     captures: int = 0
     sum: float = 0.0
@@ -196,10 +207,10 @@ class WeightTotals:
         assert isinstance(measured, WeightMeasurement)  # noqa: S101 - only `WeightProbe` sends records of this name
         if measured.may_be_left_out and vector[-1]:
             return
-        norms, rest = np.split(vector, [3 * len(measured.positions)])
+        changes, rest = np.split(vector, [CHANGES * len(measured.positions)])
         spread = rest[: len(rest) - measured.may_be_left_out].reshape(len(measured.spread), WIDTH)
         gone = self._gone(measured.table)
-        rows = self._with_norms(measured, norms.reshape(-1, 3))
+        rows = self._with_changes(measured, changes.reshape(-1, CHANGES))
         for layer, row in zip(measured.table.layer_of[measured.spread].tolist(), spread, strict=True):
             label = measured.table.layers[layer]
             known = rows.get(label, self._table.rows.get(label))
@@ -211,18 +222,24 @@ class WeightTotals:
         """Return the values by layer: first `layers`, measured or not, then the others. From any thread."""
         return {**dict.fromkeys(layers, NONE), **self._table.rows}
 
-    def _with_norms(self, measured: WeightMeasurement, norms: FloatArray) -> dict[str, LayerWeights]:
-        """Return the rows of the measured layers with their new norms."""
+    def _with_changes(self, measured: WeightMeasurement, changes: FloatArray) -> dict[str, LayerWeights]:
+        """Return the rows of the measured layers with their new norms and what the update changed."""
         table = measured.table
         layers, group = np.unique(table.layer_of[measured.positions], return_inverse=True)
-        before, after, update = (root_of_squares(norms[:, i], group, len(layers)) for i in range(3))
+        before, after, update = (root_of_squares(changes[:, i], group, len(layers)) for i in range(3))
+        elements, changed = (np.bincount(group, numbers, len(layers)) for numbers in (measured.elements, changes[:, 3]))
+        with np.errstate(invalid="ignore"):  # NaN for a layer without elements on this rank
+            rms, unchanged = update / np.sqrt(elements), 1.0 - changed / elements
         rows: dict[str, LayerWeights] = {}
         for at, layer in enumerate(layers.tolist()):
             if not table.shown[layer]:  # another rank shows it
                 continue
             label, ratio = table.layers[layer], update[at] / before[at] if before[at] > 0 else np.nan
             known, whole = self._table.get(label), not table.sharded[layer]
-            rows[label] = replace(known, norm=float(after[at]), update_ratio=float(ratio), whole=whole, captures=known.captures + 1)
+            rows[label] = replace(
+                known, norm=float(after[at]), update_ratio=float(ratio), update_rms=float(rms[at]),
+                unchanged_ratio=float(unchanged[at]), whole=whole, captures=known.captures + 1,
+            )  # fmt: skip
         return rows
 
     def _gone(self, parameters: ParameterTable) -> list[str]:

@@ -34,6 +34,7 @@ JUDGED: Mapping[str, tuple[Rule, ...]] = {
         layers.dead,
         layers.without_gradient,
         layers.not_updating,
+        layers.updates_lost,
     ),
     "rl": (
         reinforcement.entropy_collapse,

@@ -30,6 +30,7 @@ THRESHOLDS: Mapping[str, float] = {
     "GradientVanishing": 1e-7,
     "LayerDead": 0.9,
     "LayerNotUpdating": 3,
+    "UpdatesLost": 0.5,
     "EntropyCollapse": 0.05,
     "KlOutOfRange": 1,
     "ZeroAdvantage": 0.8,

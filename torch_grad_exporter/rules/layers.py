@@ -13,11 +13,13 @@ from torch_grad_exporter.collectors.gradients import (
     GRAD_NORM,
     GRAD_NORM_RECENT_MAX,
     GRAD_SHARD_NORM,
+    GRAD_ZERO_RATIO,
 )
 from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE
-from torch_grad_exporter.collectors.weights import WEIGHT_CAPTURES, WEIGHT_UPDATE_RATIO
+from torch_grad_exporter.collectors.weights import WEIGHT_CAPTURES, WEIGHT_UNCHANGED_RATIO, WEIGHT_UPDATE_RATIO
 from torch_grad_exporter.rules.context import BUSY, MINUTES_5, MINUTES_30, THRESHOLDS, RuleContext, by_layer, either
 from torch_grad_exporter.rules.declaration import Alert, Finding, rule
+from torch_grad_exporter.rules.values import Table
 
 # LayerDead with severity "info".
 HALF_DEAD = 0.5
@@ -224,3 +226,53 @@ def not_updating(context: RuleContext) -> Iterator[Finding]:
     trained = ~context.frozen(ratios)
     still = (ratios.numbers == 0) & known & (captures >= THRESHOLDS["LayerNotUpdating"]) & trained
     yield from by_layer("warning", ratios, still, f"its weights have not changed in the last {context.span(MINUTES_30)}")
+
+
+@rule(
+    "UpdatesLost",
+    BUSY,
+    Alert(
+        "warning",
+        """
+        max by (run, layer) (
+          torch_weight_unchanged_ratio
+          and on (run, rank, job, instance) torch_train_state{state=~"training|evaluating"} == 1
+        )
+        - max by (run, layer) (torch_grad_zero_ratio)
+        > 0.5
+        and on (run, layer) max by (run, layer) (torch_weight_update_ratio) > 0
+        and on (run) max by (run) (torch_train_learning_rate) > 0
+        unless on (run, layer) torch_layer_frozen == 1
+        """,
+        for_="30m",
+        summary="Most of the updates of layer {{ $labels.layer }} of run {{ $labels.run }} are lost to rounding.",
+        description=(
+            "For 30 minutes more than half of its elements, now {{ $value | humanizePercentage }}, have had a gradient and stayed "
+            "as they were."
+        ),
+    ),
+    by_samples=True,
+    needs=(WEIGHT_UNCHANGED_RATIO,),
+    first_steps=(
+        "If the layer's parameters are bf16 or fp16, keep them in float32 and compute under torch.autocast, or use an optimizer "
+        "that sums up what rounding loses or that rounds stochastically. Else the learning rate is too small for the weights."
+    ),
+    why=(
+        "Half of the elements that have a gradient: in float32 next to none stay as they are, in bf16 all whose update is below a "
+        "512th of them. For 30m: a learning rate that warms up begins with updates that bf16 rounds away. LayerNotUpdating "
+        "stands for a layer that does not move at all."
+    ),
+    note=(
+        "Needs weights=True, and a learning rate that is known. Also fires, without a fault, where an optimizer keeps float32 "
+        "copies of bf16 parameters or rounds stochastically: silence it there."
+    ),
+)
+def updates_lost(context: RuleContext) -> Iterator[Finding]:
+    """Yield layers most of whose elements have a gradient and stay as they are, while the learning rate is not 0."""
+    if not (context.values.table(TRAIN_LEARNING_RATE).largest() or 0.0) > 0:
+        return
+    unchanged = context.values.table(WEIGHT_UNCHANGED_RATIO)
+    zero, moved = (context.values.table(spec).at(unchanged.rows) for spec in (GRAD_ZERO_RATIO, WEIGHT_UPDATE_RATIO))
+    lost = Table(unchanged.rows, unchanged.numbers - zero)
+    chosen = (lost.numbers > THRESHOLDS["UpdatesLost"]) & (moved > 0) & ~context.frozen(lost)
+    yield from by_layer("warning", lost, chosen, "rounding loses most of its updates")
