@@ -19,6 +19,7 @@ from tests.support import otlp_receiver as liars
 from tests.support.certificates import authority
 from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Liar, expected, refused
 from torch_grad_exporter.collectors.gradients import GRAD_CAPTURES, GRAD_NORM, GRAD_NORM_DISTRIBUTION
+from torch_grad_exporter.collectors.training import TRAIN_LOSS
 from torch_grad_exporter.metrics.families import Family, LabelRows
 
 Code = grpc.StatusCode
@@ -110,13 +111,29 @@ def test_refusals_are_named(name: str) -> None:
     assert marks == [0, 1, 2]
 
 
-def test_a_request_that_is_too_large() -> None:
-    """Behind a limit of bodies, as proxies have, each export fails once, and says what helps."""
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [300_000, 64_000])
+def test_too_large_requests_become_smaller(most: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Behind a limit of bodies, as proxies have, all arrives, what has no layer first; one line says what helps."""
+    loss = Family(TRAIN_LOSS, np.array([0.5]), LabelRows(((),)))
+    exports = [[*families(3000), loss]] * 2
+    with caplog.at_level(logging.WARNING), HttpReceiver(most=most) as receiver:
+        failures, refusals = exported(receiver.endpoint, exports, lambda: receiver.refused)
+    assert failures == []
+    assert receiver.points() == expected(exports[0], LABELS)
+    assert [metric.name for metric in liars.metrics(receiver.taken[0])] == ["torch_train_loss"]
+    assert 0 < refusals[1] == refusals[2] < 8  # the second export has the size that the first has found
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "OTEL_EXPORTER_OTLP_COMPRESSION=gzip" in line
+
+
+def test_a_receiver_for_which_all_is_too_large() -> None:
+    """Where no size is small enough each export fails once, and says what helps."""
     with HttpReceiver(most=100) as receiver:
         failures, refusals = exported(receiver.endpoint, [families(500)] * 3, lambda: receiver.refused)
     assert len(failures) == 3
     assert all("OTEL_EXPORTER_OTLP_COMPRESSION=gzip" in str(item) for item in failures)
-    assert refusals == [0, 1, 2, 3]
+    assert refusals[2:] == [refusals[1] + 1, refusals[1] + 2]
 
 
 # Faulty receivers

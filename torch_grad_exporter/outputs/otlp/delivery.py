@@ -35,6 +35,10 @@ class DeliveryError(Exception):
     """A request that has not arrived, as far as is known."""
 
 
+class TooLargeError(DeliveryError):
+    """A request that was refused because of its size."""
+
+
 class RejectedError(Exception):
     """A request that has arrived, but not all of its points were accepted: it must not be sent again."""
 
@@ -75,7 +79,7 @@ class Delivery:
         self.warnings = [_shown("a header of the environment cannot be read" if "eader" in text else text) for text in said]
 
     def send(self, data: MetricsData) -> None:
-        """Return when a request has arrived. Raises `DeliveryError` or `RejectedError`."""
+        """Return when a request has arrived. Raises `DeliveryError`, `TooLargeError` or `RejectedError`."""
         result = MetricExportResult.FAILURE
         with unlogged() as said:
             try:
@@ -86,7 +90,7 @@ class Delivery:
         session = self._session
         if result is not MetricExportResult.SUCCESS:
             if session is not None and session.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-                text = f"{text}; {SMALLER}"
+                raise TooLargeError(f"{text}; {SMALLER}")
             raise DeliveryError(text)
         if session is not None and session.rejected:
             raise RejectedError(_shown(session.rejected))

@@ -50,6 +50,9 @@ UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz":
 # Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB.
 POINTS = 2_000
 
+# Where a receiver refuses requests as too large, they are halved down to about this many points.
+LEAST = 30
+
 # The smallest and the largest observation of a histogram, which are not kept; in the SDK's types they are never absent.
 UNKNOWN: Any = None
 
@@ -70,6 +73,9 @@ class Points:
     Where a family has a label of the same name as a constant one, the family's own is sent; one with an empty value is left out, as
     it means no label.
 
+    Attributes:
+        most: Points that the receiver accepts in one request, as far as is known.
+
     Args:
         constant_labels: Of every point.
         resource: Attributes of the process.
@@ -88,6 +94,7 @@ class Points:
         start: int,
     ) -> None:
         self._constant_labels, self._deltas, self._errors, self._start = constant_labels, deltas, errors, start
+        self.most = POINTS
         self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in resource.items()})
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
@@ -98,20 +105,31 @@ class Points:
         """
         ordered = sorted((family for group in by_spec(families).values() for family in group), key=_by_layer)
         for _, alike in itertools.groupby(ordered, key=_by_layer):
-            rows: list[tuple[Family, slice]] = []
-            room = POINTS
-            for family in alike:
-                start, count = 0, len(family.row_numbers)
-                while start < count:
-                    end = min(count, start + room)
-                    rows.append((family, slice(start, end)))
-                    room -= end - start
-                    start = end
-                    if not room:
-                        yield self._portion(rows, at)
-                        rows, room = [], POINTS
-            if rows:
-                yield self._portion(rows, at)
+            yield from self._filled(((family, slice(0, len(family.row_numbers))) for family in alike), at)
+
+    def halved(self, portion: Portion, at: int) -> Iterator[Portion] | None:
+        """Return a request that was refused as too large in smaller ones, as all later requests are; None if it is small."""
+        if self.most < 2 * LEAST:
+            return None
+        self.most //= 2
+        return self._filled(portion.rows, at)
+
+    def _filled(self, pieces: Iterable[tuple[Family, slice]], at: int) -> Iterator[Portion]:
+        """Yield requests that are as large as the receiver accepts."""
+        rows: list[tuple[Family, slice]] = []
+        room = self.most
+        for family, piece in pieces:
+            start = piece.start
+            while start < piece.stop:
+                end = min(piece.stop, start + room)
+                rows.append((family, slice(start, end)))
+                room -= end - start
+                start = end
+                if not room:
+                    yield self._portion(rows, at)
+                    rows, room = [], self.most
+        if rows:
+            yield self._portion(rows, at)
 
     def _portion(self, rows: Iterable[tuple[Family, slice]], at: int) -> Portion:
         encoded = [(self._guarded(family, piece, at), (family, piece)) for family, piece in rows]

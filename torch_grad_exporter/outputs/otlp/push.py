@@ -8,11 +8,12 @@ next one has the differences that have not arrived. The end of the run has an ex
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
@@ -21,9 +22,10 @@ from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import ErrorLog, Guard, caught, inform, warn
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
-from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.otlp.delivery import Delivery, RejectedError, TooLargeError
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import SOURCE, Points, Portion
+from torch_grad_exporter.outputs.otlp.points import POINTS, SOURCE, Points, Portion
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 
 # The `service.name` of a process that has none: the name of the job in the shipped configuration of Prometheus.
@@ -105,7 +107,7 @@ class Push(BackgroundLoop):
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
         way = self._delivery = self._delivery or Delivery(self._settings, self._settings.timeout)
-        transfer = _Transfer(self, self._portions())
+        transfer = self._transfer()
         thread = BackgroundThread("export", functools.partial(transfer.run, way))
         thread.start()
         limit = 2 * self._settings.timeout + 1
@@ -129,12 +131,12 @@ class Push(BackgroundLoop):
         Each request has a connection of its own and the remaining time: the earlier connection may be in use, or in a pause between
         two tries.
         """
-        transfer, late = _Transfer(self, self._portions()), None
+        transfer, late = self._transfer(), None
         with ExitStack() as ways:
             if self._delivery is not None:
                 ways.callback(self._delivery.close)
             give_up_at = time.monotonic() + LAST_SECONDS
-            for portion in transfer.portions:
+            for portion in transfer.unsent():
                 left = give_up_at - time.monotonic()
                 if left < LAST_REQUEST_SECONDS:
                     late = TimeoutError("there was no time left for all of the last export")
@@ -145,10 +147,10 @@ class Push(BackgroundLoop):
                     break
             self._judge(transfer.outcomes, late)
 
-    def _portions(self) -> Iterator[Portion]:
-        """Return the requests with all present metrics. If the clock is set back, their time is that of the export before."""
+    def _transfer(self) -> _Transfer:
+        """Return an export of all present metrics. If the clock is set back, their time is that of the export before."""
         self._at = max(time.time_ns(), self._at)
-        return self._points.portions(self._deltas.of(self._scrape(), at=self._at), self._at)
+        return _Transfer(self, self._points, self._deltas.of(self._scrape(), at=self._at), self._at)
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Note the outcome of an export until now. Later requests of a thread that is left behind are not noted."""
@@ -164,27 +166,39 @@ Outcome = tuple[Portion, Exception | None]
 
 
 class _Transfer:
-    """An export on its way, one request after the other, until `stopped`. `loop`: ends with the run.
+    """An export on its way, one request after the other, until `stopped`. `loop`: ends with the run. `at`: time of the numbers.
 
     `began_at`: the monotonic time at which the present request was sent.
     """
 
-    def __init__(self, loop: BackgroundLoop, portions: Iterator[Portion]) -> None:
-        self.portions, self._loop = portions, loop
+    def __init__(self, loop: BackgroundLoop, points: Points, families: Iterable[Family], at: int) -> None:
+        self._loop, self._points, self._at = loop, points, at
+        self._portions = points.portions(families, at)
         self.outcomes: list[Outcome] = []
         self.stopped = False
         self.began_at = time.monotonic()
 
     def run(self, way: Delivery) -> None:
         """Send requests, up to one that fails, or until the run is over: the last export has what is left."""
-        for portion in self.portions:
+        for portion in self.unsent():
             if self._loop.stopping or self.stopped or not self.sent(way, portion):
                 break
+
+    def unsent(self) -> Iterator[Portion]:
+        """Yield the requests; one that is too large comes again in smaller ones."""
+        while (portion := next(self._portions, None)) is not None:
+            yield portion
 
     def sent(self, way: Delivery, portion: Portion) -> bool:
         """Send a request. False where the next one would fail as well."""
         self.began_at = time.monotonic()
         failure = caught(way.send, portion.data)
+        if isinstance(failure, TooLargeError):
+            if self._points.most == POINTS:
+                warn("otlp: requests are too large, smaller ones follow: %s", failure)
+            if (smaller := self._points.halved(portion, self._at)) is not None:
+                self._portions = itertools.chain(smaller, self._portions)
+                return True
         self.outcomes.append((portion, failure))
         return _arrived(failure)
 
