@@ -254,6 +254,18 @@ def test_failed_ranks_and_ctrl_c_do_not_linger(tmp_path: Path, monkeypatch: pyte
     assert eventually(lambda: entries(tmp_path / "sd") == [])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_taken_port_leads_to_a_later_one(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose port is taken serves at a later one, which no other rank of the host tries."""
+    for variable, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(variable, str(value))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        with start_exporter(Perceptron(), first, addr="127.0.0.1", linger=0) as exporter:
+            assert exporter.port in range(first + ranks, first + 64 * ranks, ranks)
+            assert "torch_train_info" in get(exporter.url)
+
+
 def test_unwritable_folders_cost_a_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Folders that cannot be made are named in a line each, without a traceback, and counted; the exporter goes on serving."""
     (tmp_path / "file").touch()
