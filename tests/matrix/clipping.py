@@ -279,13 +279,14 @@ def nan_replaced_before_the_step(run: Run) -> None:
             parameter.grad.nan_to_num_(0.0)
 
 
-@regime(dtype=[torch.float32, torch.bfloat16])
-def clipped_past_versions(run: Run, dtype: torch.dtype) -> None:
-    """Gradients that are clipped through `.data` leave no trace in versions; the norm that the optimizer saw is right."""
+@regime(case=[(torch.float32, 5), (torch.float32, 0), (torch.bfloat16, 0)])
+def clipped_past_versions(run: Run, case: tuple[torch.dtype, int]) -> None:
+    """Gradients that are clipped through `.data`, from some round on, leave no trace in versions; norms at steps are right."""
+    dtype, since = case
     model = Perceptron().to(dtype)
-    for _ in run.rounds(model, 20, rel=1e-2, without=["torch_grad_clip"]):
+    for step in run.rounds(model, 20, rel=1e-2, without=["torch_grad_clip"]):
         run.backward(model(batch().to(dtype)).float().square().mean())
-        factor = 0.01 / norm(gradients_of(model).values())
+        factor = 0.01 / norm(gradients_of(model).values()) if step >= since else 1.0
         for parameter in model.parameters():
             parameter.grad.data.mul_(factor)
 
