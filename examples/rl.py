@@ -105,7 +105,10 @@ def chosen(logits: Tensor, responses: Tensor) -> Tensor:
 
 @dataclass
 class Batch:
-    """Prompts and rewards (batch,), responses and their log probabilities (batch, LENGTH), advantages by token or response."""
+    """What is trained on. `prompts` and `reward`: (batch,). `reference`: log probabilities of all tokens, (batch, LENGTH, TOKENS).
+
+    `responses`, their log probabilities `old` and the `advantage` of each token: (batch, LENGTH), or (batch, 1) for the last.
+    """
 
     prompts: Tensor
     responses: Tensor
@@ -132,7 +135,7 @@ class Trainer:
         with torch.no_grad():
             logits, values = self.policy(prompts, responses)
             old, sampled = chosen(logits, responses), chosen(logits / self.recipe.temperature, responses)
-            reference = chosen(self.reference(prompts, responses)[0], responses)
+            reference = self.reference(prompts, responses)[0].log_softmax(-1)
         by_group = reward.view(groups, size)
         if values is None:
             advantage = ((by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-4)).view(-1, 1)
@@ -153,7 +156,8 @@ class Trainer:
         new = chosen(logits, batch.responses)
         ratio = (new - batch.old).exp()
         free, clipped = ratio * batch.advantage, ratio.clamp(1 - self.recipe.clip, 1 + self.recipe.clip) * batch.advantage
-        kl = (batch.reference - new).exp() - (batch.reference - new) - 1  # the estimator k3, which is never negative
+        log_probs = logits.log_softmax(-1)
+        kl = (log_probs.exp() * (log_probs - batch.reference)).sum(-1)  # exact, as there are few tokens
         loss = -torch.minimum(free, clipped).mean() + self.recipe.kl * kl.mean()
         if values is not None:
             loss = loss + 0.5 * (values - batch.reward[:, None]).square().mean()
