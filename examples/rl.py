@@ -60,22 +60,21 @@ class Policy(nn.Module):
 
     def __init__(self, critic: bool) -> None:
         super().__init__()
-        self.prompt = nn.Embedding(len(PROMPTS), WIDTH)
-        self.token = nn.Embedding(TOKENS, WIDTH)
+        self.token = nn.Embedding(TOKENS + len(PROMPTS), WIDTH)  # a prompt is a token behind those of responses
         self.body = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.head = nn.Linear(WIDTH, TOKENS)
         self.value = nn.Linear(WIDTH, 1) if critic else None
 
     def forward(self, prompts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor | None]:
         """From (batch,) and (batch, LENGTH) to logits (batch, LENGTH, TOKENS), and a critic's values (batch, LENGTH)."""
-        before = self.token(responses[:, :-1])
-        states, _ = self.body(torch.cat([self.prompt(prompts)[:, None], before], dim=1))
+        before = torch.cat([TOKENS + prompts[:, None], responses[:, :-1]], dim=1)
+        states, _ = self.body(self.token(before))
         return self.head(states), None if self.value is None else self.value(states).squeeze(-1)
 
     @torch.no_grad()
     def sample(self, prompts: Tensor, temperature: float = 1.0) -> Tensor:
         """Write a response to each prompt: (batch, LENGTH)."""
-        tokens, inputs, state = [], self.prompt(prompts)[:, None], None
+        tokens, inputs, state = [], self.token(TOKENS + prompts[:, None]), None
         for _ in range(LENGTH):
             output, state = self.body(inputs, state)
             tokens.append(torch.multinomial((self.head(output[:, -1]) / temperature).softmax(-1), 1))
