@@ -66,7 +66,7 @@ class Policy(nn.Module):
         self.value = nn.Linear(WIDTH, 1) if critic else None
 
     def forward(self, prompts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor | None]:
-        """From (batch,) and (batch, LENGTH) to logits (batch, LENGTH, TOKENS), and a critic's values (batch, LENGTH)."""
+        """Turn (batch,) and (batch, LENGTH) into logits (batch, LENGTH, TOKENS), and a critic's values (batch, LENGTH)."""
         before = torch.cat([TOKENS + prompts[:, None], responses[:, :-1]], dim=1)
         states, _ = self.body(self.token(before))
         return self.head(states), None if self.value is None else self.value(states).squeeze(-1)
@@ -83,12 +83,12 @@ class Policy(nn.Module):
 
 
 def score(prompts: Tensor, responses: Tensor) -> Tensor:
-    """What the task wants: 1 where the sum is right, less the further it is off."""
+    """Return what the task wants: 1 where the sum is right, less the further it is off."""
     return 1 - (responses.sum(1) - PROMPTS[prompts]).abs() / 40
 
 
 def rewards(prompts: Tensor, responses: Tensor, fault: str | None) -> Tensor:
-    """What is trained on: the score, unless the fault is in the reward."""
+    """Return what is trained on: the score, unless the fault is in the reward."""
     if fault == "reward":
         return torch.zeros(len(prompts))
     if fault == "entropy":
@@ -98,7 +98,7 @@ def rewards(prompts: Tensor, responses: Tensor, fault: str | None) -> Tensor:
 
 
 def chosen(logits: Tensor, responses: Tensor) -> Tensor:
-    """The log probabilities of the tokens that were written: (batch, LENGTH)."""
+    """Return the log probabilities of the tokens that were written: (batch, LENGTH)."""
     return logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1)
 
 
@@ -170,7 +170,7 @@ class Trainer:
         return {"loss": loss, "entropy": entropy, "clip_ratio/region_mean": share, "kl": kl.mean()}
 
     def evaluate(self) -> float:
-        """The mean score of new responses, by the task and not by the reward."""
+        """Return the mean score of new responses, by the task and not by the reward."""
         prompts = torch.arange(len(PROMPTS)).repeat(32)
         return float(score(prompts, self.policy.sample(prompts)).mean())
 
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     asked = parser.parse_args()
     torch.manual_seed(asked.seed)
+    torch.set_num_threads(1)  # more would only wait for each other at this size
     trainer = Trainer(asked.method, asked.fault)
     with start_exporter(trainer.policy, asked.port, every=1) as exporter:
         train(exporter, trainer, asked.steps, asked.pause)

@@ -42,7 +42,8 @@ FRAMEWORKS = {
         {"reward_mean": 2.0, "entropy": 0.5, "clip_ratio": 0.1},
     ),
     "verl": (
-        [{"critic/score/mean": 0.6, "critic/rewards/mean": 0.5, "actor/entropy": 0.3, "actor/kl_loss": 0.02, "actor/ppo_kl": 0.001,
+        [{"critic/score/mean": 0.6, "critic/rewards/mean": 0.5, "actor/entropy": 0.3, "actor/kl_loss": 9.0, "actor/ppo_kl": 0.001,
+          "actor/reward_kl_penalty": 0.02,
           "actor/pg_clipfrac": 0.04, "response_length/mean": 800.0, "response_length/clip_ratio": 0.2,
           "rollout_corr/rollout_is_eff_sample_size": 0.9, "rollout_corr/kl": 0.003,
           "val-core/openai/gsm8k/reward/mean@8": 0.7, "val-core/math/acc/mean@8": 0.5, "val-aux/math/reward/mean@8": 0.0}],
@@ -63,14 +64,14 @@ FRAMEWORKS = {
     ),
     "prime-rl, the orchestrator": (
         [{"train/agg/all/solver/reward/mean": 0.5, "train/agg/all/judge/reward/mean": 0.7, "train/math/all/solver/reward/mean": 9.0,
-          "train/agg/all/solver/solved_some": 0.8, "eval/math/all/solver/avg@4": 0.3}],
-        {"reward_mean": 0.6, "zero_advantage_ratio": 0.2, "eval_reward_mean": 0.3},
+          "eval/math/all/solver/avg@4": 0.3, "eval/math/effective/solver/avg@4": 0.9}],
+        {"reward_mean": 0.6, "eval_reward_mean": 0.3},
     ),
     "a loop of one's own": (
         [{f"rl/{name}": 0.5 for name in OWN}, {"entropy": 3.0, "reward": 3.0}],
         dict.fromkeys(OWN, 0.5),
     ),
-    "no reward": ([{"kl": 20.0, "train/entropy": 0.01, "response_length": 3.0, "loss": 1.0}], {}),
+    "no reward": ([{"kl": 20.0, "train/entropy": 0.01, "response_length": 3.0, "eval_math_pass1": 0.5, "loss": 1.0}], {}),
     "nothing": ([], {}),
 }  # fmt: skip
 

@@ -434,7 +434,12 @@ CASES = {
         "EntropyCollapse",
         "warning",
         [run(RL_ENTROPY=0.049), run("evaluating", RL_ENTROPY=jump(0.01, before=1.0, ago=610))],
-        [run(RL_ENTROPY=0.05), run(RL_ENTROPY=jump(0.01, before=1.0, ago=530)), run("finished", RL_ENTROPY=0.0)],
+        [
+            run(RL_ENTROPY=0.05),
+            run(RL_ENTROPY=-0.01),
+            run(RL_ENTROPY=jump(0.01, before=1.0, ago=530)),
+            run("finished", RL_ENTROPY=0.0),
+        ],
     ),
     "divergence": case(
         "KlOutOfRange",

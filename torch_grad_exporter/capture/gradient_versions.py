@@ -265,7 +265,7 @@ class GradientProbes:
                 continue
             try:  # by NumPy, which a mode that forbids reads does not see
                 first = values.numpy(force=True).reshape(-1)[:LOOKED_AT]
-            except TypeError:  # of a type that NumPy has not
+            except TypeError:  # NumPy has no bfloat16
                 first = (values.detach().view(-1)[:LOOKED_AT] != 0).numpy()
             if first.any():
                 return False

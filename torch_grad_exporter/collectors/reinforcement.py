@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 from torch_grad_exporter.collectors.registry import Declaration
@@ -34,10 +33,9 @@ RL_TRAIN_INFERENCE_KL = _gauge(
     "train_inference_kl_divergence", "KL divergence of the inference engine's policy from the trainer's in nats per token"
 )
 
-# Of each metric the patterns of names, of which the first that a run logs counts; if several names match it, their mean. `1-` stands
-# for one minus the value. Names without a slash may mean anything, as `kl` does for a variational autoencoder: they count in runs that
-# log a reward. Left out is what has another unit or sign: TRL's `objective/kl` and `objective/entropy` are sums over a response, and
-# `entropy_loss` is negative in some libraries, though not in OpenRLHF.
+# Of each metric the patterns of names, of which the first that a run logs counts; if several names match it, their mean. Names without a slash may mean anything, as `kl` does for a variational autoencoder: they count in runs that
+# log a reward. Left out is what has another unit or sign: TRL's `objective/kl` and `objective/entropy` are sums over a response,
+# verl's `actor/kl_loss` is one over mini-batches, and `entropy_loss` is negative in some libraries, though not in OpenRLHF.
 LOGGED_AS: Mapping[Spec, tuple[str, ...]] = {
     RL_REWARD_MEAN: (
         "reward",  # TRL: GRPO, RLOO; OpenRLHF
@@ -53,9 +51,10 @@ LOGGED_AS: Mapping[Spec, tuple[str, ...]] = {
         "eval/reward",
         "val-core/.+/mean@[0-9]+",  # verl
         "(eval/)?eval_.+_pass1",  # OpenRLHF
-        "eval/.+/avg@[0-9]+",  # prime-rl
+        "eval/[^/]+/all/.+/avg@[0-9]+",  # prime-rl
+        "eval/[^/]+/avg@[0-9]+",
     ),
-    RL_KL_DIVERGENCE: ("kl", "actor/kl_loss", "actor/reward_kl_penalty"),
+    RL_KL_DIVERGENCE: ("kl", "actor/reward_kl_penalty"),
     RL_ENTROPY: ("entropy", "policy/entropy_avg", "actor/entropy", "entropy/all/mean"),
     RL_CLIP_RATIO: (
         "clip_ratio/region_mean",
@@ -74,36 +73,22 @@ LOGGED_AS: Mapping[Spec, tuple[str, ...]] = {
         "seq_len/all/mean",
         "agg/all/[^/]+/num_output_tokens/mean",
     ),
-    RL_ZERO_ADVANTAGE_RATIO: ("frac_reward_zero_std", "1-agg/all/[^/]+/solved_some"),
+    RL_ZERO_ADVANTAGE_RATIO: ("frac_reward_zero_std",),
     RL_EFFECTIVE_SAMPLE_RATIO: ("rollout_corr/rollout_is_eff_sample_size",),
     RL_TRAIN_INFERENCE_KL: ("rollout_corr/kl", "vllm_kl", "mismatch_kl/all/mean"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """What a logged name means: a metric. `place`: of its pattern. `complement`: whether it is one minus the value."""
-
-    spec: Spec
-    place: int
-    complement: bool
-    common: bool
-    """Whether the name may mean something else in a run without rewards."""
-
-
-# Frameworks and trackers put `train/` before some names.
+# By pattern the metric, and the place of the pattern among its own. Frameworks and trackers put `train/` before some names.
 _PATTERNS = [
-    (
-        re.compile(rf"(?:train/)?(?:{pattern.removeprefix('1-')})"),
-        Meaning(spec, place, pattern.startswith("1-"), "/" not in pattern),
-    )
+    (re.compile(f"(?:train/)?(?:{pattern})"), (spec, place))
     for spec, patterns in LOGGED_AS.items()
     for place, pattern in enumerate((spec.name.replace("torch_rl_", "rl/", 1), *patterns))
 ]
 
 
 @lru_cache(maxsize=4 * NAMES)
-def _meaning(name: str) -> Meaning | None:
+def _meaning(name: str) -> tuple[Spec, int] | None:
     return next((meaning for pattern, meaning in _PATTERNS if pattern.fullmatch(name)), None)
 
 
@@ -117,15 +102,14 @@ class ReinforcementCollector:
         """Yield the families of now."""
         if not self._logged.calls:
             return
-        values = self._logged.snapshot()[0]
-        known = [(meaning, value) for name, (value, _) in values.items() if (meaning := _meaning(name)) is not None]
-        rewarded = any(meaning.spec is RL_REWARD_MEAN for meaning, _ in known)
+        known = [(name, *meaning, value) for name, (value, _) in self._logged.snapshot()[0].items() if (meaning := _meaning(name))]
+        if not any(spec is RL_REWARD_MEAN for _, spec, _, _ in known):  # then names without a slash may mean anything
+            known = [entry for entry in known if "/" in entry[0].removeprefix("train/")]
         for spec in LOGGED_AS:
-            of_spec = [(meaning, value) for meaning, value in known if meaning.spec is spec and (rewarded or not meaning.common)]
-            first = min((meaning.place for meaning, _ in of_spec), default=None)
-            chosen = [1.0 - value if meaning.complement else value for meaning, value in of_spec if meaning.place == first]
-            if chosen:
-                yield scalar(spec, sum(chosen) / len(chosen))
+            first = min((place for _, of, place, _ in known if of is spec), default=None)
+            values = [value for _, of, place, value in known if of is spec and place == first]
+            if values:
+                yield scalar(spec, sum(values) / len(values))
 
 
 COLLECTOR = Declaration("reinforcement", (LEARNING,), lambda context: ReinforcementCollector(context.logged), place=23)

@@ -28,7 +28,7 @@ BELOW_ZERO, RISEN, FEW_SAMPLES = -0.1, 0.05, 0.3
     Alert(
         "warning",
         """
-        max by (run) (max_over_time(torch_rl_entropy[10m])) < 0.05
+        max by (run) (max_over_time(torch_rl_entropy[10m])) < 0.05 >= 0
         and on (run) torch_train_state{state=~"training|evaluating"} == 1
         """,
         for_="10m",
@@ -46,12 +46,15 @@ BELOW_ZERO, RISEN, FEW_SAMPLES = -0.1, 0.05, 0.3
         "At 0.05 nats a token nearly all tokens are certain: samples of a group are alike, and what is left to learn from is "
         "little. Studies of reasoning models see rewards stop rising as the entropy comes near zero (arXiv 2505.22617)."
     ),
-    note="Cannot fire where no entropy per token is logged, as by OpenRLHF; there log it as rl/entropy.",
+    note=(
+        "Cannot fire where no entropy per token is logged, as by OpenRLHF; there log it as rl/entropy. A negative one is that of a "
+        "continuous distribution, and not judged."
+    ),
 )
 def entropy_collapse(context: RuleContext) -> Iterator[Finding]:
     """Yield a finding if no recent batch had an entropy worth mentioning."""
     highest = context.highest(RL_ENTROPY, MINUTES_10).largest()
-    if highest is not None and highest < THRESHOLDS["EntropyCollapse"]:
+    if highest is not None and 0 <= highest < THRESHOLDS["EntropyCollapse"]:
         text = f"The entropy of the policy was at most {highest:.3g} nats per token {context.within(MINUTES_10)}."
         yield Finding("warning", text, value=highest)
 

@@ -574,7 +574,7 @@ def test_two_models_in_turns(open_page: Callable[..., Visit], tmp_path: Path) ->
     saved["run"]["whole"]["norm"][5] = 24.0
     saved["status"].update(spikes=3, optimizers=2, learning_rates={"generator": 1e-3, "critic": 4e-4})
     page = open_page(as_page(saved, tmp_path)).page
-    assert page.get_by_test_id("spikes-note").inner_text() == "largest 12 × the median"  # noqa: RUF001 - as the page has it
+    assert page.get_by_test_id("spikes-note").inner_text() == "largest: at least 12 × the median"  # noqa: RUF001 - as the page has it
     assert page.get_by_test_id("learning-rate-note").inner_text() == "critic 4e-4"
     page.locator("[data-choice='view'][data-value='recent']").click()
     colours = page.evaluate("""() => {

@@ -6,7 +6,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Event, Trigger
@@ -14,9 +13,6 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.outcomes import ActionMark, ActionOutcome, ActionTotals
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, contained, warn, without_addresses
 from torch_grad_exporter.lifecycle import BackgroundLoop
-
-if TYPE_CHECKING:
-    from torch_grad_exporter.actions.act.trigger import Trigger
 
 SOURCE = "action"  # of the failures of actions and conditions
 

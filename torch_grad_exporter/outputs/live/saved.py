@@ -244,7 +244,7 @@ def check(saved: Saved) -> None:
 
 def _made(kind: type[_Made], content: Mapping[str, object]) -> _Made:
     """Return a dataclass with the values of its fields, checked by their types."""
-    read: Any = {"str": _text, "bool": bool, "int": int, "float": float, "tuple[str, ...]": _texts}
+    read: Any = {"str": _text, "bool": bool, "int": lambda value: int(_number(value)), "float": _number, "tuple[str, ...]": _texts}
     values: dict[str, Any] = {}
     for field in fields(kind):
         name, _, optional = str(field.type).partition(" | ")
@@ -266,6 +266,10 @@ def _steps(answer: Saved) -> FloatArray:
     if len(_finite(answer["times"], "times")) != len(steps):
         raise ValueError("times and steps differ in length")
     return steps
+
+
+def _number(content: object) -> float:
+    return float(_finite([content], "a field")[0])
 
 
 def _finite(content: object, name: str) -> FloatArray:

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
@@ -136,7 +136,7 @@ class Push(BackgroundLoop):
             if self._delivery is not None:
                 ways.callback(self._delivery.close)
             give_up_at = time.monotonic() + LAST_SECONDS
-            for portion in transfer.unsent():
+            while (portion := transfer.next()) is not None:
                 left = give_up_at - time.monotonic()
                 if left < LAST_REQUEST_SECONDS:
                     late = TimeoutError("there was no time left for all of the last export")
@@ -180,14 +180,12 @@ class _Transfer:
 
     def run(self, way: Delivery) -> None:
         """Send requests, up to one that fails, or until the run is over: the last export has what is left."""
-        for portion in self.unsent():
-            if self._loop.stopping or self.stopped or not self.sent(way, portion):
-                break
+        while not (self._loop.stopping or self.stopped) and (portion := self.next()) is not None and self.sent(way, portion):
+            pass
 
-    def unsent(self) -> Iterator[Portion]:
-        """Yield the requests; one that is too large comes again in smaller ones."""
-        while (portion := next(self._portions, None)) is not None:
-            yield portion
+    def next(self) -> Portion | None:
+        """Encode the next request, None after the last; one that was too large comes again in smaller ones."""
+        return next(self._portions, None)
 
     def sent(self, way: Delivery, portion: Portion) -> bool:
         """Send a request. False where the next one would fail as well."""

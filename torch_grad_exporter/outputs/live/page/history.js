@@ -143,11 +143,12 @@
       return view === "recent" ? `&since=${next}` : `&since=${next - 1}&stride=${kept.stride}`;
     }
 
-    // The largest norm of the run over the median, null where there is none.
+    // At least how much the largest norm of the run is over the median, null where there is none: old records are means.
     get largestNorm() {
-      const norms = (this.run.whole.norm || []).filter((value) => Number.isFinite(value)).sort((a, b) => a - b);
+      const [whole, recent] = [this.run.whole, this.run.recent].map((kept) => (kept.norm || []).filter(Number.isFinite));
+      const norms = whole.sort((a, b) => a - b);
       const median = norms[norms.length >> 1];
-      return median > 0 ? norms[norms.length - 1] / median : null;
+      return median > 0 ? Math.max(...norms.slice(-1), ...recent) / median : null;
     }
 
     // One layer's history out of the grids, for a saved file; activations have records of their own.

@@ -95,7 +95,7 @@
 
   function spikesNote(status) {
     if (!get(status, "spikes") || status.largestNorm === null) return "of the norm";
-    return `largest ${numbers.number(status.largestNorm, 2)} × the median`;
+    return `largest: at least ${numbers.number(status.largestNorm, 2)} × the median`;
   }
 
   function join(...texts) { return texts.filter(Boolean).join(" · "); }
