@@ -266,6 +266,8 @@ ACTS = [
 DAMAGED = {
     "actions that are none": changed("status.actions", {}),
     "an action without a step": changed("status.actions", [{**ACTS[0], "step": None}]),
+    "an action at no time": changed("status.actions", [{**ACTS[0], "time": "Infinity"}]),
+    "an endless step": changed("status.step", "Infinity"),
     **{f"no {key}": changed(key, ...) for key in ("status", "layer", "run.whole.loss", "layers.norm.whole.codes")},
     "a text for a list": changed("run.recent.loss", "1234"),
     "times of another length": changed("layers.norm.whole.times", [1.0, 2.0, 3.0]),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.support import otlp_receiver as liars
 from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Key, Liar, Point, expected
 from tests.support.programs import Starter
 from tests.support.scrape import values
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually, threads_of_ours
 
 STEPS, CAPTURES = "torch_train_steps_total", "torch_grad_captures_total"
 VOLATILE = ("process_", "python_gc_", "torch_process_", "torch_host_", "torch_container_", "torch_grad_exporter_", "torch_gpu_")
@@ -102,6 +103,35 @@ def ends_soon(protocol: str, endpoint: str, begun: Callable[[], int]) -> bool:
         return time.monotonic() - start
 
     return eventually(lambda: seconds() <= 2)
+
+
+class Held(HttpReceiver):
+    """Answers its first request when the next one has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.next = threading.Event(), threading.Event()
+
+    def take(self, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Hold the first request."""
+        if not self.first.is_set():
+            self.first.set()
+            assert self.next.wait(PATIENCE)
+        else:
+            self.next.set()
+        return super().take(path, headers, body)
+
+
+def test_a_request_under_way_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export of differences that the last one overtakes encodes nothing more, so that nothing fails."""
+    monkeypatch.setenv(PREFERENCE, "delta")
+    with Held() as receiver:
+        training = Training(receiver.endpoint)
+        training.step(3)
+        assert receiver.first.wait(PATIENCE)
+        training.exporter.close()
+        assert eventually(lambda: not threads_of_ours())
+        assert training.failures() == 0
 
 
 # Failures
