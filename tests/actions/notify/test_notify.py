@@ -171,7 +171,7 @@ def test_no_secret_anywhere(caplog: pytest.LogCaptureFixture, capfd: pytest.Capt
         trained.train(nan=True)
         for there in (redirects, refuses, hangs, good):
             assert there.got(1)
-        assert eventually(lambda: errors(trained.exporter)["notify"] >= 5)
+        assert eventually(lambda: errors(trained.exporter).get("notify", 0) >= 5)
         shown = [get(trained.exporter.url), get(f"{trained.exporter.page_url}api/v1/saved")]
         shown += [repr(trained.exporter), repr(made), repr(trained.exporter.settings), str(trained.exporter.problems())]
         shown.append(str(threading.enumerate()))
