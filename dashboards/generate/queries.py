@@ -104,12 +104,12 @@ def in_model_order(expression: str, *, modules: bool = False) -> str:
     """
     last = f"last_over_time({of_run('torch_grad_layer_index')}[$__range] @ end())"
     placed = f"({expression}) + on (run, layer) group_left (as) 0 * {_places(last, 'run, layer')}"
-    found = [f'label_join({placed}, "as", " ", "run", "as")', f'label_join({expression}, "as", " ~ ", "run", "layer")']
+    joined = [f'label_join({placed}, "as", " ", "run", "as")', f'label_join({expression}, "as", " ~ ", "run", "layer")']
     if modules:
         parents = _places(_with_parent(last), "run, parent")
         beside = f"{_with_parent(expression)} + on (run, parent) group_left (as) 0 * {parents}"
-        found.insert(1, f'label_join({beside}, "as", " ", "run", "as", "layer")')
-    return " or on (run, layer) ".join(found)
+        joined.insert(1, f'label_join({beside}, "as", " ", "run", "as", "layer")')
+    return " or on (run, layer) ".join(joined)
 
 
 def _with_parent(expression: str) -> str:

@@ -104,3 +104,13 @@ class ArmedRound:
         self.backwards, self.again, self.captured = 0, True, False
         self.passes += 1
         self.fired.clear()
+
+    @property
+    def behind(self) -> bool:
+        """Whether there are gradients to read that were not read when the last backward ended."""
+        return self.sampled and bool(self.fired) and not self.captured
+
+    @property
+    def sample_is_open(self) -> bool:
+        """Whether the gradients were read and the outcome is unknown yet."""
+        return self.captured and self.open

@@ -237,7 +237,7 @@ class BackwardHooks:
             by_loop = sampled and self.reduces_by_itself
             if complete and (not by_loop or self._detection.trusts_backwards):
                 self.read(now=now)
-            elif current.sampled and current.fired and not current.captured:
+            elif current.behind:
                 current.left = GradientVersions.of(table.tracked)
             if by_loop:
                 current.left = GradientVersions.of(table.tracked)

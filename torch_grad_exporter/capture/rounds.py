@@ -79,7 +79,7 @@ class RoundTracker:
 
         Such as those that a loop writes itself, from second derivatives or `torch.func`.
         """
-        if self.current.stepped and self.current.captured and self.current.open:
+        if self.current.stepped and self.current.sample_is_open:
             self._close(Outcome.STEPPED)
 
     # Backwards
@@ -116,7 +116,7 @@ class RoundTracker:
     def withdraw(self, why: Lost) -> None:
         """Some gradients of the round cannot be read: what was read of it, if anything, is not all of it."""
         current = self.current
-        if (current.captured and current.open) or current.again:
+        if current.sample_is_open or current.again:
             self._inspections.tell(Inspection.round_over, current.number, kept=False)
             self._reader.withdraw(current)
             self._cost.sample_over(once=self._reader.taken_once())
@@ -172,7 +172,7 @@ class RoundTracker:
         self._steps_on_inputs |= current.of_inputs
         if current.observed:
             self._resolve(Outcome.STEPPED)
-        if current.captured and current.open:
+        if current.sample_is_open:
             # Whether no other optimizer will step on the captured gradients in this round, as far as the last rounds show.
             active = self.pattern.active(current.models)
             complete = active is not None and active <= current.stepped
@@ -233,7 +233,7 @@ class RoundTracker:
         due = self._schedule.next_due(number) == number  # as at the forward; the end of a sample may change the interval
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         self._clock.skipped += self.pattern.learn(last.models, last.stepped, last.backwards)
-        if last.sampled and last.fired and not last.captured:
+        if last.behind:
             self._lose(Lost.EDITED)
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         # The answer of a fused optimizer comes late: the step before may turn out to be a skipped one now.
@@ -258,7 +258,7 @@ class RoundTracker:
         """Report what is open. `outcome`: of a round without a step."""
         if self.current.observed:
             self._resolve(outcome)
-        if self.current.captured and self.current.open:
+        if self.current.sample_is_open:
             self._close(Outcome.STEPPED if self.current.stepped and outcome is Outcome.UNKNOWN else outcome)
 
     def _close(self, outcome: Outcome) -> None:

@@ -49,11 +49,11 @@ class StepReadings:
         current = self._rounds.current
         if current.sampled and current.fired and current.left is not None and self.reduced_since(seen):
             return
-        if current.sampled and current.fired and not current.captured:
+        if current.behind:
             self._cost.of(self._backward.catch_up)
         # Where the model's gradients were copied to those of another optimizer, it is not known what that one saw.
         copied = seen.optimizer in self._optimizers.copying or (current.foreign and not self._optimizers.reporting)
-        if current.captured and current.open and seen.optimizer not in current.read and not copied:
+        if current.sample_is_open and seen.optimizer not in current.read and not copied:
             current.read.add(seen.optimizer)
             self._cost.of(self._reader.read_again, current, seen)
 
@@ -61,7 +61,7 @@ class StepReadings:
         """Gradients that were looked at just before have been clipped since, as `clip=` asks for."""
         current = self._rounds.current
         looked = seen.optimizer in current.read if self._detection.sees_backwards else current.sampled and current.captured
-        if looked and current.captured and current.open and seen.optimizer not in self._rounds.closures:
+        if looked and current.sample_is_open and seen.optimizer not in self._rounds.closures:
             self._cost.of(functools.partial(self._reader.read_again, current, seen, ours=True))
 
     def within_backward(self, optimizer: int, gradients: list[int]) -> None:
@@ -91,7 +91,7 @@ class StepReadings:
         where the backward ends.
         """
         untouched, current = self._untouched(seen.optimizer), self._rounds.current
-        if untouched and current.sampled and current.fired and not current.captured:
+        if untouched and current.behind:
             self._cost.of(self._backward.read)
         if untouched is not False or seen.optimizer == self._optimizers.manual_number:
             return False  # a step that the user reports is over: its gradients may be cleared

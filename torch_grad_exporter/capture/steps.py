@@ -241,7 +241,7 @@ class StepHooks:
     def _regular_optimizer(self) -> Regular | None:
         """Return the only optimizer, if its round is over and the next ones may be taken for the same as all recent ones."""
         rounds, optimizers, detection, current = self._rounds, self._optimizers, self._detection, self._rounds.current
-        busy = rounds.stepping or rounds.closures or (current.captured and current.open) or self._backward.task != -1
+        busy = rounds.stepping or rounds.closures or current.sample_is_open or self._backward.task != -1
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
         if busy or not detection.sees_backwards or detection.nodes.held or self._index.fully_sharded or self._fused.undecided:
             return None

@@ -180,8 +180,10 @@ class _Transfer:
 
     def run(self, way: Delivery) -> None:
         """Send requests, up to one that fails, or until the run is over: the last export has what is left."""
-        while not (self._loop.stopping or self.stopped) and (portion := self.next()) is not None and self.sent(way, portion):
-            pass
+        while not (self._loop.stopping or self.stopped):
+            portion = self.next()
+            if portion is None or not self.sent(way, portion):
+                break
 
     def next(self) -> Portion | None:
         """Encode the next request, None after the last; one that was too large comes again in smaller ones."""
