@@ -164,6 +164,7 @@ class Live:
         state, problems = values.state(), self._problems(values, now)
         with self._lock:
             rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
+        alerts = {problem.alert for problem in problems}
         return {
             "now": now,
             **asdict(self._run),
@@ -183,7 +184,7 @@ class Live:
             "earlier": [
                 {name: getattr(wrong, name) for name in ("alert", "severity", "text", "layer", "first", "last")}
                 for wrong in self._record.wrong
-                if wrong.severity == "critical" and wrong.alert not in {problem.alert for problem in problems}
+                if wrong.severity == "critical" and wrong.alert not in alerts
             ],
             "quantities": list(self.quantities),
             "values": 0 if self._logged is None else self._logged.samples,
