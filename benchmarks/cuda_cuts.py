@@ -31,13 +31,12 @@ class Cut:
 
 CUTS = (
     Cut(),
-    *(Cut(blocks=blocks) for blocks in (2, 4, 16, 32)),
-    *(Cut(registers=registers) for registers in (48, 80, 128)),
-    Cut(block=2048, warps=4),
-    Cut(block=2048, warps=4, blocks=16),
-    Cut(block=4096, warps=4, registers=128),
-    Cut(block=8192, warps=8, registers=128),
-    Cut(block=8192, warps=16),
+    *(Cut(blocks=blocks) for blocks in (8, 32, 128)),
+    *(Cut(registers=registers) for registers in (64, 96, 128)),
+    Cut(blocks=8, registers=64),
+    Cut(block=2048, warps=4, registers=128),
+    Cut(block=8192, blocks=32, registers=128),
+    Cut(block=8192, blocks=16, warps=16, registers=64),
 )
 """The first is the default."""
 

@@ -76,6 +76,7 @@ def test_other_types_have_the_bits_of_clip_grad_norm() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_a_gpu(name: str) -> None:
     """After the first call, which makes indices, no call synchronises with the device."""

@@ -23,8 +23,8 @@ from torch_grad_exporter.statistics.layout import Layout
 WARPS = 8
 """Of a program of the first launch: 16 elements of a block for each thread."""
 
-REGISTERS = 64
-"""Of a thread, at most, so that four programs share a multiprocessor. The loops over whole blocks need no more; others spill."""
+REGISTERS = 80
+"""Of a thread, at most, so that three programs share a multiprocessor. With 64, for four of them, Triton 3.6 spills."""
 
 ANY: Mapping[str, object] = {"enable_fp_fusion": True}
 """How both programs are compiled: a product and a sum may be one operation. Left open, newer versions of Triton warn."""
