@@ -169,11 +169,14 @@ class Truth:
     after: float | None
     due: bool = True
 
-    def agrees(self, shown: Layers, hidden: set[str]) -> bool:
-        """Return whether these are the norms; those of layers that are frozen now, `hidden`, may be absent."""
-        if not shown.keys() <= self.layers.keys() <= shown.keys() | hidden:
+    def agrees(self, shown: Layers, hidden: set[str], zeros: set[str]) -> bool:
+        """Return whether these are the norms; those of layers that are frozen now, `hidden`, may be absent.
+
+        Those in `zeros` may be 0: of them nothing is left since the last step but gradients that were cleared to zeros.
+        """
+        if not shown.keys() <= self.layers.keys() | zeros or not self.layers.keys() <= shown.keys() | hidden:
             return False
-        return all(close(norm, self.layers[name]) for name, norm in shown.items())
+        return all(close(norm, self.layers.get(name, 0.0)) for name, norm in shown.items())
 
 
 def close(shown: float, true: float) -> bool:
@@ -460,7 +463,9 @@ class Comparison:
         }
         whole = found[key("torch_grad_global_norm", optimizer=label)]
         hidden = {self.loop.record.names[p] for p in self.loop.record.owned[name] if not p.requires_grad or self.loop.style.toggles}
-        candidates = [one for one in self.loop.record.truths[name] if one.steps == step and one.agrees(layers, hidden)]
+        frozen = [p for p in self.loop.record.owned[name] if not p.requires_grad and p.grad is not None and not p.grad.any()]
+        zeros = {self.loop.record.names[p] for p in frozen}
+        candidates = [one for one in self.loop.record.truths[name] if one.steps == step and one.agrees(layers, hidden, zeros)]
         truth = next((one for one in candidates if close(whole, one.whole)), None)
         if truth is None:
             near = [one for one in self.loop.record.truths[name] if one.steps == step]
