@@ -158,7 +158,7 @@ class Style:
 
 @dataclass
 class Truth:
-    """What one round should be shown as, for one optimizer: norms by layer, their whole, and the norm that the step saw.
+    """What one round should be shown as, for one optimizer: norms by layer, their whole, and the norms that the step saw.
 
     `due`: False for a backward whose gradients were cleared, which may look like a skipped step.
     """
@@ -166,7 +166,7 @@ class Truth:
     steps: int
     layers: Layers
     whole: float
-    after: float | None
+    seen: Layers
     due: bool = True
 
     def agrees(self, shown: Layers, hidden: set[str], zeros: set[str]) -> bool:
@@ -177,6 +177,10 @@ class Truth:
         if not shown.keys() <= self.layers.keys() | zeros or not self.layers.keys() <= shown.keys() | hidden:
             return False
         return all(close(norm, self.layers.get(name, 0.0)) for name, norm in shown.items())
+
+    def after(self, shown: Layers) -> float | None:
+        """Return the norm that the step saw of the layers of the round and of those that are shown; None without a step."""
+        return math.hypot(*(norm for name, norm in self.seen.items() if name in self.layers.keys() | shown)) if self.seen else None
 
 
 def close(shown: float, true: float) -> bool:
@@ -231,12 +235,15 @@ class Record:
         layers: dict[str, list[torch.Tensor]] = {}
         for parameter in mine:
             layers.setdefault(self.names[parameter], []).append(self.left[parameter])
-        seen = [p.grad for p in mine if p.grad is not None]
+        seen: dict[str, list[torch.Tensor]] = {}
+        for parameter in self.owned[optimizer] if stepped else ():
+            if parameter.grad is not None:
+                seen.setdefault(self.names[parameter], []).append(parameter.grad)
         self.steps[optimizer] += stepped
         if mine:
-            norms = {name: norm_of(gradients) for name, gradients in layers.items()}
-            whole, after = norm_of([self.left[p] for p in mine]), norm_of(seen) if stepped else None
-            self.truths[optimizer].append(Truth(self.steps[optimizer], norms, whole, after, due))
+            norms, saw = ({name: norm_of(gradients) for name, gradients in some.items()} for some in (layers, seen))
+            whole = norm_of([self.left[p] for p in mine])
+            self.truths[optimizer].append(Truth(self.steps[optimizer], norms, whole, saw, due))
         self.over |= stepped
 
 
@@ -476,7 +483,7 @@ class Comparison:
         last = self.last.get(name, 0)
         self.last[name] = self.loop.record.truths[name].index(truth) + 1
         self.verdict.shown += min(new, sum(one.due for one in self.loop.record.truths[name][last : self.last[name]]))
-        self._clipping(label, found, truth)
+        self._clipping(label, found, truth.whole, truth.after(layers))
 
     def _added(self, label: str, found: dict[Key, float], truth: Truth) -> None:
         """What the new sample has added to histogram, squares and captures."""
@@ -492,13 +499,13 @@ class Comparison:
             if not math.isclose(added, expected, rel_tol=1e-4, abs_tol=1e-7 * max(1.0, found[one])):
                 self._say(f"{one}: {added} were added, recorded {expected}")
 
-    def _clipping(self, label: str, found: dict[Key, float], truth: Truth) -> None:
+    def _clipping(self, label: str, found: dict[Key, float], whole: float, true: float | None) -> None:
         after = found.get(key("torch_grad_global_norm_after_clip", optimizer=label))
-        if after is not None and (truth.after is None or not math.isclose(after, truth.after, rel_tol=2e-3, abs_tol=1e-9)):
-            self._say(f"{label}: norm after clipping {after}, recorded {truth.after}")
+        if after is not None and (true is None or not math.isclose(after, true, rel_tol=2e-3, abs_tol=1e-9)):
+            self._say(f"{label}: norm after clipping {after}, recorded {true}")
         coefficient = found.get(key("torch_grad_clip_coefficient", optimizer=label))
-        if coefficient is not None and not math.isclose(coefficient, (truth.after or 0.0) / truth.whole, rel_tol=2e-3):
-            self._say(f"{label}: coefficient {coefficient}, recorded {truth.after} / {truth.whole}")
+        if coefficient is not None and not math.isclose(coefficient, (true or 0.0) / whole, rel_tol=2e-3):
+            self._say(f"{label}: coefficient {coefficient}, recorded {true} / {whole}")
         clipped = found.get(key("torch_grad_clipped_steps_total", optimizer=label))
         if clipped and not {clip, clip_by_value, project, replace, add_noise} & {*self.loop.style.edits}:
             self._say(f"{label}: {clipped} clipped steps in a loop that does not clip")
