@@ -55,6 +55,7 @@ def start_exporter(
     dead_window: int | Unset = UNSET,
     moments: bool | Unset = UNSET,
     weights: bool | Unset = UNSET,
+    optimizer_state: bool | Unset = UNSET,
     activations: bool | str | Unset = UNSET,
     layer_times: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
@@ -114,6 +115,8 @@ def start_exporter(
         moments: Metrics of mean, deviation and extremes of gradients (default: off).
         weights: Metrics of weights: their norms, their updates and how their elements spread
             (default: off).
+        optimizer_state: Metrics of what Adam and its kin remember of each layer's gradients
+            (default: off). See docs/what-leads-the-loss.md.
         activations: Metrics of the outputs of inner modules and of their gradients (default: off).
             `True`: of all modules without children that `include` and `exclude` leave; a regular
             expression: of the modules whose names match it. See docs/activations.md.
@@ -191,7 +194,7 @@ def start_exporter(
         models, os.environ,
         port=port, addr=addr, every=every, overhead_budget=overhead_budget, include=include,
         exclude=exclude, max_layers=max_layers, dead_window=dead_window, moments=moments,
-        weights=weights, activations=activations, layer_times=layer_times, local_norm=local_norm,
+        weights=weights, optimizer_state=optimizer_state, activations=activations, layer_times=layer_times, local_norm=local_norm,
         nan_origin=nan_origin, statistics=statistics, collectors=collectors,
         web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
         sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir,

@@ -14,6 +14,7 @@ from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
 from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
+from torch_grad_exporter.inspection.optimizer_state import StateProbe, StateTotals
 from torch_grad_exporter.inspection.reductions import LocalGradients, ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.watch import WatchedTensors, WatchTotals
@@ -33,6 +34,7 @@ class InspectionTotals:
     waits: ReductionWaits
     local_norms: LocalNormTotals
     weights: WeightTotals
+    optimizer_state: StateTotals | None
     watched: WatchTotals
     logged: LoggedValues
     layer_times: LayerTimes | None
@@ -54,6 +56,11 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
     if settings.weights:
         weights = WeightProbe(stage.optimizers, cost, mailbox)
         capture.inspect(weights, errors.boundary("weights"))
+    optimizer_state = None
+    if settings.optimizer_state:
+        optimizer_state = StateTotals()
+        state = StateProbe(stage.optimizers, capture.rounds, cost, mailbox)
+        capture.inspect(state, errors.boundary("optimizer_state"))
     losses = RoundLoss(
         rounds=capture.rounds, detection=capture.detection, clock=clock, index=checked.index,
         observations=capture.observations, errors=errors,
@@ -82,7 +89,8 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
         capture.inspect(inner, errors.boundary("activations"))
     return InspectionTotals(
         waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), logged=LoggedValues(),
-        layer_times=layer_times, activations=activations, origins=Origins(stage.requests) if settings.nan_origin else None,
+        optimizer_state=optimizer_state, layer_times=layer_times, activations=activations,
+        origins=Origins(stage.requests) if settings.nan_origin else None,
     )  # fmt: skip
 
 
@@ -126,6 +134,8 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
     worker.register("local_norms", totals.local_norms)
     worker.listen(totals.local_norms)
     worker.register("weights", totals.weights)
+    if totals.optimizer_state is not None:
+        worker.register("optimizer_state", totals.optimizer_state)
     worker.register("watch", totals.watched)
     worker.register(LOG, totals.logged)
     if totals.activations is not None:

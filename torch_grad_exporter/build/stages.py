@@ -29,7 +29,7 @@ from torch_grad_exporter.version import __version__
 
 # Every boundary at which a failure of ours can be counted, but for the collectors.
 SOURCES = (
-    "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe",
+    "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "optimizer_state", "observe",
     "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "log",
     "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
     "integration", "timing", "layer_times", "kernels",

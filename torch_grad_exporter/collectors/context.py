@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.layer_times import LayerTimes
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.nan_origin.origins import Origins
+    from torch_grad_exporter.inspection.optimizer_state import StateTotals
     from torch_grad_exporter.inspection.reductions import ReductionWaits
     from torch_grad_exporter.inspection.watch import WatchTotals
     from torch_grad_exporter.inspection.weights import WeightTotals
@@ -68,6 +69,7 @@ class CollectorContext:
         dead_window: The option.
         moments: The option.
         weights: Norms and updates of weights.
+        optimizer_state: Moments of optimizers.
         local_norms: Norms of this rank alone.
         waits: Waits for other ranks.
         notified: Outcomes of notifications.
@@ -95,6 +97,7 @@ class CollectorContext:
     dead_window: int
     moments: bool
     weights: WeightTotals | None
+    optimizer_state: StateTotals | None
     local_norms: LocalNormTotals
     waits: ReductionWaits
     notified: NotifyTotals | None

@@ -56,6 +56,7 @@ class Settings:
     dead_window: Annotated[int, Range(1, 1_000_000)] = 100
     moments: bool = False
     weights: bool = False
+    optimizer_state: bool = False
     activations: Annotated[bool | re.Pattern[str], values.not_empty] = False
     layer_times: bool = False
     local_norm: bool = False
@@ -169,6 +170,8 @@ HELP = {
     "dead_window": Help("samples of exactly zero gradient after which an output unit counts as dead"),
     "moments": Help("metrics of mean, deviation and extremes of gradients"),
     "weights": Help("metrics of weights: their norms, their updates and how their elements spread"),
+    "optimizer_state": Help("metrics of what Adam and its kin remember of each layer's gradients",
+        "See docs/what-leads-the-loss.md."),
     "activations": Help("metrics of the outputs of inner modules and of their gradients",
         "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of "
         "the modules whose names match it. See docs/activations.md."),

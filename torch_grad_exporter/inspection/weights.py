@@ -16,6 +16,7 @@ from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.errors import caught, warn
+from torch_grad_exporter.inspection.layer_turns import LayerTurns
 from torch_grad_exporter.inspection.modules import LayerRows
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
@@ -27,9 +28,6 @@ from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import WIDTH, magnitudes
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
-
-# Layers, and elements of parameters, that a sample covers at most; one layer at least.
-LAYERS, ELEMENTS = 8, 1 << 24
 
 SOURCE = "weights"
 
@@ -59,7 +57,7 @@ class WeightProbe(Inspection):
     def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
         self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
-        self._next: dict[int, int] = {}
+        self._turns = LayerTurns()
         self._tried: dict[tuple[int, str], bool] = {}  # parameters of other classes: whether they can be measured
         # By optimizer: the positions of some parameters, and their copies from before its step.
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
@@ -69,7 +67,9 @@ class WeightProbe(Inspection):
         """Copy the parameters of the next layers that the optimizer owns."""
         table, timer = current.table, self._timer
         owners = self._optimizers.owners(table, {optimizer})
-        chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
+        turns = self._turns.take(table, optimizer, owners)
+        positions = [i for layer in turns if all(self._measurable(table, i) for i in layer) for i in layer]
+        chosen = ((position, table.tracked[position].parameter()) for position in positions)
         copied = [(i, p, local(p)) for i, p in chosen if p is not None]
         begun = timer.begin(dict.fromkeys(now.device for _, _, now in copied))
         self._copies[optimizer] = table, [(i, p, now.clone()) for i, p, now in copied]
@@ -97,24 +97,6 @@ class WeightProbe(Inspection):
     def release(self) -> None:
         """Drop the copies; idempotent, from any thread."""
         self._copies = {}
-
-    def _choose(self, table: ParameterTable, optimizer: int, owners: IntArray) -> list[int]:
-        """Return the positions of the parameters of the next layers."""
-        layers = np.unique(table.layer_of[owners == optimizer])
-        chosen: list[int] = []
-        elements = 0
-        for _ in range(min(LAYERS, len(layers))):
-            place = self._next.get(optimizer, 0) % len(layers)
-            members = np.flatnonzero((table.layer_of == layers[place]) & (owners == optimizer))
-            if not all(self._measurable(table, position) for position in members.tolist()):
-                self._next[optimizer] = place + 1
-                continue
-            elements += int(table.elements[members].sum())
-            if chosen and elements > ELEMENTS:
-                break
-            chosen.extend(members.tolist())
-            self._next[optimizer] = place + 1
-        return chosen
 
     def _measurable(self, table: ParameterTable, position: int) -> bool:
         """Return whether a parameter can be measured; one of another class, such as a quantised one, is tried once."""
