@@ -132,8 +132,8 @@ def start_exporter(
             if they pass a comparison in the first samples; "auto": these on NVIDIA's GPUs where
             Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
-            gradients, activations, nan_origin, layer_times, watched, training, logged,
-            reinforcement, cuda_memory, gpu, process, host, container, extra, exporter.
+            gradients, optimizer_state, activations, nan_origin, layer_times, watched, training,
+            logged, reinforcement, cuda_memory, gpu, process, host, container, extra, exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).

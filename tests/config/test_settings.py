@@ -24,8 +24,8 @@ from torch_grad_exporter.statistics.kernels.choice import Implementation
 
 DEFAULT = frozenset(
     {
-        "gradients", "activations", "layer_times", "logged", "reinforcement", "watched", "nan_origin", "training", "cuda_memory",
-        "gpu", "process", "host", "container", "extra", "exporter",
+        "gradients", "optimizer_state", "activations", "layer_times", "logged", "reinforcement", "watched", "nan_origin",
+        "training", "cuda_memory", "gpu", "process", "host", "container", "extra", "exporter",
     }
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ RIGHT: list[tuple[str, object, object]] = [
     ("dead_window", 1, 1),
     *[
         (name, value, value)
-        for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin")
+        for name in ("moments", "weights", "optimizer_state", "layer_times", "local_norm", "nan_origin")
         for value in (True, False)
     ],
     *[("activations", value, value) for value in (True, False)],
@@ -83,10 +83,10 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[("dead_window", value, ValueError) for value in (0, 1_000_001)],
     *[
         (name, value, TypeError)
-        for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin")
+        for name in ("moments", "weights", "optimizer_state", "layer_times", "local_norm", "nan_origin")
         for value in (None, 1, 0)
     ],
-    *[(name, "yes", TypeError) for name in ("moments", "weights", "layer_times", "local_norm")],
+    *[(name, "yes", TypeError) for name in ("moments", "weights", "optimizer_state", "layer_times", "local_norm")],
     ("nan_origin", "yes", ValueError),
     *[("statistics", value, TypeError) for value in (None, True)],
     *[("statistics", value, ValueError) for value in ("", "kernels")],
@@ -121,7 +121,11 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[("overhead_budget", text) for text in ("1%", "0", "1", "nan", "-0.1")],
     *[(name, text) for name in ("include", "exclude") for text in ("(", "a[")],
     *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
-    *[(name, text) for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin") for text in ("maybe", "2")],
+    *[
+        (name, text)
+        for name in ("moments", "weights", "optimizer_state", "layer_times", "local_norm", "nan_origin")
+        for text in ("maybe", "2")
+    ],
     ("activations", "("),
     ("statistics", "kernels"),
     *[("collectors", text) for text in ("host", "host=maybe", "hosts=off")],
@@ -149,6 +153,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("moments", "1", True),
     ("statistics", "torch", Implementation.TORCH),
     ("weights", "true", True),
+    ("optimizer_state", "true", True),
     ("local_norm", "on", True),
     ("activations", "on", True),
     ("layer_times", "on", True),
@@ -189,8 +194,8 @@ def test_the_defaults_are_those_documented() -> None:
     found = {f.name: value_of(resolve({}, {}), f.name) for f in fields(Settings)}
     assert found == {
         "port": 9100, "addr": "", "every": "auto", "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
-        "dead_window": 100, "moments": False, "weights": False, "activations": False, "layer_times": False,
-        "local_norm": False, "nan_origin": False,
+        "dead_window": 100, "moments": False, "weights": False, "optimizer_state": False, "activations": False,
+        "layer_times": False, "local_norm": False, "nan_origin": False,
         "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",

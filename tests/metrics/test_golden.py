@@ -39,6 +39,9 @@ NEVER_HERE = {
     "torch_train_loss_scale": "needs a gradient scaler",
     "torch_train_earlier_steps": "needs a training that goes on: see tests/test_exporter.py",
     "torch_grad_exporter_last_action_timestamp_seconds": "needs an action that is done: see tests/actions/act/test_marks.py",
+    **dict.fromkeys(
+        ("torch_optimizer_rms_ratio", "torch_optimizer_signal_ratio"), "needs Adam: see tests/inspection/test_optimizer_state.py"
+    ),
     **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see matrix/distributed.py"),
     **dict.fromkeys(
         ("torch_nonfinite_origin_info", "torch_nonfinite_origin_step"), "needs a NaN: tests/inspection/nan_origin/test_planted.py"
