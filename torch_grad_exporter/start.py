@@ -57,6 +57,7 @@ def start_exporter(
     weights: bool | Unset = UNSET,
     optimizer_state: bool | Unset = UNSET,
     activations: bool | str | Unset = UNSET,
+    attention: bool | Unset = UNSET,
     layer_times: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
     nan_origin: bool | Literal["always"] | Unset = UNSET,
@@ -120,6 +121,9 @@ def start_exporter(
         activations: Metrics of the outputs of inner modules and of their gradients (default: off).
             `True`: of all modules without children that `include` and `exclude` leave; a regular
             expression: of the modules whose names match it. See docs/activations.md.
+        attention: Metrics of attention: its largest logits and the entropy of its weights (default:
+            off). Of modules that call `torch.nn.functional.scaled_dot_product_attention`, or
+            `softmax` with four dimensions. See docs/attention.md.
         layer_times: Seconds of the forward and the backward of each layer, in sampled steps
             (default: off). See docs/where-time-goes.md.
         local_norm: Under DDP, the norm of each rank's own gradient and the gradient noise scale
@@ -132,8 +136,9 @@ def start_exporter(
             if they pass a comparison in the first samples; "auto": these on NVIDIA's GPUs where
             Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
-            gradients, optimizer_state, activations, nan_origin, layer_times, watched, training,
-            logged, reinforcement, cuda_memory, gpu, process, host, container, extra, exporter.
+            gradients, optimizer_state, activations, nan_origin, attention, layer_times, watched,
+            training, logged, reinforcement, cuda_memory, gpu, process, host, container, extra,
+            exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).
@@ -194,7 +199,8 @@ def start_exporter(
         models, os.environ,
         port=port, addr=addr, every=every, overhead_budget=overhead_budget, include=include,
         exclude=exclude, max_layers=max_layers, dead_window=dead_window, moments=moments,
-        weights=weights, optimizer_state=optimizer_state, activations=activations, layer_times=layer_times, local_norm=local_norm,
+        weights=weights, optimizer_state=optimizer_state, activations=activations, attention=attention,
+        layer_times=layer_times, local_norm=local_norm,
         nan_origin=nan_origin, statistics=statistics, collectors=collectors,
         web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
         sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir,

@@ -36,6 +36,10 @@ NEVER_HERE = {
     "torch_grad_exporter_overhead_budget_ratio": "a fixed interval has no budget",
     "torch_grad_exporter_startup_overhead_ratio": "a fixed interval lends nothing: see tests/capture/test_durations.py",
     "torch_grad_shard_norm": "needs a sharded model",
+    **dict.fromkeys(
+        ("torch_attention_max_logit", "torch_attention_logit_bound", "torch_attention_entropy"),
+        "needs attention: see tests/inspection/test_attention.py",
+    ),
     "torch_train_loss_scale": "needs a gradient scaler",
     "torch_train_earlier_steps": "needs a training that goes on: see tests/test_exporter.py",
     "torch_grad_exporter_last_action_timestamp_seconds": "needs an action that is done: see tests/actions/act/test_marks.py",

@@ -86,7 +86,17 @@ def test_the_demo_shows_every_resource_of_this_machine(tmp_path: Path) -> None:
         demo.interrupt()
 
 
-ASKED_FOR = ("optimizer_state", "activations", "watched", "nan_origin", "layer_times", "logged", "reinforcement", "extra")
+ASKED_FOR = (
+    "optimizer_state",
+    "activations",
+    "watched",
+    "nan_origin",
+    "attention",
+    "layer_times",
+    "logged",
+    "reinforcement",
+    "extra",
+)
 """Collectors that yield only their success until an option enables them."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +20,13 @@ from torch_grad_exporter.inspection.reductions import LocalGradients, ReductionW
 from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.watch import WatchedTensors, WatchTotals
 from torch_grad_exporter.inspection.weights import WeightProbe, WeightTotals
+from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.store.logged_values import SOURCE as LOG
 from torch_grad_exporter.store.logged_values import LoggedValues
 from torch_grad_exporter.store.worker import DRAIN_SECONDS, Worker
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.inspection.attention import AttentionTotals
 
 # Between two drains of the worker if the origin of a NaN is looked for, which shows only in the next rounds.
 ORIGIN_SECONDS = 0.2
@@ -39,6 +44,7 @@ class InspectionTotals:
     logged: LoggedValues
     layer_times: LayerTimes | None
     activations: ActivationTotals | None
+    attention: AttentionTotals | None
     origins: Origins | None
 
 
@@ -87,9 +93,17 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
             modules=checked.modules, hooks=hooks, loss_scale=stage.loss_scale, cost=cost, mailbox=mailbox, totals=activations,
         )  # fmt: skip
         capture.inspect(inner, errors.boundary("activations"))
+    attention = None
+    if settings.attention:
+        from torch_grad_exporter.inspection.attention import AttentionProbe, AttentionTotals  # noqa: PLC0415 - costs nothing when off
+
+        attention = AttentionTotals(settings.max_layers)
+        layers = LayerFilter(settings.include, settings.exclude)
+        probe = AttentionProbe(models=models, layers=layers, hooks=hooks, cost=cost, mailbox=mailbox)
+        capture.inspect(probe, errors.boundary("attention"))
     return InspectionTotals(
         waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), logged=LoggedValues(),
-        optimizer_state=optimizer_state, layer_times=layer_times, activations=activations,
+        optimizer_state=optimizer_state, layer_times=layer_times, activations=activations, attention=attention,
         origins=Origins(stage.requests) if settings.nan_origin else None,
     )  # fmt: skip
 
@@ -140,6 +154,8 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
     worker.register(LOG, totals.logged)
     if totals.activations is not None:
         worker.register("activations", totals.activations)
+    if totals.attention is not None:
+        worker.register("attention", totals.attention)
     if totals.layer_times is not None:
         worker.register("layer_times", totals.layer_times)
     return worker

@@ -32,7 +32,7 @@ SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "optimizer_state", "observe",
     "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "log",
     "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
-    "integration", "timing", "layer_times", "kernels",
+    "integration", "timing", "layer_times", "kernels", "attention",
 )  # fmt: skip
 
 # The end waits at most this long for the job's store.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.distributed.identity import Identity
     from torch_grad_exporter.errors import ErrorLog
     from torch_grad_exporter.inspection.activations import ActivationTotals
+    from torch_grad_exporter.inspection.attention import AttentionTotals
     from torch_grad_exporter.inspection.layer_times import LayerTimes
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.nan_origin.origins import Origins
@@ -77,6 +78,7 @@ class CollectorContext:
         clip: Thresholds and counts of `clip=`.
         frozen: The layers that actions freeze.
         activations: Outputs of inner modules.
+        attention: Logits and entropies of attention.
         layer_times: Times of layers.
         watched: Gradients of watched tensors.
         extra: The user's registries.
@@ -105,6 +107,7 @@ class CollectorContext:
     clip: ClipReports | None
     frozen: FrozenLabels
     activations: ActivationTotals | None
+    attention: AttentionTotals | None
     layer_times: LayerTimes | None
     watched: WatchTotals
     logged: LoggedValues

@@ -58,6 +58,7 @@ class Settings:
     weights: bool = False
     optimizer_state: bool = False
     activations: Annotated[bool | re.Pattern[str], values.not_empty] = False
+    attention: bool = False
     layer_times: bool = False
     local_norm: bool = False
     nan_origin: bool | Literal["always"] = False
@@ -175,6 +176,9 @@ HELP = {
     "activations": Help("metrics of the outputs of inner modules and of their gradients",
         "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of "
         "the modules whose names match it. See docs/activations.md."),
+    "attention": Help("metrics of attention: its largest logits and the entropy of its weights",
+        "Of modules that call `torch.nn.functional.scaled_dot_product_attention`, or `softmax` with four dimensions. See "
+        "docs/attention.md."),
     "layer_times": Help("seconds of the forward and the backward of each layer, in sampled steps",
         "See docs/where-time-goes.md."),
     "local_norm": Help("under DDP, the norm of each rank's own gradient and the gradient noise scale"),

@@ -1,0 +1,272 @@
+"""AttentionProbe: what `start_exporter(attention=True)` asks for, the logits of attention in the forwards of sampled rounds.
+
+The functions that attention is computed with are observed while the forward of a root runs, so queries, keys, mask and scale are
+those of the training, whatever module calls. Calls within a backward, such as those of a checkpoint, do not count. A call is
+pending until a backward has passed through it, so a forward without a backward counts for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.capture.armed_round import ArmedRound
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.inspections import Inspection
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.errors import warn
+from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
+from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
+from torch_grad_exporter.inspection.modules import InnerModule, InnerModules, LayerRows, ModuleKind
+from torch_grad_exporter.inspection.round_tallies import TIMED
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.model.folding import fold
+from torch_grad_exporter.model.names import LayerFilter
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, capturing_graph, graph_task, on_node_of, within_transform
+from torch_grad_exporter.torch_compat.compiler import compiles_backwards, something_is_compiled
+from torch_grad_exporter.torch_compat.functions import ObservedFunction, without_function_modes
+
+SOURCE = "attention"
+
+# Calls of a round that are measured, and kept until they are confirmed, at most.
+CALLS = 1 << 12
+
+# Samples without any call of a layer after which its gauges vanish.
+KEPT = 8
+
+COMPILED = "attention is not shown, since something is compiled in this process, which would be compiled again"
+REPLACED = "attention is not shown, since another library has replaced torch.nn.functional.scaled_dot_product_attention"
+UNSEEN = (
+    "no attention was seen in the forward of a sampled step: modules have to call scaled_dot_product_attention, or softmax "
+    "with four dimensions, of torch.nn.functional; kernels of other libraries are not seen"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What is shown of a layer, of its calls in the sample of this number; None where it is unknown. `entropy`: mean, in nats."""
+
+    bound: float | None = None
+    max_logit: float | None = None
+    entropy: float | None = None
+    sample: int = 0
+
+    def with_totals_of(self, other: LayerAttention) -> LayerAttention:  # noqa: ARG002 - like any row
+        """Return a row without values: there are no totals."""
+        return LayerAttention()
+
+
+class AttentionTotals:
+    """The values by layer. Belongs to the worker, but for `snapshot`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._table = LayerRows(LayerAttention())
+        self._samples = 0
+        self._labels: dict[str, str] = {}  # of all modules that were seen
+
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Take the calls of a round; the data are the names of the modules that made them, by device."""
+        assert isinstance(record.data, tuple)  # noqa: S101 - only `AttentionProbe` sends records of this name
+        names = [name for of_device in record.data for name in of_device]
+        if not self._labels.keys() >= {*names}:
+            known = [*dict.fromkeys([*self._labels, *names])]
+            self._labels = dict(zip(known, fold(known, self._most), strict=True))
+        self._samples += 1
+        calls: dict[str, list[FloatArray]] = {}
+        for name, row in zip(names, np.concatenate([vector.reshape(-1, WIDTH) for vector in values]), strict=True):
+            calls.setdefault(self._labels[name], []).append(row)
+        rows = {label: self._row(np.array(several)) for label, several in calls.items()}
+        self._table.enter(rows, most=self._most)
+
+    def snapshot(self) -> Mapping[str, LayerAttention]:
+        """Return the values by layer, without those of layers that were not called for a while. From any thread."""
+        rows, samples = self._table.rows, self._samples
+        return {layer: row for layer, row in rows.items() if samples - row.sample < KEPT}
+
+    def _row(self, calls: FloatArray) -> LayerAttention:
+        bound, most = np.fmax.reduce(calls[:, :2])
+        entropy, rows = calls[:, 2:].sum(axis=0)
+        values = bound, most, entropy / rows if rows else np.nan
+        bound, most, mean = (None if np.isnan(value) or value == -np.inf else float(value) for value in values)
+        return LayerAttention(bound, most, mean, self._samples)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What was measured of a call. `hooked`: a backward through it shows; `reached`: one did; `old`: a step came since."""
+
+    name: str
+    values: torch.Tensor
+    hooked: bool = False
+    reached: bool = False
+    old: bool = False
+
+
+class AttentionProbe(Inspection, ForwardObserver):
+    """The inspection of attention. Belongs to the training thread, and to that of the backward."""
+
+    def __init__(
+        self, *, models: Mapping[str, torch.nn.Module], layers: LayerFilter, hooks: Hooks, cost: SampleCost, mailbox: Mailbox
+    ) -> None:
+        self._layers, self._cost, self._mailbox = layers, cost, mailbox
+        self._modules = InnerModules(models, LayerFilter(), ModuleKind.ANY, sys.maxsize)
+        self._hooks = InnerHooks(hooks, SOURCE, self)
+        self._transfer = HostTransfer(pressed=mailbox.press)
+        fused, eager = (hooks.guarded(SOURCE, called) for called in (self._attention_called, self._softmax_called))
+        self._observed = ObservedFunction("scaled_dot_product_attention", fused), ObservedFunction("softmax", eager)
+        self._names: dict[int, InnerModule] = {}  # by the `id` of the module, of the root whose forward runs
+        self._on_backward = hooks.guarded(SOURCE, self._backward_came)
+        self._pending: list[_Call] = []
+        self._confirmed: list[_Call] = []
+        self._number = -1
+        self._followed = False
+        self._said: set[str] = set()
+        self._measured, self._every = 0, 1  # calls of this round; of which one of how many is timed on its device
+
+    # The moments of a round
+
+    def forward_began(self, root: torch.nn.Module, _args: object, _kwargs: object, *, sampled: bool) -> None:
+        """Observe attention in the forward of a sampled round."""
+        self._end()
+        if not sampled:
+            self._pending = []
+        if not sampled or not BACKWARDS_ARE_SEEN or within_transform() or capturing_graph():
+            return
+        if something_is_compiled():  # it is guarded by the identity of the functions that it calls
+            self._say(COMPILED)
+            return
+        modules = self._modules.selected().by_root.get(id(root), ())
+        self._names = {id(module): inner for inner in modules if (module := inner.module()) is not None}
+        self._hooks.arm(root, (InnerModule("", weakref.ref(root)),))
+
+    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        """The forward of a root begins."""
+        self._followed = all(observed.begin() for observed in self._observed)
+        if not self._followed:
+            self._end()
+            self._say(REPLACED)
+
+    def left(self, label: str, module: torch.nn.Module, output: object) -> None:  # noqa: ARG002
+        """The forward of a root has returned."""
+        self._end()
+
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
+        """Count what forwards have shown as part of the round."""
+        if current.sampled:
+            if self._number != current.number:
+                self._number, self._confirmed = current.number, []
+            self._confirmed += (call for call in self._pending if call.reached or not call.hooked)
+            self._pending = [call for call in self._pending if call.hooked and not call.reached]
+        else:
+            self._pending = []
+
+    def round_over(self, number: int, *, kept: bool) -> None:
+        """Send what the round has shown to the host."""
+        if number == self._number and kept:
+            self._send(number)
+            if self._followed and not self._confirmed:
+                self._say(UNSEEN)
+        self._confirmed, self._followed = [], False
+        self._every, self._measured = max(1, self._measured // TIMED), 0
+
+    def step_over(self, *, sampled: bool) -> None:
+        """Observe nothing until the next forward."""
+        self._end()
+        self._hooks.disarm()
+        # A call from before the step may get its backward after it, as that of a generator; but not after two steps.
+        self._pending = [call for call in self._pending if sampled and not call.old]
+        for call in self._pending:
+            call.old = True
+
+    def release(self) -> None:
+        """Observe nothing and forget what is not sent; idempotent, from any thread."""
+        self._end()
+        self._hooks.disarm()
+        self._pending, self._confirmed, self._names = [], [], {}
+
+    def _end(self) -> None:
+        for observed in self._observed:
+            observed.end()
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warn(message)
+
+    @torch.no_grad()
+    def _send(self, number: int) -> None:
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for call in self._confirmed:
+            by_device.setdefault(call.values.device, []).append((call.name, call.values))
+        names = tuple(tuple(name for name, _ in calls) for calls in by_device.values())
+        sent = [self._transfer.send(torch.cat([values for _, values in calls])) for calls in by_device.values()]
+        arriving = tuple(ticket for ticket in sent if ticket is not None)
+        if arriving and len(arriving) == len(sent):
+            self._mailbox.append(Inspected(SOURCE, number, arriving, names))
+
+    # Calls of functions
+
+    def _attention_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with without_function_modes():
+            self._measure(args[0] if args else kwargs["query"], lambda _module: of_call(*args, **kwargs))
+
+    def _softmax_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        logits, dim = _logits(*args, **kwargs)
+
+        def measure(module: torch.nn.Module) -> torch.Tensor | None:
+            return of_logits(logits) if logits.dim() == 4 or isinstance(module, torch.nn.MultiheadAttention) else None
+
+        with without_function_modes():
+            if 3 <= logits.dim() <= 4 and dim in (-1, logits.dim() - 1):
+                self._measure(logits, measure)
+
+    def _measure(self, first: torch.Tensor, measure: Callable[[torch.nn.Module], torch.Tensor | None]) -> None:
+        """Measure a call, if it counts, under the name of the innermost module that made it. `first`: its first tensor."""
+        if graph_task() != -1 or within_transform() or capturing_graph() or len(self._pending) + len(self._confirmed) >= CALLS:
+            return
+        start = self._cost.now()
+        name, module = self._caller(sys._getframe(2))
+        if module is not None and self._layers.accepts(name):
+            self._measured += 1
+            times = self._every if self._measured % self._every == 0 else 0
+            begun = self._cost.timer.begin((first.device,)) if times else []
+            with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+                values = measure(module)
+            self._cost.timer.end(begun, times=times)
+            if values is not None:
+                call = _Call(name, values)
+                call.hooked = not compiles_backwards() and on_node_of(first, functools.partial(self._on_backward, call))
+                self._pending.append(call)
+        self._cost.spent(start, sampled=True)
+
+    def _backward_came(self, call: _Call, _gradients: object) -> None:
+        """A backward has reached the first tensor of a call."""
+        call.reached = True
+
+    def _caller(self, frame: FrameType | None) -> tuple[str, torch.nn.Module | None]:
+        """Return the first module of the root whose method is among the callers: the first argument, as `self` is."""
+        while frame is not None:
+            code = frame.f_code
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(first, torch.nn.Module):
+                inner = self._names.get(id(first))
+                if inner is not None and inner.module() is first:
+                    return inner.label, first
+            frame = frame.f_back
+        return "", None
+
+
+def _logits(input: torch.Tensor, dim: int | None = None, *_others: object, **_more: object) -> tuple[torch.Tensor, int | None]:  # noqa: A002
+    """Return these of the parameters of `softmax`."""
+    return input, dim
