@@ -291,6 +291,7 @@ ENDING = {"fails", "killed", "pushed", "finishes", "finishes-slowly"}
 NOT_HERE = {
     "LossNotImproving": "takes two windows of 6 hours, 12 minutes here; its unit tests have to do",
     "ModelsOutOfBalance": "takes a baseline of two hours, 2 minutes here, of two models; its unit tests have to do",
+    "SpikeAhead": "needs a thousand steps of Adam, which test_spike_ahead.py has",
     "UpdatesLost": "needs a training in bf16, which test_updates_lost.py has",
     "TrainingRestarting": "takes four lives of a run; its unit tests have to do",
     **dict.fromkeys(

@@ -137,6 +137,7 @@ class Chance:
             "WEIGHT_CAPTURES": {name: self._rising(age, self._random.choice((0.0005, 0.01, 0.1))) for name in names},
             "WEIGHT_UNCHANGED_RATIO": {name: self._share() for name in names},
             "GRAD_ZERO_RATIO": {name: self._share() / 3 for name in names},
+            "OPTIMIZER_RMS_RATIO": {name: self._gauge(*self._random.choice(((1.0, 9.0), (0.01, 0.03)))) for name in names},
             "TRAIN_LEARNING_RATE": {("a", str(group)): self._random.choice(rates) for group in range(self._random.randint(1, 2))},
         }
 

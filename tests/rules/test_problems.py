@@ -159,6 +159,12 @@ LOST: Metrics = {"WEIGHT_UNCHANGED_RATIO": 0.751, "GRAD_ZERO_RATIO": 0.25}
 """A layer of whose elements half have a gradient and stay as they are."""
 
 
+def remembering(x: float, y: float | None = None, steps: float = 1001) -> Metrics:
+    """An optimizer whose second moment stands in this ratio to the gradients of the layers `x` and `y`."""
+    ratios = {("x",): x} if y is None else {("x",): x, ("y",): y}
+    return {"OPTIMIZER_RMS_RATIO": ratios, "TRAIN_STEPS": {("a",): steps}}
+
+
 def active(seconds: float, slowest: float | Course) -> Metrics:
     """A training that was last active this many seconds ago."""
     return {"TRAIN_LAST_ACTIVITY_TIMESTAMP": NOW - seconds, "TRAIN_SLOWEST_STEP": slowest}
@@ -429,6 +435,21 @@ CASES = {
             run("finished", **updating(1e-5, **LOST)),
         ],
         layer="x",
+    ),
+    "spike ahead": case(
+        "SpikeAhead",
+        "warning",
+        [
+            run(**remembering(8.01)),
+            run("evaluating", **remembering(9.0, y=0.001)),
+            run(**remembering(0.019, y=0.001)),
+        ],
+        [
+            run(**remembering(7.99)),
+            run(**remembering(0.021, y=0.001)),
+            run(**remembering(9.0, steps=1000)),
+            run("finished", **remembering(9.0)),
+        ],
     ),
     "entropy": case(
         "EntropyCollapse",

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from torch_grad_exporter.rules import actions, layers, nonfinite, reinforcement, spikes, training
+from torch_grad_exporter.rules import actions, layers, nonfinite, optimizer_state, reinforcement, spikes, training
 from torch_grad_exporter.rules.declaration import Alert, Rule
 
 # By the file of alerts. The order counts: of the same severity the first is listed first.
@@ -35,6 +35,7 @@ JUDGED: Mapping[str, tuple[Rule, ...]] = {
         layers.without_gradient,
         layers.not_updating,
         layers.updates_lost,
+        optimizer_state.spike_ahead,
     ),
     "rl": (
         reinforcement.entropy_collapse,

@@ -31,6 +31,7 @@ THRESHOLDS: Mapping[str, float] = {
     "LayerDead": 0.9,
     "LayerNotUpdating": 3,
     "UpdatesLost": 0.5,
+    "SpikeAhead": 8,
     "EntropyCollapse": 0.05,
     "KlOutOfRange": 1,
     "ZeroAdvantage": 0.8,
