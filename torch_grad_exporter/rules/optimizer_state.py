@@ -9,7 +9,7 @@ from torch_grad_exporter.collectors.training import TRAIN_STEPS
 from torch_grad_exporter.rules.context import BUSY, THRESHOLDS, RuleContext
 from torch_grad_exporter.rules.declaration import Alert, Finding, rule
 
-# Below this ratio the second moment is what is left of gradients of long ago. Before so many steps nothing is judged.
+# Below this ratio the second moment is left over from gradients of long ago. In the first steps nothing is judged.
 LEFT_OVER, FIRST_STEPS = 0.02, 1000
 
 
