@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -82,4 +83,27 @@ def test_a_compiled_model(mode: str) -> None:
             optimizer.step()
             assert settled(exporter, step + 1)
             assert value(exporter, "torch_grad_global_norm") == pytest.approx(expected, rel=1e-5)
+        assert errors(exporter) == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, {"foreach": True, "capturable": True}], ids=["foreach", "fused", "capturable"]
+)
+def test_moments_of_an_optimizer(options: dict[str, bool]) -> None:
+    """The ratio of gradients to the second moment is that of float64, and nothing waits for it."""
+    layer = torch.nn.Linear(64, 32, bias=False)
+    model = torch.nn.Sequential(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), **options)
+    inputs = torch.randn(6, 16, 64)
+    with start_exporter(model, port=None, every=1, optimizer_state=True) as exporter:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(inputs[step]).square().mean().backward()
+            second = wide(optimizer.state[layer.weight]["exp_avg_sq"]) if step else None
+            with nothing_waits() if step > 2 else contextlib.nullcontext():
+                optimizer.step()
+            assert settled(exporter, step + 1)
+        gradient = wide(layer.weight.grad)
+        expected = (gradient**2 / ((0.95 * second + 0.05 * gradient**2) / (1 - 0.95**6))).mean().sqrt().item()
+        assert value(exporter, "torch_optimizer_rms_ratio", layer="0") == pytest.approx(expected, rel=1e-5)
         assert errors(exporter) == {}
