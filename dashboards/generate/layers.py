@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import statetimeline
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from dashboards.generate import activations, clipping, layer_times
+from dashboards.generate import activations, clipping, layer_times, leading
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
@@ -324,6 +324,7 @@ def dashboard() -> Dashboard:
         Row("Chosen layers: $layer", _chosen()),
         Row("Chosen layers, optional metrics: weights and moments", more, collapsed=True),
         Row("Clipping policies and frozen layers", clipping.row(), collapsed=True),
+        Row("What leads the loss", leading.row(), collapsed=True),
         Row("Activations and watched tensors", activations.row(), collapsed=True),
         Row("Time of the layers", layer_times.row(), collapsed=True),
         Row("Several models", [_balance().span(24)], collapsed=True),
