@@ -61,6 +61,17 @@ def _nonfinite() -> Panel:
     return panel.min(0).axis_soft_max(1).decimals(0)
 
 
+def _outliers() -> Panel:
+    selector = of_run("torch_activation_kurtosis")
+    lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
+    text = (
+        "Kurtosis of the sizes of a module's output units, the 20 largest: 1 where all are equal. A few units that outgrow "
+        "all others come before unstable training in low precision."
+    )
+    panel = draw.lines("Outliers among the units", text, "short", Query(lines, BY), nothing=NOTHING, many=True)
+    return draw.logarithmic(panel)
+
+
 def _watched() -> Panel:
     selector = of_run("torch_watch_grad_norm")
     lines = ask.steadily_top(20, highest(selector, "run, name"), "run, name", selector)
@@ -76,5 +87,5 @@ def row() -> list[Panel]:
     """All of them."""
     return [
         *(panel.span(12).height(10) for panel in (_sizes(), _dead())),
-        *(panel.span(8) for panel in (_gradients(), _nonfinite(), _watched())),
+        *(panel.span(12) for panel in (_gradients(), _outliers(), _nonfinite(), _watched())),
     ]

@@ -217,6 +217,7 @@ BY_LAYER: dict[str, list[Shows]] = {
     "Size of every output": [Shows(HEALTHY, -4, 4)],
     "Dead units of every output": [Shows(HEALTHY, 0, 1)],
     "Gradient at the outputs": [Shows(HEALTHY, 1e-6, 10)],
+    "Outliers among the units": [Shows(HEALTHY, 1, 100)],
     "NaN and Inf in sampled outputs": [Shows(HEALTHY, 0, 0)],
     "Gradients of watched tensors": [Shows(HEALTHY, 1e-6, 10)],
 }

@@ -16,7 +16,7 @@ from tests.support.scrape import errors, key, value, values
 from tests.support.torch_hooks import all_hooks, module_hooks
 from torch_grad_exporter import Exporter, start_exporter
 
-NAMES = ("dead_ratio", "zero_ratio", "rms", "max_magnitude", "grad_norm")
+NAMES = ("dead_ratio", "zero_ratio", "rms", "max_magnitude", "grad_norm", "kurtosis", "channel_ratio")
 
 
 class Kept:
@@ -48,6 +48,8 @@ class Kept:
         dim = self._dims[name]
         per_unit = [output.movedim(dim, 0).reshape(output.shape[dim], -1) for output in outputs]
         dead = sum(all(not bool((units[unit] != 0).any()) for units in per_unit) for unit in range(len(per_unit[0])))
+        squares = torch.cat(per_unit, dim=1).square().mean(dim=1)
+        middle = squares.sort().values[(len(squares) - 1) // 2]
         gradients = [gradient.double().reshape(-1) for gradient in self.gradients.get(name, [])]
         return {
             "dead_ratio": dead / len(per_unit[0]),
@@ -55,6 +57,8 @@ class Kept:
             "rms": math.sqrt(float(flat.square().sum()) / flat.numel()),
             "max_magnitude": float(flat.abs().max()),
             "grad_norm": float(torch.cat(gradients).norm()) / scale if gradients else None,
+            "kurtosis": float(squares.square().mean() / squares.mean().square()) if squares.any() else None,
+            "channel_ratio": float((squares.max() / middle).sqrt()) if middle else None,
         }
 
 
@@ -89,7 +93,7 @@ def watched(model: nn.Module, **options: object) -> Iterator[Exporter]:
 def agree(found: dict[str, float | None], expected: dict[str, float | None], rel: float) -> None:
     """Compare sizes to `rel`, and shares, which are counts, exactly."""
     for name, wanted in expected.items():
-        exact = name.endswith("ratio")
+        exact = name in ("dead_ratio", "zero_ratio")
         assert found[name] == (wanted if wanted is None or exact else pytest.approx(wanted, rel=rel)), name
 
 

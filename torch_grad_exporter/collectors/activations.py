@@ -34,6 +34,14 @@ ACTIVATION_GRAD_NORM = _gauge(
     "torch_activation_grad_norm",
     "L2 norm of the gradient that reached a module's outputs in the last sampled step, of this rank's own loss, unscaled; absent where none did.",
 )
+ACTIVATION_KURTOSIS = _gauge(
+    "torch_activation_kurtosis",
+    "Mean fourth power over the squared mean square of the root mean squares of a module's output units in the last sampled step: 1 where all are equal, up to the number of units where one has all; absent where the output has no units.",
+)
+ACTIVATION_CHANNEL_RATIO = _gauge(
+    "torch_activation_channel_ratio",
+    "Largest root mean square of an output unit of a module over the median of its units, in the last sampled step; absent where that is zero.",
+)
 ACTIVATION_NONFINITE_ELEMENTS = ACTIVATIONS.counter(
     "torch_activation_nonfinite_elements_total",
     "Elements of a module's outputs that were NaN or Inf, over sampled steps.",
@@ -65,6 +73,8 @@ _VALUES = {
     ACTIVATION_RMS: attrgetter("rms"),
     ACTIVATION_MAX_MAGNITUDE: attrgetter("max_magnitude"),
     ACTIVATION_GRAD_NORM: attrgetter("grad_norm"),
+    ACTIVATION_KURTOSIS: attrgetter("kurtosis"),
+    ACTIVATION_CHANNEL_RATIO: attrgetter("channel_ratio"),
 }
 
 

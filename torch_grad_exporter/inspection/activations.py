@@ -45,6 +45,8 @@ class LayerActivations:
     zero_ratio: float | None = None
     dead_ratio: float | None = None
     grad_norm: float | None = None
+    kurtosis: float | None = None
+    channel_ratio: float | None = None
     sample: int = 0
 
     def only_counts(self) -> LayerActivations:
@@ -96,6 +98,8 @@ class ActivationTotals:
                 zero_ratio=tally.zeros / tally.elements,
                 dead_ratio=tally.dead / tally.units if tally.units else None,
                 grad_norm=tally.gradient / scale if tally.graded and scale is not None else None,
+                kurtosis=tally.kurtosis if math.isfinite(tally.kurtosis) else None,
+                channel_ratio=tally.spread if math.isfinite(tally.spread) else None,
                 sample=self._samples,
             )
         self._table.enter(changed, most=self._most)

@@ -37,6 +37,7 @@ class Tally:
         units: Output units, 0 where they are unknown.
         rows: Norm, zeros, NaN and infinite elements, each of shape (4,).
         peaks: The largest magnitude of each unit, or of all elements; shape (units,) or (1,), a NaN where there is one.
+        squares: The sum of squares of each unit, shape (units,), or None.
         gradients: Norms of parts of the gradient, each of shape (1,).
     """
 
@@ -44,13 +45,16 @@ class Tally:
     units: int = 0
     rows: list[torch.Tensor] = field(default_factory=list)
     peaks: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
     gradients: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of_values(cls, values: torch.Tensor, unit_dim: int | None) -> Tally:
         """Measure an output: a plain real tensor that is not empty. `unit_dim`: along which its units lie, if it has any."""
         row, peaks = (_on_host if values.device.type == "cpu" else _on_device)(values, unit_dim)
-        return cls(values.numel(), 0 if unit_dim is None else values.shape[unit_dim], [row], peaks)
+        if unit_dim is None:
+            return cls(values.numel(), 0, [row], peaks)
+        return cls(values.numel(), values.shape[unit_dim], [row], peaks, _squares(resolved(values), unit_dim))
 
     @classmethod
     def of_gradient(cls, gradient: torch.Tensor) -> Tally:
@@ -60,12 +64,15 @@ class Tally:
 
     def include(self, other: Tally) -> None:
         """Add another tally, of the same module and device. Keep at most `HELD` small tensors of each kind."""
-        if self.peaks is None or other.peaks is None:
-            self.units, self.peaks = (other.units, other.peaks) if self.peaks is None else (self.units, self.peaks)
-        elif self.units == other.units:
+        if self.peaks is None:
+            self.units, self.peaks, self.squares = other.units, other.peaks, other.squares
+        elif other.peaks is not None and self.units == other.units:
             self.peaks = torch.maximum(self.peaks, other.peaks)
-        else:  # outputs of several widths have no units in common
-            self.units, self.peaks = 0, torch.maximum(self.peaks.amax(0, keepdim=True), other.peaks.amax(0, keepdim=True))
+            if self.squares is not None and other.squares is not None:
+                self.squares = self.squares + other.squares
+        elif other.peaks is not None:  # outputs of several widths have no units in common
+            self.units, self.squares = 0, None
+            self.peaks = torch.maximum(self.peaks.amax(0, keepdim=True), other.peaks.amax(0, keepdim=True))
         self.elements += other.elements
         self.rows += other.rows
         self.gradients += other.gradients
@@ -143,6 +150,16 @@ def _on_device(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor
     return torch.cat((norm.to(accumulate), counts[0])), peaks.to(accumulate)
 
 
+def _squares(values: torch.Tensor, unit_dim: int) -> torch.Tensor:
+    """Return the sum of squares of each unit. On the host in float32, a tenth of the cost: sums are pairwise, so no less exact."""
+    others, accumulate = [dim for dim in range(values.dim()) if dim != unit_dim], device.wide(values.device)
+    if values.device.type == "cpu" and values.numel() <= device.CHUNK_ELEMENTS:
+        values = values if values.dtype is torch.float64 else values.float()
+        return (values * values).sum(dim=others).to(accumulate)
+    norms: torch.Tensor = torch.linalg.vector_norm(values, dim=others, dtype=accumulate)
+    return norms.square()
+
+
 class LabelTally(NamedTuple):
     """The tallies of one label together."""
 
@@ -154,16 +171,19 @@ class LabelTally(NamedTuple):
     infs: float
     peak: float  # the largest magnitude; NaN where there is a NaN
     dead: float  # output units that were zero in every element
+    kurtosis: float  # of the norms of units, and the largest of them over the median; NaN where they are unknown
+    spread: float
     graded: float  # tallies with a gradient
     gradient: float  # its norm
 
 
-_NORM, _PEAK, _GRADIENT = (LabelTally._fields.index(name) for name in ("norm", "peak", "gradient"))
+_NORM, _GRADIENT = (LabelTally._fields.index(name) for name in ("norm", "gradient"))
+_LARGEST = [LabelTally._fields.index(name) for name in ("peak", "kurtosis", "spread")]  # of several tallies the largest counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTallies:
-    """The tallies of one device in a vector: rows, then the largest peaks, zero units and gradients. Arrays of shape (n,)."""
+    """The tallies of one device in a vector: rows, then peaks, zero units, kurtosis, spread and gradients. Arrays of shape (n,)."""
 
     labels: tuple[str, ...]
     elements: IntArray
@@ -175,8 +195,9 @@ class PackedTallies:
         count = len(self.labels)
         rows, rest = vector[: 4 * count].reshape(count, 4), vector[4 * count :]
         gradients = np.zeros(count)
-        gradients[self.graded] = rest[2 * count :]
-        return np.column_stack((self.elements, self.units, rows, rest[:count], rest[count : 2 * count], self.graded, gradients))
+        gradients[self.graded] = rest[4 * count :]
+        of_units = rest[: 4 * count].reshape(4, count).T
+        return np.column_stack((self.elements, self.units, rows, of_units, self.graded, gradients))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,13 +222,13 @@ class SentTallies:
         number = {label: place for place, label in enumerate(dict.fromkeys(labels))}
         group, count = np.array([number[label] for label in labels], dtype=np.int64), len(number)
         rows = np.concatenate([packing.unpacked(vector) for packing, vector in zip(self.devices, values, strict=False)])
-        together, peaks = np.zeros((count, rows.shape[1])), np.full(count, -np.inf)
+        together, largest = np.zeros((count, rows.shape[1])), np.full((count, len(_LARGEST)), -np.inf)
         with np.errstate(all="ignore"):  # a NaN stays one
             np.add.at(together, group, rows)
-            np.maximum.at(peaks, group, rows[:, _PEAK])
+            np.maximum.at(largest, group, rows[:, _LARGEST])
             for column in (_NORM, _GRADIENT):
                 together[:, column] = root_of_squares(rows[:, column], group, count)
-        together[:, _PEAK] = peaks
+        together[:, _LARGEST] = largest
         return {label: LabelTally(*together[place].tolist()) for label, place in number.items()}
 
 
@@ -218,11 +239,18 @@ def packed(labelled: Sequence[tuple[str, Tally]]) -> tuple[PackedTallies, torch.
     """
     labelled = sorted(labelled, key=lambda pair: len(_peaks(pair[1])))
     tallies = [tally for _, tally in labelled]
-    parts, dead = [torch.stack([tally.row() for tally in tallies]).reshape(-1)], []
-    for _, group in itertools.groupby(map(_peaks, tallies), key=len):
-        peaks = torch.stack([*group])
-        parts.append(peaks.amax(dim=1))
-        dead.append((peaks == 0).sum(dim=1, dtype=peaks.dtype))
+    parts = [torch.stack([tally.row() for tally in tallies]).reshape(-1)]
+    of_units = []
+    for _, several in itertools.groupby(tallies, key=lambda tally: len(_peaks(tally))):
+        group = [*several]
+        peaks = torch.stack([_peaks(tally) for tally in group])
+        # Kurtosis of outlier features: He et al., "Understanding and minimising outlier features in transformer training" (2024).
+        nothing = torch.full_like(peaks[0], math.nan)
+        squares = torch.stack([nothing if tally.squares is None else tally.squares for tally in group])
+        kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).square()
+        spread = (squares.amax(dim=1) / squares.median(dim=1).values).sqrt()
+        of_units.append(torch.stack((peaks.amax(dim=1), (peaks == 0).sum(dim=1, dtype=peaks.dtype), kurtosis, spread)))
+    parts.append(torch.cat(of_units, dim=1).reshape(-1))
     gradients = [tally.gradient() for tally in tallies if tally.gradients]
     packing = PackedTallies(
         tuple(label for label, _ in labelled),
@@ -230,7 +258,7 @@ def packed(labelled: Sequence[tuple[str, Tally]]) -> tuple[PackedTallies, torch.
         np.array([tally.units for tally in tallies], dtype=np.int64),
         np.array([bool(tally.gradients) for tally in tallies], dtype=np.bool_),
     )
-    return packing, torch.cat([*parts, *dead, *gradients])
+    return packing, torch.cat([*parts, *gradients])
 
 
 def _peaks(tally: Tally) -> torch.Tensor:
