@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,7 +54,9 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
     settings, capture, errors = checked.settings, stage.capture, stage.errors
     hooks, clock, cost, mailbox = stage.hooks, stage.clock, stage.cost, stage.mailbox
     waits = ReductionWaits(hooks, clock, capture.reductions, stage.reader)
-    capture.inspect(waits, errors.boundary("reduction", "waits for other ranks"))
+    # Without other ranks there is nothing to wait for.
+    waiting = functools.partial(capture.inspect, waits, errors.boundary("reduction", "waits for other ranks"))
+    capture.reductions.on_wrapper = waiting
     if settings.local_norm:
         local = LocalGradients(
             hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=capture.reductions, detection=capture.detection,

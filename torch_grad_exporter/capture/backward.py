@@ -63,6 +63,7 @@ class BackwardHooks:
 
     Attributes:
         task: Autograd's number of the backward that has reached an output or a hooked node and has not ended; -1 for none.
+        returned: Whether a training forward has returned something other than a tensor since `StepHooks` cleared this.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class BackwardHooks:
         self._reductions, self._counted, self._forwards = reductions, counted, forwards
         self._thread, self._periodic = thread, periodic
         self.task = -1
+        self.returned = False
         self._before: GradientVersions | None = None  # all gradients before it, where nodes do not show all that is written
         self._at_start: GradientVersions | None = None  # when the exporter was started, until a backward is over
         self._end_hook = hooks.guarded("backward_hook", self._ended)
@@ -114,6 +116,7 @@ class BackwardHooks:
         if torch.is_grad_enabled():
             self._hook(output)
             if module.training and not isinstance(output, torch.Tensor):
+                self.returned = True
                 self._inspections.tell(Inspection.forward_ended, model, output, kwargs)
         if self._periodic is not None and not module.training:
             self._periodic()
@@ -259,7 +262,8 @@ class BackwardHooks:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
         fired = self._detection.nodes.positions(table) | moved | current.early_fired
         # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
-        fired.update(i for i in table.tracked.empty if table.tracked[i].gradient() is not None)
+        if table.tracked.empty:
+            fired.update(i for i in table.tracked.empty if table.tracked[i].gradient() is not None)
         return reduced(table, fired) if table.tracked.flat else fired
 
     @property
@@ -273,7 +277,7 @@ class BackwardHooks:
         if left is not None and left.unchanged():
             self.read()
         else:
-            self._rounds.sample_read(taken=False, why=Lost.EDITED)
+            self._rounds.withdraw(Lost.EDITED)
 
     def read(self, step: StepView | None = None, *, now: PresentGradients | None = None) -> None:
         """Read the round's gradients, and choose the probes until the next sample. `step`, `now`: see `GradientReader.read`."""
@@ -282,8 +286,9 @@ class BackwardHooks:
         divisor = self._forwards.divisor if self._detection.sees_backwards else 1.0
         before = current.parts
         self._reader.read(current, rounds.pattern, divisor=divisor, step=step, now=now)
-        taken = current.parts is not before
-        rounds.sample_read(taken=taken)
-        if taken:
-            self._inspections.tell(Inspection.gradients_read, current)
-            self._detection.follow(current.table, current.fired)
+        if current.parts is before:
+            rounds.withdraw(Lost.FAILED)
+            return
+        rounds.sample_read()
+        self._inspections.tell(Inspection.gradients_read, current)
+        self._detection.follow(current.table, current.fired)

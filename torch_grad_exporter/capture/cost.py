@@ -158,18 +158,17 @@ class DeviceTimer:
 class SampleCost:
     """Adds up what a sample costs, in seconds, and reports it to the schedule. Belongs to the training thread.
 
-    `timer`: times the work on devices.
+    Attributes:
+        timer: Times the work on devices.
+        now: Returns the time of the clock that `spent` asks.
     """
 
     def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer) -> None:
         self._clock, self._schedule, self.timer = clock, schedule, timer
+        self.now = clock.clock
         self._seconds = 0.0
         # What samples cost on the host, and the events of what they cost on devices, which may be behind.
         self._pending: deque[tuple[float, list[Pair]]] = deque()
-
-    def now(self) -> float:
-        """Return the time of the clock that `spent` asks."""
-        return self._clock.clock()
 
     def of(self, action: Callable[..., object], *arguments: object) -> None:
         """Run a part of a sample. The time of the whole hook that it is in is counted by the loop."""

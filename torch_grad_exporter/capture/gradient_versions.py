@@ -8,7 +8,6 @@ have been reused by another tensor.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -157,12 +156,16 @@ class GradientsAsRead:
 
     def __init__(self, gradients: Mapping[int, torch.Tensor], marks: Marks, sample: int) -> None:
         self._marks = marks
+        self._elements: list[tuple[int, int, float]] = []  # position in the table, index in the gradient, value
         positions = [*gradients]
-        chosen = [positions[(sample * ELEMENTS + number) % len(positions)] for number in range(min(ELEMENTS, len(positions)))]
-        readable = [(p, gradients[p]) for p in chosen if gradients[p].is_contiguous() and gradients[p].numel()]
-        # Positions in the table, each with the index of an element.
-        self._places = [(position, sample * _STRIDE % gradient.numel()) for position, gradient in readable]
-        self._values = _elements((gradients[position], index) for position, index in self._places)
+        for number in range(min(ELEMENTS, len(positions))):
+            position = positions[(sample * ELEMENTS + number) % len(positions)]
+            gradient = gradients[position]
+            if gradient.is_contiguous() and (size := gradient.numel()):
+                index = sample * _STRIDE % size
+                value = gradient.numpy(force=True).item(index)
+                if value == value:  # noqa: PLR0124 - no NaN
+                    self._elements.append((position, index, value))
 
     def unchanged(self, positions: Sequence[int], now: PresentGradients) -> bool:
         """Return whether the gradients of the parameters at `positions`, which were all read, are the same `now`."""
@@ -173,14 +176,12 @@ class GradientsAsRead:
             place = dict(zip(positions, itertools.count()))
         if now.marks is None or not all(map(operator.eq, marks, now.marks)):
             return False
-        pairs = zip(self._places, self._values, strict=True)
-        known = [(now.gradients[place[p]], index, value) for (p, index), value in pairs if p in place and not math.isnan(value)]
-        return _elements((gradient, index) for gradient, index, _ in known) == [value for _, _, value in known]
-
-
-def _elements(places: Iterable[tuple[torch.Tensor | None, int]]) -> list[float]:
-    """Return an element of each of these gradients, NaN where there is none."""
-    return [math.nan if g is None else float(g.numpy(force=True).reshape(-1)[index]) for g, index in places]
+        for position, index, value in self._elements:
+            if position in place:
+                gradient = now.gradients[place[position]]
+                if gradient is None or gradient.numpy(force=True).item(index) != value:
+                    return False
+        return True
 
 
 def _versions_of(parameters: Sequence[torch.nn.Parameter | None]) -> list[int]:

@@ -79,7 +79,7 @@ class Inspection:
         """It has. `left_out`: on a device, not zero if the optimizer had to skip its step."""
 
     def round_stepped(self) -> None:
-        """The first step of a round is over."""
+        """The first step of a round is over. Called only if `forward_ended` was since the last call."""
 
     def step_over(self, *, sampled: bool) -> None:
         """A step is over. `sampled`: whether the next round is due to be sampled."""
@@ -113,7 +113,7 @@ class Inspections:
         self._handlers: dict[str, list[tuple[Guard, Callable[..., None]]]] = {name: [] for name in events}
 
     def add(self, inspection: Inspection, guard: Guard) -> None:
-        """Add one before the training begins. `guard`: its boundary."""
+        """Add one, outside of `tell`. `guard`: its boundary."""
         for name, handlers in self._handlers.items():
             if getattr(type(inspection), name) is not getattr(Inspection, name):
                 handlers.append((guard, getattr(inspection, name)))

@@ -80,6 +80,7 @@ class GradientReader:
 
     Attributes:
         readable: Whether the last sample's gradients can be compared at the step: plain tensors on the host.
+        taken_once: Returns whether the last sample did work that others will not need, such as that of a first time.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class GradientReader:
         errors: ErrorLog,
         loss_scale: LossScale,
     ) -> None:
-        self._optimizers, self._statistics = optimizers, statistics
+        self._optimizers, self._statistics, self.taken_once = optimizers, statistics, statistics.taken_once
         self._clock, self._cost, self._mailbox = clock, cost, mailbox
         self.guards = {part: errors.boundary("capture", part) for part in BOUNDARIES}
         self._transfer = HostTransfer(pressed=mailbox.press)
@@ -305,10 +306,6 @@ class GradientReader:
         if not mine <= stepped:
             others = fired[~np.isin(owners[fired], list(stepped))].tolist()
             self.guards[OTHERS](self._statistics.forget, current.table, others, current.number)
-
-    def taken_once(self) -> bool:
-        """Return whether the last sample did work that others will not need, such as that of a first time."""
-        return self._statistics.taken_once()
 
     def withdraw(self, current: ArmedRound) -> None:
         """Take back what was read of the round."""

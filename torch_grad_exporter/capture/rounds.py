@@ -139,15 +139,12 @@ class RoundTracker:
         # A step within the backward waits for no other backward.
         return bool(fired) and (bool(current.early_fired) or current.backwards >= (self.pattern.backwards or 1))
 
-    def sample_read(self, *, taken: bool, why: Lost = Lost.FAILED) -> None:
-        """The round's gradients were read, or could not be. `why`: not."""
+    def sample_read(self) -> None:
+        """The round's gradients were read."""
         current = self.current
-        if taken:
-            self.samples += not current.counted
-            current.counted = current.captured = True
-            current.again = False
-        else:
-            self.withdraw(why)
+        self.samples += not current.counted
+        current.counted = current.captured = True
+        current.again = False
 
     # Steps
 

@@ -27,7 +27,7 @@ from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers, positions_in
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
-from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
+from torch_grad_exporter.torch_compat.optimizers import called_from_step, others_follow, remove_step_hooks
 
 
 class StepHooks:
@@ -104,7 +104,7 @@ class StepHooks:
         sampled = rounds.current.sampled
         if sampled:
             self._loss_scale.search(sys._getframe(1))
-        if sampled and not over and self._hooks.others_follow(optimizer):
+        if sampled and not over and others_follow(self._hooks.step_numbers[0], optimizer):
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
             self._look(optimizer, args, kwargs)
@@ -134,14 +134,14 @@ class StepHooks:
         number = self._optimizers.number(optimizer)
         if number is None:
             return
-        closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-        current = self._rounds.current
         # A scaler sets both for the time of a fused optimizer's step.
         found_inf = getattr(optimizer, "found_inf", None)
         found_inf = found_inf if isinstance(found_inf, torch.Tensor) else None
         grad_scale = None if found_inf is None else _grad_scale(optimizer)
-        self._use(StepView(number, grad_scale, found_inf), closure=closure)
-        if current.sampled:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        sampled = self._rounds.current.sampled
+        self._use(StepView(number, grad_scale, found_inf), closure=closure is not None)
+        if sampled:
             self._inspections.tell(Inspection.step_began, self._rounds.current, number)
 
     def _use(self, seen: StepView, *, closure: bool) -> None:
@@ -229,7 +229,8 @@ class StepHooks:
         if sampled:
             self._inspections.tell(Inspection.step_ended, rounds.current, number, found_inf)
         self._observations.settings(start, sampled=sampled)
-        if first:
+        if first and self._backward.returned:
+            self._backward.returned = False
             self._inspections.tell(Inspection.round_stepped)
         if self._periodic is not None:
             self._periodic()

@@ -22,7 +22,7 @@ from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.torch_compat.autograd import intercepting_modes, outside_of_modes
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
-from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks, remove_step_hooks
+from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, remove_step_hooks
 
 
 class Removable(Protocol):
@@ -97,7 +97,11 @@ never_compile(_nothing)
 
 
 class Hooks:
-    """Registers guarded hooks and removes them all at `close()`."""
+    """Registers guarded hooks and removes them all at `close()`.
+
+    Attributes:
+        step_numbers: Those that PyTorch gave the hooks before and after every optimizer's step.
+    """
 
     def __init__(self, errors: ErrorLog) -> None:
         self._errors = errors
@@ -106,7 +110,7 @@ class Hooks:
         self._hooks: list[GuardedHook] = []
         self._on_modules: list[ModuleHooks] = []
         self._around_step: tuple[GuardedHook, GuardedHook] | None = None
-        self._step_numbers = -1, -1
+        self.step_numbers = -1, -1
         self._suspended = self._closed = False
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
@@ -136,7 +140,7 @@ class Hooks:
         self._step_handles.append(first)
         second = register_optimizer_step_post_hook(self._around_step[1])
         self._step_handles.append(second)
-        self._step_numbers = first.id, second.id
+        self.step_numbers = first.id, second.id
 
     def come_first(self) -> None:
         """Put what `on_module` set before a forward in front of all others, such as FSDP2's hook, which gathers parameters."""
@@ -176,14 +180,9 @@ class Hooks:
 
     def _set_step_hooks(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Change only the values of existing keys: another thread may be iterating over the dictionaries."""
-        for hooks, number, hook in zip(STEP_HOOKS, self._step_numbers, (before, after), strict=True):
+        for hooks, number, hook in zip(STEP_HOOKS, self.step_numbers, (before, after), strict=True):
             if number in hooks:
                 hooks[number] = hook
-
-    def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether other hooks run between the one that `on_optimizers` set and the step."""
-        last = next(reversed(STEP_HOOKS[0].values()), None) if STEP_HOOKS else None
-        return has_step_hooks(optimizer) or self._around_step is None or last is not self._around_step[0]
 
     def disconnect(self) -> None:
         """Make every hook do nothing, without unregistering any; idempotent. Takes no lock: a fork may have left it held."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +119,8 @@ class Reductions:
     """Each wrapper with whether the next backward through it reduces."""
     wrapped: bool = False
     """Whether the last of these forwards ran through a wrapper."""
+    on_wrapper: Callable[[], object] | None = None
+    """Is called once, when a forward first runs through a wrapper."""
     coming: Reduction | None = None
     """What the backward that began last reduces; `None` if it runs through no wrapper, as far as known."""
 
@@ -128,6 +131,9 @@ class Reductions:
         wrapper = around(root)
         wrappers = [inner for _, inner in within(root)] if wrapper is None else [wrapper]
         self.wrapped = bool(wrappers)
+        if wrappers and self.on_wrapper is not None:
+            call, self.on_wrapper = self.on_wrapper, None
+            call()
         del self.forwards[:-FORWARDS]
         self.forwards += [(weakref.ref(inner), inner.require_backward_grad_sync) for inner in wrappers]
 

@@ -20,9 +20,10 @@ STEP_HOOKS: tuple[dict[int, Any], ...] = () if None in _step_hooks else _step_ho
 """The hooks before and after every optimizer's step by their numbers; empty where they are not shown."""
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer has hooks of its own before its step; true where it cannot say."""
-    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
+def others_follow(number: int, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether other hooks run between that of all optimizers with this number and the step; true where it cannot say."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", True)
+    return bool(own) or not STEP_HOOKS or next(reversed(STEP_HOOKS[0]), None) != number
 
 
 def hooked_last(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
