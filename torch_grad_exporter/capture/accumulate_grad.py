@@ -80,21 +80,6 @@ class _Held:
         """Return the parameters with their nodes."""
         return zip(self.tracked, self.nodes, strict=True)
 
-    def changed(self) -> set[TrackedParameter]:
-        """Return which of the parameters are of another kind now, or in other memory."""
-        # Another type or device is another place in memory, where that is known. This is asked in each sample.
-        for start in range(0, len(self.parameters), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
-            now = self.parameters[part]
-            shapes = [*map(operator.itemgetter(0), self.kinds[part])]
-            if _places(now) != self.places[part] or [*map(_shape, now)] != shapes:
-                break
-        else:
-            if 0 not in self.places or [*map(_kind, self.parameters)] == self.kinds:
-                return set()
-        rows = zip(self.tracked, self.parameters, self.kinds, self.places, strict=True)
-        return {t for t, p, kind, place in rows if _kind(p) != kind or _places([p]) != [place]}
-
 
 class AccumulateGradNodes:
     """Hooks on the AccumulateGrad nodes of parameters.
@@ -112,37 +97,38 @@ class AccumulateGradNodes:
     def __init__(self) -> None:
         self.on_first: NodeHook = _nothing
         self._held = _Held(TrackedParameters())
-        self._hooks: dict[TrackedParameter, MutableMapping[int, object]] = {}
+        self.hooked: dict[TrackedParameter, MutableMapping[int, object]] = {}
         """The hooks of each node that is hooked."""
         self._numbers: dict[TrackedParameter, int] = {}
         """The number of ours among them."""
-        self._at_times: set[TrackedParameter] = set()
+        self.frozen_at_times: set[TrackedParameter] = set()
         """Those that were frozen at the end of a round, or thawed within one, as long as they are hooked."""
         self.table: ParameterTable | None = None
         self.running = False
         self.fired: list[TrackedParameter] = []
-
-    @property
-    def armed(self) -> bool:
-        """Whether nodes are hooked."""
-        return bool(self._hooks)
-
-    @property
-    def held(self) -> bool:
-        """Whether nodes of parameters are held that are frozen at times."""
-        return bool(self._at_times)
 
     def drop_changed(self) -> bool:
         """Release the nodes of parameters whose shape, type or device has changed since; return whether there are any.
 
         Also of one that is not in its place, since `torch.func.functional_call` puts others there for the time of a forward.
         """
-        changed = self._held.changed()
+        held = self._held
+        # Another type or device is another place in memory, where that is known. This is asked in each sample.
+        for start in range(0, len(held.parameters), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            now = held.parameters[part]
+            shapes = [*map(operator.itemgetter(0), held.kinds[part])]
+            if _places(now) != held.places[part] or [*map(_shape, now)] != shapes:
+                break
+        else:
+            if 0 not in held.places or [*map(_kind, held.parameters)] == held.kinds:
+                return False
+        rows = zip(held.tracked, held.parameters, held.kinds, held.places, strict=True)
+        changed = {t for t, p, kind, place in rows if _kind(p) != kind or _places([p]) != [place]}
         for tracked in changed:
             self._unhook(tracked)
-        if changed:
-            self._held = self._held.only({*self._held.tracked} - changed)
-            self._at_times -= changed
+        self._held = held.only({*held.tracked} - changed)
+        self.frozen_at_times -= changed
         return bool(changed)
 
     def arm(self, table: ParameterTable, *, late: bool = False) -> None:
@@ -153,7 +139,7 @@ class AccumulateGradNodes:
         self.drop_changed()
         trained = _trained(table.tracked)
         if late and self.table is not None:  # else not all were hooked before, as in a round that is sampled in addition
-            self._at_times |= trained.keys() - {*self._held.tracked}
+            self.frozen_at_times |= trained.keys() - {*self._held.tracked}
         self._hook_all(table.tracked, trained)
         self.table = table
 
@@ -163,7 +149,7 @@ class AccumulateGradNodes:
         some = TrackedParameters(tracked)
         if self.table is not None:
             self._remember_frozen()
-        self._hook_all(TrackedParameters(dict.fromkeys((*some, *self._at_times))), _trained(some), hooked={*some})
+        self._hook_all(TrackedParameters(dict.fromkeys((*some, *self.frozen_at_times))), _trained(some), hooked={*some})
         self.table = None
 
     def _hook_all(
@@ -173,24 +159,24 @@ class AccumulateGradNodes:
         hooked: Collection[TrackedParameter] | None = None,
     ) -> None:
         before, held = self._held, _Held.of(tracked, trained, self._held)
-        known = dict(before.items()) if self._hooks else {}
+        known = dict(before.items()) if self.hooked else {}
         wanted = {*held.tracked} if hooked is None else hooked
-        for stale in self._hooks.keys() - wanted:
+        for stale in self.hooked.keys() - wanted:
             self._unhook(stale)
         for owner, node in held.items():
-            if owner in wanted and (owner not in self._hooks or known.get(owner) is not node):
+            if owner in wanted and (owner not in self.hooked or known.get(owner) is not node):
                 self._unhook(owner)
                 self._hook_on(node, owner)
         self._held = held
-        self._at_times &= {*held.tracked}
+        self.frozen_at_times &= {*held.tracked}
 
     def hooks_all_of(self, table: ParameterTable) -> bool:
         """Return whether every trained parameter of the table is hooked."""
         if self.table is None:
             return False
-        if self.table is table and len(self._hooks) == len(table.tracked):  # no others than those of the table are hooked
+        if self.table is table and len(self.hooked) == len(table.tracked):  # no others than those of the table are hooked
             return True
-        return all(map(self._hooks.__contains__, table.tracked)) or not _trained(t for t in table.tracked if t not in self._hooks)
+        return all(map(self.hooked.__contains__, table.tracked)) or not _trained(t for t in table.tracked if t not in self.hooked)
 
     def parameters(self, table: ParameterTable) -> Sequence[torch.nn.Parameter] | None:
         """Return the table's parameters where all of their nodes are held."""
@@ -205,20 +191,20 @@ class AccumulateGradNodes:
 
     def disarm(self) -> None:
         """Remove the hooks and release the nodes, but for those of parameters that are frozen at times; idempotent."""
-        if not self._hooks:
+        if not self.hooked:
             return
         self._remember_frozen()
         self._unhook_all()
-        self._held = self._held.only(self._at_times)
+        self._held = self._held.only(self.frozen_at_times)
 
     def release(self) -> None:
         """Remove the hooks and release all nodes; idempotent, from any thread."""
         self._unhook_all()
-        self._held, self._at_times = _Held(TrackedParameters()), set()
+        self._held, self.frozen_at_times = _Held(TrackedParameters()), set()
 
     def _remember_frozen(self) -> None:
         pairs = zip(self._held.tracked, self._held.tracked.parameters(), strict=True)
-        self._at_times = {t for t, p in pairs if p is not None and (t in self._at_times or not p.requires_grad)}
+        self.frozen_at_times = {t for t, p in pairs if p is not None and (t in self.frozen_at_times or not p.requires_grad)}
 
     def _hook_on(self, node: Node, tracked: TrackedParameter) -> None:
         tracked.listener = self
@@ -226,17 +212,17 @@ class AccumulateGradNodes:
         hooks = handle.hooks_dict_ref()
         if hooks is not None:
             self._numbers[tracked] = handle.id
-            self._hooks[tracked] = hooks
+            self.hooked[tracked] = hooks
 
     def _unhook(self, tracked: TrackedParameter) -> None:
         tracked.listener = None
-        hooks = self._hooks.pop(tracked, None)
+        hooks = self.hooked.pop(tracked, None)
         if hooks is not None:
             hooks.pop(self._numbers.pop(tracked, -1), None)
 
     def _unhook_all(self) -> None:
         self.table = None
-        for tracked in [*self._hooks]:
+        for tracked in [*self.hooked]:
             self._unhook(tracked)
         self.fired = []
 

@@ -120,7 +120,7 @@ class BackwardHooks:
                 self._inspections.tell(Inspection.forward_ended, model, output, kwargs)
         if self._periodic is not None and not module.training:
             self._periodic()
-        clock.spent(clock.clock() - start)
+        clock.spent(start)
 
     def comes(self, loss: torch.Tensor) -> None:
         """A backward of this loss is about to begin: hook it, where no forward of a root has shown it in this round."""
@@ -129,7 +129,7 @@ class BackwardHooks:
         start = self._clock.clock()
         self._thread.ident = threading.get_ident()
         self._hook(loss)
-        self._clock.spent(self._clock.clock() - start)
+        self._clock.spent(start)
 
     def _hook(self, output: object) -> None:
         if not self._detection.sees_backwards or within_transform():
@@ -156,7 +156,7 @@ class BackwardHooks:
         self._detection.output_reached(sampled=self._rounds.next_is_sampled)
         if self._index.fully_sharded:
             self._begin(None)
-        self._clock.spent(self._clock.clock() - start)
+        self._clock.spent(start)
 
     def _announced(self, task: int, start: float) -> None:
         """From here on time is that of the backward, and at its end we are called."""
@@ -219,7 +219,7 @@ class BackwardHooks:
         self.task, self._before = -1, None
         self._clock.phases.enter(OUTSIDE, start)
         if not nodes.running:  # a `torch.autograd.grad`
-            self._clock.spent(self._clock.clock() - start)
+            self._clock.spent(start)
             return
         nodes.running = False
         table, sampled = current.table, current.sampled

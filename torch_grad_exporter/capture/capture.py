@@ -99,7 +99,7 @@ class Capture:
             backward=backward,
         )  # fmt: skip
         self._steps = StepHooks(
-            index=index, optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks,
+            optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks,
             loss_scale=loss_scale, inspections=inspections, rounds=rounds, detection=detection, fused=fused,
             counted=counted, forwards=forwards, backward=backward, readings=readings, observations=self.observations,
             thread=thread, periodic=periodic,

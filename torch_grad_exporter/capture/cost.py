@@ -182,8 +182,7 @@ class SampleCost:
 
     def spent(self, start: float, *, sampled: bool) -> None:
         """Count the time since `start`, in a hook of our own."""
-        seconds = self._clock.clock() - start
-        self._clock.spent(seconds)
+        seconds = self._clock.spent(start)
         if sampled:
             self._seconds += seconds
 

@@ -90,7 +90,7 @@ class BackwardDetection:
 
     def _arm_all(self, *, in_place: bool = False, within_step: bool = False) -> None:
         """Hook the nodes of all parameters that are trained now, until the round ends. For the rest see `LayerIndex.refresh`."""
-        if not self.nodes.armed:  # else a change shows by the nodes
+        if not self.nodes.hooked:  # else a change shows by the nodes
             self._index.look_at_shapes()
         table = self._index.refresh(in_place=in_place, within_step=within_step)
         if not self.nodes.hooks_all_of(table) and table.parameters() is not None:
@@ -108,7 +108,7 @@ class BackwardDetection:
                 nodes.arm_some(dict.fromkeys(self._detectors.values()))
         # If FSDP manages the model now, it shows the parameters here for the last time. Within `torch.func.functional_call` others
         # are in the parameters' places, and are not to be tracked.
-        if sampled and self.by_nodes and not nodes.armed and not within_transform():
+        if sampled and self.by_nodes and not nodes.hooked and not within_transform():
             self._arm_all(in_place=True)
 
     def output_reached(self, *, sampled: bool) -> None:

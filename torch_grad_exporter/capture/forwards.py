@@ -121,7 +121,7 @@ class ForwardHooks:
                 else:
                     clock.examples += size
             clock.forward_came |= not again
-        clock.spent(clock.clock() - start)
+        clock.spent(start)
 
     def _prepare(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward with gradients begins, outside of any backward."""
@@ -214,7 +214,7 @@ class ForwardHooks:
         current, detection = self._rounds.current, self._detection
         if not detection.sees_backwards and current.backwards:
             return True
-        if detection.by_nodes and not detection.nodes.armed:
+        if detection.by_nodes and not detection.nodes.hooked:
             self._index.look_at_shapes()
         looked = detection.around_roots and detection.looked
         before, current.table = current.table, self._index.table if looked else self._index.refresh(within_step=True)

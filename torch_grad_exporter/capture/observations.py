@@ -80,7 +80,7 @@ class Observations:
                     self.post(name, value, step=self._step_of_value("loss") if name == "loss" else None)
         finally:
             if here:
-                self._clock.spent(self._clock.clock() - start)
+                self._clock.spent(start)
 
     def _norm(self, value: Number) -> None:
         ticket = self._values.send(value)

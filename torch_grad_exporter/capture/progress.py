@@ -146,10 +146,12 @@ class StepClock:
         self._last_activity = self.now()
         self.evaluating = evaluating
 
-    def spent(self, seconds: float) -> None:
-        """Add what the exporter took on the training thread."""
+    def spent(self, start: float) -> float:
+        """Add the time since `start`, which the exporter took on the training thread; return it."""
+        seconds = self.clock() - start
         self.own_seconds += seconds
         self.phases.own += seconds
+        return seconds
 
     @property
     def _last_counted(self) -> tuple[float, float] | None:
@@ -192,7 +194,7 @@ class StepClock:
         self.phases.enter(OUTSIDE, start, step_over=True)
         if first_of_round and self.phases.by_events:
             self.phases.round_over()
-        self.spent(self.clock() - start + (HOOKS_SECONDS if first_of_round else 0.0))
+        self.spent(start - HOOKS_SECONDS if first_of_round else start)
         now = self._last_step = self._last_activity = self.now()
         self.evaluating = False
         if not first_of_round:

@@ -24,7 +24,6 @@ from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.step_readings import StepReadings
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
-from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers, positions_in
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step, others_follow, remove_step_hooks
@@ -36,7 +35,6 @@ class StepHooks:
     def __init__(
         self,
         *,
-        index: LayerIndex,
         optimizers: Optimizers,
         clock: StepClock,
         schedule: SamplingSchedule,
@@ -54,7 +52,7 @@ class StepHooks:
         thread: TrainingThread,
         periodic: Callable[[], object] | None,
     ) -> None:
-        self._index, self._optimizers, self._clock, self._schedule, self._hooks = index, optimizers, clock, schedule, hooks
+        self._optimizers, self._clock, self._schedule, self._hooks = optimizers, clock, schedule, hooks
         self._loss_scale, self._inspections = loss_scale, inspections
         self._rounds, self._detection = rounds, detection
         self._fused, self._counted, self._forwards, self._backward = fused, counted, forwards, backward
@@ -90,7 +88,7 @@ class StepHooks:
         start = clock.clock()
         if task != -1:
             self._began_within_backward(task, number, optimizer)
-            clock.spent(clock.clock() - start)
+            clock.spent(start)
             return
         self._thread.ident = threading.get_ident()
         if clock.stepping and not called_from_step(sys._getframe(3)):
@@ -108,7 +106,7 @@ class StepHooks:
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
             self._look(optimizer, args, kwargs)
-        clock.spent(clock.clock() - start)
+        clock.spent(start)
 
     def _foreign_step(self) -> None:
         """An optimizer that owns nothing of the model steps; inside the step of one that does, it works for that one."""
@@ -164,7 +162,7 @@ class StepHooks:
         if skip is not None:
             self._found_inf[number] = skip
         self._readings.clipped(StepView(number, _grad_scale(optimizer), skip))
-        clock.spent(clock.clock() - start)
+        clock.spent(start)
 
     # After a step
 
@@ -244,7 +242,7 @@ class StepHooks:
         rounds, optimizers, detection, current = self._rounds, self._optimizers, self._detection, self._rounds.current
         busy = rounds.stepping or rounds.closures or current.sample_is_open or self._backward.task != -1
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
-        if busy or not detection.sees_backwards or detection.nodes.held or self._index.fully_sharded or self._fused.undecided:
+        if busy or not detection.by_nodes or detection.nodes.frozen_at_times or self._fused.undecided:
             return None
         known = optimizers.numbered()
         if len(known) != 1 or {known[0][0]} != current.stepped or not current.backwards or optimizers.has_tools:
