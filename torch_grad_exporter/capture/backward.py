@@ -26,7 +26,6 @@ from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced
 from torch_grad_exporter.torch_compat.autograd import (
-    after_backward,
     at_end_of_backward,
     graph_is_kept,
     graph_task,
@@ -162,9 +161,7 @@ class BackwardHooks:
         """From here on time is that of the backward, and at its end we are called."""
         self.task, self._detection.nodes.running = task, False
         self._clock.phases.enter(BACKWARD, start)
-        # What a wrapper waits for at the end is part of the backward.
-        nested = self._rounds.next_is_sampled or self._reductions.wrapped or self._index.fully_sharded
-        (at_end_of_backward if nested else after_backward)(self._end_hook)
+        at_end_of_backward(self._end_hook)
 
     def _node_reached(self, tracked: TrackedParameter, gradients: Gradients) -> None:
         """The first parameter whose node is hooked is about to receive its gradient."""
