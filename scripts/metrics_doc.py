@@ -34,6 +34,8 @@ shows them (`ranks="all"` changes that). See [Many ranks](distributed.md).
 
 def ranks(spec: Spec) -> str:
     """Which ranks of a job export it."""
+    if spec.opt_in == "replicas":
+        return "rank 0"
     own = spec.opt_in in ("activations", "attention", "layer_times", "nan_origin")  # of its own data and its own time
     return "part, copy" if "layer" in spec.labels and not own else "all"
 

@@ -61,6 +61,7 @@ def start_exporter(
     layer_times: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
     nan_origin: bool | Literal["always"] | Unset = UNSET,
+    replicas: bool | Unset = UNSET,
     statistics: Literal["auto", "torch", "triton"] | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
     web_config_file: str | os.PathLike[str] | Unset = UNSET,
@@ -131,14 +132,17 @@ def start_exporter(
         nan_origin: Look for the place where a value became NaN or Inf, once there is one (default:
             off). "always" looks in every sampled round, and so finds the first one. See
             docs/nan-origin.md.
+        replicas: Compare the gradients, weights and buffers of ranks that hold copies of the model,
+            such as under DDP (default: off). By checksums through the job's store, without a
+            collective. See docs/distributed.md.
         statistics: What measures gradients on CUDA devices (default: "auto"). "torch": operations
             of torch, which read each gradient several times; "triton": programs that read it once,
             if they pass a comparison in the first samples; "auto": these on NVIDIA's GPUs where
             Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
-            gradients, optimizer_state, activations, nan_origin, attention, layer_times, watched,
-            training, logged, reinforcement, cuda_memory, gpu, process, host, container, extra,
-            exporter.
+            gradients, optimizer_state, activations, nan_origin, replicas, attention, layer_times,
+            watched, training, logged, reinforcement, cuda_memory, gpu, process, host, container,
+            extra, exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).
@@ -201,7 +205,7 @@ def start_exporter(
         exclude=exclude, max_layers=max_layers, dead_window=dead_window, moments=moments,
         weights=weights, optimizer_state=optimizer_state, activations=activations, attention=attention,
         layer_times=layer_times, local_norm=local_norm,
-        nan_origin=nan_origin, statistics=statistics, collectors=collectors,
+        nan_origin=nan_origin, replicas=replicas, statistics=statistics, collectors=collectors,
         web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
         sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir,
         on_failure=on_failure, otlp_endpoint=otlp_endpoint, otlp_protocol=otlp_protocol,

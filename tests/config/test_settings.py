@@ -25,7 +25,7 @@ from torch_grad_exporter.statistics.kernels.choice import Implementation
 DEFAULT = frozenset(
     {
         "gradients", "optimizer_state", "activations", "attention", "layer_times", "logged", "reinforcement", "watched",
-        "nan_origin", "training", "cuda_memory", "gpu", "process", "host", "container", "extra", "exporter",
+        "nan_origin", "replicas", "training", "cuda_memory", "gpu", "process", "host", "container", "extra", "exporter",
     }
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ RIGHT: list[tuple[str, object, object]] = [
     ("dead_window", 1, 1),
     *[
         (name, value, value)
-        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin")
+        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin", "replicas")
         for value in (True, False)
     ],
     *[("activations", value, value) for value in (True, False)],
@@ -83,10 +83,13 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[("dead_window", value, ValueError) for value in (0, 1_000_001)],
     *[
         (name, value, TypeError)
-        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin")
+        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin", "replicas")
         for value in (None, 1, 0)
     ],
-    *[(name, "yes", TypeError) for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm")],
+    *[
+        (name, "yes", TypeError)
+        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "replicas")
+    ],
     ("nan_origin", "yes", ValueError),
     *[("statistics", value, TypeError) for value in (None, True)],
     *[("statistics", value, ValueError) for value in ("", "kernels")],
@@ -123,7 +126,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
     *[
         (name, text)
-        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin")
+        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin", "replicas")
         for text in ("maybe", "2")
     ],
     ("activations", "("),
@@ -158,6 +161,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("activations", "on", True),
     ("attention", "on", True),
     ("layer_times", "on", True),
+    ("replicas", "on", True),
     ("activations", r"^encoder\.", r"^encoder\."),
     ("nan_origin", "on", True),
     ("nan_origin", "ALWAYS", "always"),
@@ -196,7 +200,7 @@ def test_the_defaults_are_those_documented() -> None:
     assert found == {
         "port": 9100, "addr": "", "every": "auto", "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
         "dead_window": 100, "moments": False, "weights": False, "optimizer_state": False, "activations": False,
-        "attention": False, "layer_times": False, "local_norm": False, "nan_origin": False,
+        "attention": False, "layer_times": False, "local_norm": False, "nan_origin": False, "replicas": False,
         "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",

@@ -46,6 +46,10 @@ NEVER_HERE = {
     **dict.fromkeys(
         ("torch_optimizer_rms_ratio", "torch_optimizer_signal_ratio"), "needs Adam: see tests/inspection/test_optimizer_state.py"
     ),
+    **dict.fromkeys(
+        ("torch_replicas_compared_total", "torch_replicas_differ_total", "torch_replica_odd_total"),
+        "needs several ranks: see tests/inspection/test_replicas.py",
+    ),
     **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see matrix/distributed.py"),
     **dict.fromkeys(
         ("torch_nonfinite_origin_info", "torch_nonfinite_origin_step"), "needs a NaN: tests/inspection/nan_origin/test_planted.py"

@@ -91,6 +91,7 @@ ASKED_FOR = (
     "activations",
     "watched",
     "nan_origin",
+    "replicas",
     "attention",
     "layer_times",
     "logged",

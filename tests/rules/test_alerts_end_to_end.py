@@ -293,6 +293,7 @@ NOT_HERE = {
     "ModelsOutOfBalance": "takes a baseline of two hours, 2 minutes here, of two models; its unit tests have to do",
     "SpikeAhead": "needs a thousand steps of Adam, which test_spike_ahead.py has",
     "UpdatesLost": "needs a training in bf16, which test_updates_lost.py has",
+    "ReplicasDiffer": "needs copies that differ, which tests/inspection/test_replicas.py has",
     "TrainingRestarting": "takes four lives of a run; its unit tests have to do",
     **dict.fromkeys(
         ("ActionFailing", "GradientClippingFailing", "NotificationsFailing", "TrainingStoppedItself"),

@@ -42,7 +42,7 @@ class Chance:
         age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
         metrics: Metrics = {}
         for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers,
-                     self._actions, self._weights, self._rewards):  # fmt: skip
+                     self._actions, self._weights, self._rewards, self._replicas):  # fmt: skip
             if self._random.random() < 0.6:
                 metrics |= kind(age)
         return Story(metrics, self._state(age), age)
@@ -152,6 +152,14 @@ class Chance:
             "RL_ZERO_ADVANTAGE_RATIO": self._share(),
             "RL_EFFECTIVE_SAMPLE_RATIO": self._share(),
             "RL_TRAIN_INFERENCE_KL": self._gauge(0.03, 0.3, -0.3),
+        }
+
+    def _replicas(self, age: float) -> Metrics:
+        copies = [(str(number), what) for number in range(self._random.randint(1, 4)) for what in ("gradient", "weights")]
+        differing: Rows = {copy: self._counter(age, 1, 1) if self._random.random() < 0.3 else 0.0 for copy in copies}
+        return {
+            "REPLICAS_COMPARED": {("gradient",): self._rising(age, 0.1), ("weights",): self._rising(age, 0.025)},
+            "REPLICAS_DIFFER": differing,
         }
 
     def _actions(self, age: float) -> Metrics:

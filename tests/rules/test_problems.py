@@ -181,6 +181,14 @@ def outcomes(**counts: float | Course) -> Metrics:
     return {"GRAD_NONFINITE_STEPS": {("a", outcome): count for outcome, count in counts.items()}}
 
 
+def replicas(differing: float | Course) -> Metrics:
+    """Comparisons in which one layer's weights differed, and another's did not."""
+    return {
+        "REPLICAS_COMPARED": {("weights",): grows(0.1)},
+        "REPLICAS_DIFFER": {("w", "weights"): 0.0, ("x", "weights"): differing},
+    }
+
+
 def skipping(skipped: float, steps: float, nonfinite: float) -> Metrics:
     """Steps skipped, taken, and skipped for gradients that were not finite, within some minutes."""
     return {"TRAIN_SKIPPED_STEPS": jump(skipped), **optimizer(TRAIN_STEPS=jump(steps)), **outcomes(skipped=jump(nonfinite))}
@@ -245,6 +253,22 @@ CASES = {
             run(**skipping(20, 20, 20)),
             run(**skipping(20, 19, 0)),
             run(TRAIN_SKIPPED_STEPS=jump(20, ago=900), **outcomes(skipped=jump(1))),
+        ],
+    ),
+    "replicas differ": case(
+        "ReplicasDiffer",
+        "critical",
+        [
+            run(**replicas(jump(1))),
+            run(**replicas(jump(3, before=2, ago=1500))),
+            starting(**replicas(jump(1))),
+            run(age=599, **replicas(1)),
+        ],
+        [
+            run(**replicas(0)),
+            run(**replicas(jump(1, ago=2100))),
+            run("finished", **replicas(jump(1))),
+            run(age=2400, **replicas(1)),
         ],
     ),
     "nonfinite loss": case(

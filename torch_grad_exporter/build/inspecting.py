@@ -11,6 +11,7 @@ import torch
 
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.activations import Activations, ActivationTotals
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
@@ -28,6 +29,7 @@ from torch_grad_exporter.store.worker import DRAIN_SECONDS, Worker
 
 if TYPE_CHECKING:
     from torch_grad_exporter.inspection.attention import AttentionTotals
+    from torch_grad_exporter.inspection.replica_comparison import ReplicaComparison
 
 # Between two drains of the worker if the origin of a NaN is looked for, which shows only in the next rounds.
 ORIGIN_SECONDS = 0.2
@@ -47,6 +49,7 @@ class InspectionTotals:
     activations: ActivationTotals | None
     attention: AttentionTotals | None
     origins: Origins | None
+    replicas: ReplicaComparison | None
 
 
 def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> InspectionTotals:
@@ -70,6 +73,7 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
         optimizer_state = StateTotals()
         state = StateProbe(stage.optimizers, capture.rounds, cost, mailbox)
         capture.inspect(state, errors.boundary("optimizer_state"))
+    replicas = _replicas(stage, models, checked) if settings.replicas else None
     losses = RoundLoss(
         rounds=capture.rounds, detection=capture.detection, clock=clock, index=checked.index,
         observations=capture.observations, errors=errors,
@@ -107,8 +111,27 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
     return InspectionTotals(
         waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), logged=LoggedValues(),
         optimizer_state=optimizer_state, layer_times=layer_times, activations=activations, attention=attention,
-        origins=Origins(stage.requests) if settings.nan_origin else None,
+        origins=Origins(stage.requests) if settings.nan_origin else None, replicas=replicas,
     )  # fmt: skip
+
+
+def _replicas(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> ReplicaComparison | None:
+    """Make the inspection that compares ranks, and return what compares them; None where there are no others."""
+    settings, identity, errors = checked.settings, checked.identity, stage.errors
+    if identity.world_size == 1:
+        warn("replicas: there is nothing to compare, since no other rank is known; start the exporter after init_process_group")
+        return None
+    # Here, since most runs do without.
+    from torch_grad_exporter.inspection.replica_comparison import ReplicaComparison  # noqa: PLC0415
+    from torch_grad_exporter.inspection.replica_probe import ReplicaProbe  # noqa: PLC0415
+
+    probe = ReplicaProbe(
+        models=models, layers=LayerFilter(settings.include, settings.exclude), max_layers=settings.max_layers,
+        optimizers=stage.optimizers, reductions=stage.capture.reductions, clock=stage.clock, cost=stage.cost, mailbox=stage.mailbox,
+    )  # fmt: skip
+    stage.capture.inspect(probe, errors.boundary("replicas"))
+    comparison = errors.boundary("replicas", "comparison", limit=None)
+    return ReplicaComparison(checked.store, checked.run, identity.rank, identity.world_size, comparison)
 
 
 class WatchStage:
@@ -159,6 +182,8 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
         worker.register("activations", totals.activations)
     if totals.attention is not None:
         worker.register("attention", totals.attention)
+    if totals.replicas is not None:
+        worker.register("replicas", totals.replicas)
     if totals.layer_times is not None:
         worker.register("layer_times", totals.layer_times)
     return worker

@@ -32,7 +32,7 @@ SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "optimizer_state", "observe",
     "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "log",
     "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
-    "integration", "timing", "layer_times", "kernels", "attention",
+    "integration", "timing", "layer_times", "kernels", "attention", "replicas",
 )  # fmt: skip
 
 # The end waits at most this long for the job's store.
@@ -68,6 +68,7 @@ class Stages:
         self.capture, self.clock, self.optimizers = capturing.capture, capturing.clock, capturing.optimizers
         self.log = ValueLog(self.clock, capturing.mailbox)
         totals = add_inspections(capturing, models, checked)
+        self._replicas = totals.replicas
         self._watching = WatchStage(capturing, totals.watched)
         self.clip = None
         if checked.clip is not None:
@@ -149,6 +150,9 @@ class Stages:
         self._acting.start()
         self.at_end(lambda: self.view.close(ending.error))
         errors.boundary("history", limit=None)(self.view.start)
+        if (replicas := self._replicas) is not None:
+            self.at_end(lambda: replicas.close(STORE_SECONDS))
+            errors.boundary("replicas", limit=None)(replicas.start)
         self.at_end(self._worker.close)
         # Without its thread, scrapes drain the mailbox.
         errors.boundary("worker", limit=None)(self._worker.start)

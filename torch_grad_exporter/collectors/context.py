@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.nan_origin.origins import Origins
     from torch_grad_exporter.inspection.optimizer_state import StateTotals
     from torch_grad_exporter.inspection.reductions import ReductionWaits
+    from torch_grad_exporter.inspection.replica_comparison import ReplicaComparison
     from torch_grad_exporter.inspection.watch import WatchTotals
     from torch_grad_exporter.inspection.weights import WeightTotals
     from torch_grad_exporter.lifecycle import Ending
@@ -84,6 +85,7 @@ class CollectorContext:
         extra: The user's registries.
         logged: Values that the user logs.
         origins: Places where values have become non-finite.
+        replicas: Copies of the model on other ranks.
     """
 
     snapshots: Snapshots
@@ -113,3 +115,4 @@ class CollectorContext:
     logged: LoggedValues
     extra: ExtraRegistries
     origins: Origins | None
+    replicas: ReplicaComparison | None

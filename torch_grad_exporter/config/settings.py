@@ -62,6 +62,7 @@ class Settings:
     layer_times: bool = False
     local_norm: bool = False
     nan_origin: bool | Literal["always"] = False
+    replicas: bool = False
     statistics: Implementation = Implementation.AUTO
     collectors: Annotated[Mapping[str, bool], values.collectors] = field(default_factory=_all_collectors)
     web_config_file: FilePath = NO_PATH
@@ -184,6 +185,8 @@ HELP = {
     "local_norm": Help("under DDP, the norm of each rank's own gradient and the gradient noise scale"),
     "nan_origin": Help("look for the place where a value became NaN or Inf, once there is one",
         '"always" looks in every sampled round, and so finds the first one. See docs/nan-origin.md.'),
+    "replicas": Help("compare the gradients, weights and buffers of ranks that hold copies of the model, such as under DDP",
+        "By checksums through the job's store, without a collective. See docs/distributed.md."),
     "statistics": Help("what measures gradients on CUDA devices",
         '"torch": operations of torch, which read each gradient several times; "triton": programs that read it once, if they '
         'pass a comparison in the first samples; "auto": these on NVIDIA\'s GPUs where Triton is installed, as it is with '

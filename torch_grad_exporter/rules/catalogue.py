@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from torch_grad_exporter.rules import actions, layers, nonfinite, optimizer_state, reinforcement, spikes, training
+from torch_grad_exporter.rules import actions, layers, nonfinite, optimizer_state, reinforcement, replicas, spikes, training
 from torch_grad_exporter.rules.declaration import Alert, Rule
 
 # By the file of alerts. The order counts: of the same severity the first is listed first.
@@ -29,6 +29,7 @@ JUDGED: Mapping[str, tuple[Rule, ...]] = {
     ),
     "gradients": (
         nonfinite.nonfinite_gradients,
+        replicas.replicas_differ,
         spikes.exploding,
         layers.vanishing,
         layers.dead,

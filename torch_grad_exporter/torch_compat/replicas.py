@@ -57,6 +57,14 @@ def reduced_parameters(wrapper: torch.nn.parallel.DistributedDataParallel) -> It
     return (p for p in wrapper.module.parameters() if p.requires_grad) if parameters is None else parameters
 
 
+def copied_buffers(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the buffers that a wrapper copies from its first rank before each forward with a reduction."""
+    if not getattr(wrapper, "broadcast_buffers", False):
+        return []
+    ignored = getattr(wrapper, "parameters_to_ignore", ())
+    return [buffer for name, buffer in wrapper.module.named_buffers() if name not in ignored]
+
+
 def takes_the_mean(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Return whether the wrapper makes the plain mean of gradients: no hook communicates in its place, nor is it under `join`."""
     hooks, join = getattr(wrapper, "_comm_hooks", None), getattr(wrapper, "_join_config", None)
