@@ -107,3 +107,43 @@ def test_moments_of_an_optimizer(options: dict[str, bool]) -> None:
         expected = (gradient**2 / ((0.95 * second + 0.05 * gradient**2) / (1 - 0.95**6))).mean().sqrt().item()
         assert value(exporter, "torch_optimizer_rms_ratio", layer="0") == pytest.approx(expected, rel=1e-5)
         assert errors(exporter) == {}
+
+
+def test_attention_and_activations() -> None:
+    """The largest logit and the kurtosis of units are those of float64, and nothing waits for them."""
+    size, heads, length = 64, 4, 32
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.keys, self.values = (torch.nn.Linear(size, size) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (
+                layer(x).view(-1, length, heads, size // heads).transpose(1, 2) for layer in (self.queries, self.keys, self.values)
+            )
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    layer = Attention()
+    model = torch.nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(6, 2, length, size)
+    with start_exporter(model, port=None, every=1, attention=True, activations=True) as exporter:
+        for step in range(6):
+            optimizer.zero_grad()
+            weights = [(wide(part.weight), wide(part.bias)) for part in (layer.queries, layer.keys)]
+            with nothing_waits() if step > 2 else contextlib.nullcontext():
+                model(inputs[step]).square().mean().backward()
+                optimizer.step()
+            assert settled(exporter, step + 1)
+        x = wide(inputs[-1])
+        q, k = ((x @ weight.T + bias).view(-1, length, heads, size // heads).transpose(1, 2) for weight, bias in weights)
+        logits = (q @ k.transpose(-1, -2)) / (size // heads) ** 0.5
+        allowed = torch.ones(length, length, dtype=torch.bool).tril()
+        largest = logits.masked_fill(~allowed, -torch.inf).max().item()
+        shown = value(exporter, "torch_attention_max_logit", layer="0")
+        assert shown == pytest.approx(largest, rel=1e-4)
+        squares = (x @ weights[0][0].T + weights[0][1]).square().mean(dim=(0, 1))
+        kurtosis = (squares.square().mean() / squares.mean().square()).item()
+        assert value(exporter, "torch_activation_kurtosis", layer="0.queries") == pytest.approx(kurtosis, rel=1e-4)
+        assert errors(exporter) == {}
