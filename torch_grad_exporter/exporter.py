@@ -70,7 +70,7 @@ class Exporter:
             stages.start(models, checked)
             failed.pop_all()
         # Calls of the user and of integrations: what may succeed the next time is never disabled.
-        guarded = ("observe", "log", "request", "close", "watch", "integration")
+        guarded = ("observe", "log", "request", "close", "watch", "routers", "integration")
         self._guards = {source: stages.errors.boundary(source, limit=None) for source in guarded}
         self._guards["step"] = stages.errors.boundary("observe", "step")
         stages.at_end(self._release_adopted)
@@ -224,6 +224,32 @@ class Exporter:
             return tensor
         measured = self._guards["watch"].result(self._stages.watch, name, tensor, max_norm)
         return tensor if measured is None else measured
+
+    def router(self, name: str, counts_or_ids: torch.Tensor, experts: int | None = None) -> None:
+        """Show how a mixture-of-experts router of your own spreads tokens, in sampled rounds.
+
+        From any thread; in compiled code, and in the second forward of a checkpoint, it does nothing.
+        Calls of one round add up. Tensors are not waited for. The first call raises errors; later
+        ones count them, and the training goes on. See docs/routers.md.
+
+        Args:
+            name: The label `layer` on the series, 1 to 200 characters; the first 100 names are shown.
+            counts_or_ids: Without `experts`, tokens of each expert in this forward, shape
+                (experts,). With `experts`, the indices of the chosen experts, a tensor of whole
+                numbers of any shape; those outside of 0 to `experts` - 1 do not count.
+            experts: The number of experts.
+
+        Raises:
+            TypeError: In the first call, an argument is of a wrong type.
+            ValueError: In the first call, an argument is wrong.
+        """
+        if is_compiling() or self._ending.closed or is_tracing():
+            return
+        routers = self._stages.routers
+        if routers.used:
+            self._guards["routers"](routers.take, name, counts_or_ids, experts)
+        else:
+            routers.take(name, counts_or_ids, experts)
 
     def step(self, number: int | None = None) -> None:
         """Report an optimizer step that no hook can see: a patched, wrapped or captured one.

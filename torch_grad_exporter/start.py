@@ -60,6 +60,7 @@ def start_exporter(
     attention: bool | Unset = UNSET,
     layer_times: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
+    routers: bool | Unset = UNSET,
     nan_origin: bool | Literal["always"] | Unset = UNSET,
     replicas: bool | Unset = UNSET,
     statistics: Literal["auto", "torch", "triton"] | Unset = UNSET,
@@ -129,6 +130,8 @@ def start_exporter(
             (default: off). See docs/where-time-goes.md.
         local_norm: Under DDP, the norm of each rank's own gradient and the gradient noise scale
             (default: off).
+        routers: How mixture-of-experts routers spread tokens over their experts (default: off). Of
+            Transformers' and torchtitan's; others by `exporter.router`. See docs/routers.md.
         nan_origin: Look for the place where a value became NaN or Inf, once there is one (default:
             off). "always" looks in every sampled round, and so finds the first one. See
             docs/nan-origin.md.
@@ -141,8 +144,8 @@ def start_exporter(
             Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
             gradients, optimizer_state, activations, nan_origin, replicas, attention, layer_times,
-            watched, training, logged, reinforcement, cuda_memory, gpu, process, host, container,
-            extra, exporter.
+            watched, routers, training, logged, reinforcement, cuda_memory, gpu, process, host,
+            container, extra, exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).
@@ -204,7 +207,7 @@ def start_exporter(
         port=port, addr=addr, every=every, overhead_budget=overhead_budget, include=include,
         exclude=exclude, max_layers=max_layers, dead_window=dead_window, moments=moments,
         weights=weights, optimizer_state=optimizer_state, activations=activations, attention=attention,
-        layer_times=layer_times, local_norm=local_norm,
+        layer_times=layer_times, local_norm=local_norm, routers=routers,
         nan_origin=nan_origin, replicas=replicas, statistics=statistics, collectors=collectors,
         web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
         sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir,

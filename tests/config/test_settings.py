@@ -24,7 +24,7 @@ from torch_grad_exporter.statistics.kernels.choice import Implementation
 
 DEFAULT = frozenset(
     {
-        "gradients", "optimizer_state", "activations", "attention", "layer_times", "logged", "reinforcement", "watched",
+        "gradients", "optimizer_state", "activations", "attention", "layer_times", "logged", "reinforcement", "watched", "routers",
         "nan_origin", "replicas", "training", "cuda_memory", "gpu", "process", "host", "container", "extra", "exporter",
     }
 )  # fmt: skip
@@ -44,7 +44,17 @@ RIGHT: list[tuple[str, object, object]] = [
     ("dead_window", 1, 1),
     *[
         (name, value, value)
-        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin", "replicas")
+        for name in (
+            "moments",
+            "weights",
+            "optimizer_state",
+            "attention",
+            "layer_times",
+            "local_norm",
+            "routers",
+            "nan_origin",
+            "replicas",
+        )
         for value in (True, False)
     ],
     *[("activations", value, value) for value in (True, False)],
@@ -83,12 +93,22 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[("dead_window", value, ValueError) for value in (0, 1_000_001)],
     *[
         (name, value, TypeError)
-        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin", "replicas")
+        for name in (
+            "moments",
+            "weights",
+            "optimizer_state",
+            "attention",
+            "layer_times",
+            "local_norm",
+            "routers",
+            "nan_origin",
+            "replicas",
+        )
         for value in (None, 1, 0)
     ],
     *[
         (name, "yes", TypeError)
-        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "replicas")
+        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "routers", "replicas")
     ],
     ("nan_origin", "yes", ValueError),
     *[("statistics", value, TypeError) for value in (None, True)],
@@ -126,7 +146,17 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
     *[
         (name, text)
-        for name in ("moments", "weights", "optimizer_state", "attention", "layer_times", "local_norm", "nan_origin", "replicas")
+        for name in (
+            "moments",
+            "weights",
+            "optimizer_state",
+            "attention",
+            "layer_times",
+            "local_norm",
+            "routers",
+            "nan_origin",
+            "replicas",
+        )
         for text in ("maybe", "2")
     ],
     ("activations", "("),
@@ -158,6 +188,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("weights", "true", True),
     ("optimizer_state", "true", True),
     ("local_norm", "on", True),
+    ("routers", "on", True),
     ("activations", "on", True),
     ("attention", "on", True),
     ("layer_times", "on", True),
@@ -200,7 +231,7 @@ def test_the_defaults_are_those_documented() -> None:
     assert found == {
         "port": 9100, "addr": "", "every": "auto", "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
         "dead_window": 100, "moments": False, "weights": False, "optimizer_state": False, "activations": False,
-        "attention": False, "layer_times": False, "local_norm": False, "nan_origin": False, "replicas": False,
+        "attention": False, "layer_times": False, "local_norm": False, "routers": False, "nan_origin": False, "replicas": False,
         "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",

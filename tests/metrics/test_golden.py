@@ -40,6 +40,7 @@ NEVER_HERE = {
         ("torch_attention_max_logit", "torch_attention_logit_bound", "torch_attention_entropy"),
         "needs attention: see tests/inspection/test_attention.py",
     ),
+    "torch_moe_router_entropy": "needs a router with logits: see tests/inspection/test_routers.py",
     "torch_train_loss_scale": "needs a gradient scaler",
     "torch_train_earlier_steps": "needs a training that goes on: see tests/test_exporter.py",
     "torch_grad_exporter_last_action_timestamp_seconds": "needs an action that is done: see tests/actions/act/test_marks.py",
@@ -81,6 +82,7 @@ def scrape() -> str:
             loss.backward()
             optimizer.step()
             exporter.observe(loss=loss, tokens=4, epoch=step // 12)
+            exporter.router("moe", torch.tensor([[0, 1], [1, 3]]), experts=4)
             exporter.log({"reward/mean": step, "kl": math.nan})
             exporter.log({name.replace("torch_rl_", "rl/"): step for name in CATALOGUE if name.startswith("torch_rl_")})
         for _ in exporter.watch_loader([]):

@@ -90,6 +90,7 @@ ASKED_FOR = (
     "optimizer_state",
     "activations",
     "watched",
+    "routers",
     "nan_origin",
     "replicas",
     "attention",

@@ -294,6 +294,7 @@ NOT_HERE = {
     "SpikeAhead": "needs a thousand steps of Adam, which test_spike_ahead.py has",
     "UpdatesLost": "needs a training in bf16, which test_updates_lost.py has",
     "ReplicasDiffer": "needs copies that differ, which tests/inspection/test_replicas.py has",
+    **dict.fromkeys(("ExpertCollapse", "RouterImbalance"), "needs a mixture of experts, which test_expert_collapse.py has"),
     "TrainingRestarting": "takes four lives of a run; its unit tests have to do",
     **dict.fromkeys(
         ("ActionFailing", "GradientClippingFailing", "NotificationsFailing", "TrainingStoppedItself"),

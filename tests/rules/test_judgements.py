@@ -42,7 +42,7 @@ class Chance:
         age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
         metrics: Metrics = {}
         for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers,
-                     self._actions, self._weights, self._rewards, self._replicas):  # fmt: skip
+                     self._actions, self._weights, self._experts, self._rewards, self._replicas):  # fmt: skip
             if self._random.random() < 0.6:
                 metrics |= kind(age)
         return Story(metrics, self._state(age), age)
@@ -139,6 +139,15 @@ class Chance:
             "GRAD_ZERO_RATIO": {name: self._share() / 3 for name in names},
             "OPTIMIZER_RMS_RATIO": {name: self._gauge(*self._random.choice(((1.0, 9.0), (0.01, 0.03)))) for name in names},
             "TRAIN_LEARNING_RATE": {("a", str(group)): self._random.choice(rates) for group in range(self._random.randint(1, 2))},
+        }
+
+    def _experts(self, age: float) -> Metrics:
+        names = [str(number) for number in range(self._random.randint(1, 10))]
+        return {
+            "MOE_EXPERTS": {(name,): 8.0 for name in names},
+            "MOE_EFFECTIVE_EXPERTS": {(name,): 8 * self._share() for name in names},
+            "MOE_DEAD_EXPERTS": {(name,): float(self._random.choice((0, 0, 3))) for name in names},
+            "MOE_EXPERT_LOAD_RATIO": {(name, str(at)): 5 * self._share() for name in names for at in range(2)},
         }
 
     def _rewards(self, age: float) -> Metrics:

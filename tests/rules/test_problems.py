@@ -475,6 +475,39 @@ CASES = {
             run("finished", **remembering(9.0)),
         ],
     ),
+    "few experts": case(
+        "ExpertCollapse",
+        "warning",
+        [
+            run(**layer(MOE_EFFECTIVE_EXPERTS=2.39, MOE_EXPERTS=8.0)),
+            run("evaluating", **layer(MOE_EFFECTIVE_EXPERTS=2.39, MOE_EXPERTS=8.0, MOE_DEAD_EXPERTS=6.0)),
+        ],
+        [
+            run(**layer(MOE_EFFECTIVE_EXPERTS=2.41, MOE_EXPERTS=8.0, MOE_DEAD_EXPERTS=0.0)),
+            run("finished", **layer(MOE_EFFECTIVE_EXPERTS=1.0, MOE_EXPERTS=8.0)),
+        ],
+        layer="x",
+    ),
+    "dead experts": case(
+        "ExpertCollapse",
+        "info",
+        [run(**layer(MOE_EFFECTIVE_EXPERTS=6.0, MOE_EXPERTS=8.0, MOE_DEAD_EXPERTS=1.0))],
+        [
+            run(**layer(MOE_EFFECTIVE_EXPERTS=6.0, MOE_EXPERTS=8.0, MOE_DEAD_EXPERTS=0.0)),
+            run("finished", **layer(MOE_EFFECTIVE_EXPERTS=6.0, MOE_EXPERTS=8.0, MOE_DEAD_EXPERTS=1.0)),
+        ],
+        layer="x",
+    ),
+    "an overloaded expert": case(
+        "RouterImbalance",
+        "info",
+        [run(MOE_EXPERT_LOAD_RATIO={("x", "3"): 3.1, ("x", "0"): 0.2}), run("evaluating", MOE_EXPERT_LOAD_RATIO={("x", "1"): 4.0})],
+        [
+            run(MOE_EXPERT_LOAD_RATIO={("x", "3"): 2.9, ("x", "0"): 0.2}),
+            run("finished", MOE_EXPERT_LOAD_RATIO={("x", "3"): 5.0}),
+        ],
+        layer="x",
+    ),
     "entropy": case(
         "EntropyCollapse",
         "warning",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,10 +17,14 @@ from torch_grad_exporter.inspection.activations import Activations, ActivationTo
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
 from torch_grad_exporter.inspection.optimizer_state import StateProbe, StateTotals
 from torch_grad_exporter.inspection.reductions import LocalGradients, ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
+from torch_grad_exporter.inspection.router_loads import RouterTotals
+from torch_grad_exporter.inspection.routers import SOURCE as ROUTERS
+from torch_grad_exporter.inspection.routers import Counting, Routers, found_in
 from torch_grad_exporter.inspection.watch import WatchedTensors, WatchTotals
 from torch_grad_exporter.inspection.weights import WeightProbe, WeightTotals
 from torch_grad_exporter.model.names import LayerFilter
@@ -44,6 +49,7 @@ class InspectionTotals:
     weights: WeightTotals
     optimizer_state: StateTotals | None
     watched: WatchTotals
+    routers: RouterTotals
     logged: LoggedValues
     layer_times: LayerTimes | None
     activations: ActivationTotals | None
@@ -109,8 +115,9 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
         probe = AttentionProbe(models=models, layers=layers, hooks=hooks, cost=cost, mailbox=mailbox)
         capture.inspect(probe, errors.boundary("attention"))
     return InspectionTotals(
-        waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), logged=LoggedValues(),
-        optimizer_state=optimizer_state, layer_times=layer_times, activations=activations, attention=attention,
+        waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), routers=RouterTotals(),
+        logged=LoggedValues(), optimizer_state=optimizer_state, layer_times=layer_times, activations=activations,
+        attention=attention,
         origins=Origins(stage.requests) if settings.nan_origin else None, replicas=replicas,
     )  # fmt: skip
 
@@ -159,6 +166,40 @@ class WatchStage:
             self._watch.close()
 
 
+class RouterStage:
+    """The inspection of routers, made at the first call of `Exporter.router` unless the option asks for it."""
+
+    def __init__(self, stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> None:
+        self._stage = stage
+        self._lock = threading.Lock()
+        self._routers: Routers | None = None
+        settings = checked.settings
+        if settings.routers:
+            modules, counting = found_in(models, LayerFilter(settings.include, settings.exclude), settings.max_layers)
+            self._routers = self._made(modules, counting)
+
+    @property
+    def used(self) -> bool:
+        """Whether a call of the user was right, so that the next one must not raise into the training."""
+        return self._routers is not None and self._routers.used
+
+    def take(self, name: str, given: torch.Tensor, experts: int | None) -> None:
+        """Take counts or indices; see `Exporter.router`."""
+        if self._routers is None:
+            with self._lock:
+                self._routers = self._routers or self._made(None, [])
+        self._routers.take(name, given, experts)
+
+    def _made(self, modules: InnerModules | None, counting: list[Counting]) -> Routers:
+        stage = self._stage
+        routers = Routers(
+            modules=modules, counting=counting, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox,
+            sampled=stage.capture.is_sampled,
+        )  # fmt: skip
+        stage.capture.inspect(routers, stage.errors.boundary(ROUTERS))
+        return routers
+
+
 def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked) -> Worker:
     """Make the worker, which takes records from the mailbox in the background and adds them up."""
     worker = Worker(
@@ -177,6 +218,7 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
     if totals.optimizer_state is not None:
         worker.register("optimizer_state", totals.optimizer_state)
     worker.register("watch", totals.watched)
+    worker.register(ROUTERS, totals.routers)
     worker.register(LOG, totals.logged)
     if totals.activations is not None:
         worker.register("activations", totals.activations)

@@ -67,7 +67,7 @@ def build_scrape(
         local_norms=totals.local_norms,
         notified=notified, acted=acted, clip=None if clip is None else clip.reports, frozen=frozen,
         activations=totals.activations, watched=totals.watched, logged=totals.logged, extra=checked.extra, origins=totals.origins,
-        layer_times=totals.layer_times, attention=totals.attention, replicas=totals.replicas,
+        layer_times=totals.layer_times, attention=totals.attention, routers=totals.routers, replicas=totals.replicas,
     )  # fmt: skip
     group = LateGroup(identity, checked.rank)
 

@@ -12,7 +12,7 @@ import torch
 from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
 from torch_grad_exporter.build.acting import ActionStage
 from torch_grad_exporter.build.capturing import build_capture
-from torch_grad_exporter.build.inspecting import WatchStage, add_inspections, build_worker
+from torch_grad_exporter.build.inspecting import RouterStage, WatchStage, add_inspections, build_worker
 from torch_grad_exporter.build.scraping import build_scrape
 from torch_grad_exporter.capture.values import ValueLog
 from torch_grad_exporter.collectors import REGISTRY
@@ -32,7 +32,7 @@ SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "optimizer_state", "observe",
     "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "log",
     "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
-    "integration", "timing", "layer_times", "kernels", "attention", "replicas",
+    "integration", "timing", "layer_times", "kernels", "attention", "replicas", "routers",
 )  # fmt: skip
 
 # The end waits at most this long for the job's store.
@@ -70,6 +70,7 @@ class Stages:
         totals = add_inspections(capturing, models, checked)
         self._replicas = totals.replicas
         self._watching = WatchStage(capturing, totals.watched)
+        self.routers = RouterStage(capturing, models, checked)
         self.clip = None
         if checked.clip is not None:
             # Right before each step, after the gradients were read.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.optimizer_state import StateTotals
     from torch_grad_exporter.inspection.reductions import ReductionWaits
     from torch_grad_exporter.inspection.replica_comparison import ReplicaComparison
+    from torch_grad_exporter.inspection.router_loads import RouterTotals
     from torch_grad_exporter.inspection.watch import WatchTotals
     from torch_grad_exporter.inspection.weights import WeightTotals
     from torch_grad_exporter.lifecycle import Ending
@@ -82,6 +83,7 @@ class CollectorContext:
         attention: Logits and entropies of attention.
         layer_times: Times of layers.
         watched: Gradients of watched tensors.
+        routers: Loads of experts.
         extra: The user's registries.
         logged: Values that the user logs.
         origins: Places where values have become non-finite.
@@ -112,6 +114,7 @@ class CollectorContext:
     attention: AttentionTotals | None
     layer_times: LayerTimes | None
     watched: WatchTotals
+    routers: RouterTotals
     logged: LoggedValues
     extra: ExtraRegistries
     origins: Origins | None

@@ -1,4 +1,4 @@
-"""SampleFamilies: families of gradients, progress and rewards of one sample, without a scrape, for rules that judge samples."""
+"""SampleFamilies: families of gradients, routers, progress and rewards of one sample, without a scrape, for rules that judge samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_grad_exporter.metrics.families import Family, FloatArray
 from torch_grad_exporter.store.snapshots import Reading
 
 # Their values come from the snapshot, are counted by the training thread, or were logged before the sample.
-NAMES = frozenset({"gradients", "training", "reinforcement"})
+NAMES = frozenset({"gradients", "routers", "training", "reinforcement"})
 
 
 class SampleFamilies:

@@ -61,6 +61,7 @@ class Settings:
     attention: bool = False
     layer_times: bool = False
     local_norm: bool = False
+    routers: bool = False
     nan_origin: bool | Literal["always"] = False
     replicas: bool = False
     statistics: Implementation = Implementation.AUTO
@@ -183,6 +184,8 @@ HELP = {
     "layer_times": Help("seconds of the forward and the backward of each layer, in sampled steps",
         "See docs/where-time-goes.md."),
     "local_norm": Help("under DDP, the norm of each rank's own gradient and the gradient noise scale"),
+    "routers": Help("how mixture-of-experts routers spread tokens over their experts",
+        "Of Transformers' and torchtitan's; others by `exporter.router`. See docs/routers.md."),
     "nan_origin": Help("look for the place where a value became NaN or Inf, once there is one",
         '"always" looks in every sampled round, and so finds the first one. See docs/nan-origin.md.'),
     "replicas": Help("compare the gradients, weights and buffers of ranks that hold copies of the model, such as under DDP",

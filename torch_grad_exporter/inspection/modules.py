@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +20,8 @@ from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
 # Modules that use their children without calling them, so that they count as a leaf.
 WITHOUT_PARTS: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)
+
+_ROUTER = re.compile("(Router|Gate|Gating)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,13 @@ class ModuleKind(enum.Enum):
     ANY = enum.auto()
     LEAVES = enum.auto()
     OWNERS = enum.auto()  # of parameters; a whole model only if it is a leaf
+    ROUTERS = enum.auto()  # of a mixture of experts, by the name of the class and of what it has
 
     def includes(self, named: NamedModule) -> bool:
         """Return whether a module is of this kind."""
+        if self is ModuleKind.ROUTERS:
+            names = {*vars(named.module), *parameters_in(named.module)}
+            return _ROUTER.search(type(named.module).__name__) is not None and any("expert" in name for name in names)
         if self is not ModuleKind.OWNERS:
             return self is ModuleKind.ANY or named.leaf
         owns = any(parameter is not None for parameter in parameters_in(named.module).values())

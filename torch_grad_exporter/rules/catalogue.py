@@ -14,7 +14,17 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from torch_grad_exporter.rules import actions, layers, nonfinite, optimizer_state, reinforcement, replicas, spikes, training
+from torch_grad_exporter.rules import (
+    actions,
+    layers,
+    nonfinite,
+    optimizer_state,
+    reinforcement,
+    replicas,
+    routers,
+    spikes,
+    training,
+)
 from torch_grad_exporter.rules.declaration import Alert, Rule
 
 # By the file of alerts. The order counts: of the same severity the first is listed first.
@@ -37,6 +47,8 @@ JUDGED: Mapping[str, tuple[Rule, ...]] = {
         layers.not_updating,
         layers.updates_lost,
         optimizer_state.spike_ahead,
+        routers.expert_collapse,
+        routers.router_imbalance,
     ),
     "rl": (
         reinforcement.entropy_collapse,

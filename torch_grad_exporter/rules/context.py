@@ -32,6 +32,8 @@ THRESHOLDS: Mapping[str, float] = {
     "LayerNotUpdating": 3,
     "UpdatesLost": 0.5,
     "SpikeAhead": 8,
+    "ExpertCollapse": 0.3,
+    "RouterImbalance": 3,
     "EntropyCollapse": 0.05,
     "KlOutOfRange": 1,
     "ZeroAdvantage": 0.8,
