@@ -147,3 +147,23 @@ def test_attention_and_activations() -> None:
         kurtosis = (squares.square().mean() / squares.mean().square()).item()
         assert value(exporter, "torch_activation_kurtosis", layer="0.queries") == pytest.approx(kurtosis, rel=1e-4)
         assert errors(exporter) == {}
+
+
+def test_routers_of_a_loop() -> None:
+    """Loads of experts are counted exactly, and nothing waits for them."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    choices = torch.randint(8, (6, 64, 2))
+    with start_exporter(model, port=None, every=1) as exporter:
+        for step in range(6):
+            optimizer.zero_grad()
+            with nothing_waits() if step > 2 else contextlib.nullcontext():
+                exporter.router("mine", choices[step], experts=8)
+                model(torch.randn(5, 6)).square().mean().backward()
+                optimizer.step()
+            assert settled(exporter, step + 1)
+        tokens = [(choices[-1] == expert).sum().item() for expert in range(8)]
+        assert eventually(
+            lambda: value(exporter, "torch_moe_load_imbalance_ratio", layer="mine") == pytest.approx(max(tokens) / 16, rel=1e-6)
+        )
+        assert errors(exporter) == {}
