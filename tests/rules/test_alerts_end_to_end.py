@@ -292,6 +292,7 @@ NOT_HERE = {
     "LossNotImproving": "takes two windows of 6 hours, 12 minutes here; its unit tests have to do",
     "ModelsOutOfBalance": "takes a baseline of two hours, 2 minutes here, of two models; its unit tests have to do",
     "SpikeAhead": "needs a thousand steps of Adam, which test_spike_ahead.py has",
+    "AttentionLogitsGrowing": "needs attention and some hundred steps, which test_attention_logits_growing.py has",
     "UpdatesLost": "needs a training in bf16, which test_updates_lost.py has",
     "ReplicasDiffer": "needs copies that differ, which tests/inspection/test_replicas.py has",
     **dict.fromkeys(("ExpertCollapse", "RouterImbalance"), "needs a mixture of experts, which test_expert_collapse.py has"),

@@ -42,7 +42,7 @@ class Chance:
         age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
         metrics: Metrics = {}
         for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers,
-                     self._actions, self._weights, self._experts, self._rewards, self._replicas):  # fmt: skip
+                     self._actions, self._weights, self._experts, self._attention, self._rewards, self._replicas):  # fmt: skip
             if self._random.random() < 0.6:
                 metrics |= kind(age)
         return Story(metrics, self._state(age), age)
@@ -149,6 +149,11 @@ class Chance:
             "MOE_DEAD_EXPERTS": {(name,): float(self._random.choice((0, 0, 3))) for name in names},
             "MOE_EXPERT_LOAD_RATIO": {(name, str(at)): 5 * self._share() for name in names for at in range(2)},
         }
+
+    def _attention(self, age: float) -> Metrics:
+        doubles, now = self._random.choice((1200.0, 3600.0, 1e6)), self._random.choice((60.0, 300.0))
+        growing: Course = lambda ago: now * 2 ** (-min(ago, age) / doubles)  # noqa: E731
+        return {"ATTENTION_MAX_LOGIT": {("0",): growing, ("1",): self._gauge(40.0, 300.0)}}
 
     def _rewards(self, age: float) -> Metrics:
         rising = self._rising(age, self._random.choice((-1e-4, 0.0, 1e-4)))

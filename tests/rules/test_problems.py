@@ -508,6 +508,25 @@ CASES = {
         ],
         layer="x",
     ),
+    "attention logits": case(
+        "AttentionLogitsGrowing",
+        "warning",
+        [
+            run(ATTENTION_MAX_LOGIT={("x",): jump(101.0, before=67.0, ago=330)}),
+            run("evaluating", ATTENTION_MAX_LOGIT={("x",): jump(500.0, before=300.0, ago=1400)}),
+            run(ATTENTION_MAX_LOGIT={("x",): lambda ago: 400.0 * 2 ** (-ago / 1200)}),
+        ],
+        [
+            run(ATTENTION_MAX_LOGIT={("x",): jump(99.0, before=10.0, ago=330)}),
+            run(ATTENTION_MAX_LOGIT={("x",): jump(500.0, before=10.0, ago=200)}),
+            run(ATTENTION_MAX_LOGIT={("x",): jump(500.0, before=10.0, ago=2200)}),
+            run(ATTENTION_MAX_LOGIT={("x",): jump(140.0, before=101.0, ago=900)}),
+            run(ATTENTION_MAX_LOGIT={("x",): 1e4}),
+            run(ATTENTION_MAX_LOGIT={("x",): lambda ago: 400.0 * 2 ** (ago / 1200)}),
+            run("finished", ATTENTION_MAX_LOGIT={("x",): jump(500.0, before=10.0, ago=330)}),
+        ],
+        layer="x",
+    ),
     "entropy": case(
         "EntropyCollapse",
         "warning",

@@ -12,8 +12,9 @@ from torch_grad_exporter.collectors.registry import Registry
 from torch_grad_exporter.metrics.families import Family, FloatArray
 from torch_grad_exporter.store.snapshots import Reading
 
-# Their values come from the snapshot, are counted by the training thread, or were logged before the sample.
-NAMES = frozenset({"gradients", "routers", "training", "reinforcement"})
+# Their values come from the snapshot, are counted by the training thread, or were logged before the sample; those of attention are of
+# the sample before.
+NAMES = frozenset({"gradients", "routers", "attention", "training", "reinforcement"})
 
 
 class SampleFamilies:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch_grad_exporter.rules import (
     actions,
+    attention,
     layers,
     nonfinite,
     optimizer_state,
@@ -49,6 +50,7 @@ JUDGED: Mapping[str, tuple[Rule, ...]] = {
         optimizer_state.spike_ahead,
         routers.expert_collapse,
         routers.router_imbalance,
+        attention.logits_growing,
     ),
     "rl": (
         reinforcement.entropy_collapse,

@@ -34,6 +34,7 @@ THRESHOLDS: Mapping[str, float] = {
     "SpikeAhead": 8,
     "ExpertCollapse": 0.3,
     "RouterImbalance": 3,
+    "AttentionLogitsGrowing": 100,
     "EntropyCollapse": 0.05,
     "KlOutOfRange": 1,
     "ZeroAdvantage": 0.8,
