@@ -832,7 +832,7 @@ def test_a_counter_is_forgotten_after_its_window(metrics: dict[str, Any], minute
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_time() -> None:
-    """Two hours of a thousand layers take 1 kB a layer, and four hours no more."""
+    """Two hours of a thousand layers take 1.2 kB a layer, and four hours no more."""
     watch, count = Watch(), 1000
     names = LabelRows(tuple((f"layer{place}",) for place in range(count)))
     kinds = LabelRows(tuple((name, kind) for kind in ("nan", "inf") for (name,) in names.rows))
@@ -845,7 +845,7 @@ def test_memory_does_not_grow_with_time() -> None:
         watch.remember(Values([*families, family(c.TRAIN_LOSS_SPIKES, 1.0)]), NOW + second)
         taken.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert taken[len(taken) // 2] <= 1000 * count
+    assert taken[len(taken) // 2] <= 1200 * count
     assert taken[-1] <= 1.1 * taken[len(taken) // 2]
 
 
