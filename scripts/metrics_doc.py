@@ -36,7 +36,7 @@ def ranks(spec: Spec) -> str:
     """Which ranks of a job export it."""
     if spec.opt_in == "replicas":
         return "rank 0"
-    own = spec.opt_in in ("activations", "attention", "layer_times", "nan_origin")  # of its own data and its own time
+    own = spec.opt_in in ("activations", "attention", "layer_times", "nan_origin", "routers")  # of its own data and its own time
     return "part, copy" if "layer" in spec.labels and not own else "all"
 
 
@@ -48,6 +48,8 @@ def switch(spec: Spec) -> str:
         return "clip=... or dry_run=[...]"
     if spec.opt_in in ("log", "on", "watch"):
         return f"exporter.{spec.opt_in}(...)"
+    if spec.opt_in == "routers":
+        return "routers=True or exporter.router(...)"
     if spec.opt_in == "freeze":
         return "exporter.on(Freeze(...))"
     option = spec.opt_in in {one.name for one in fields(Settings)}

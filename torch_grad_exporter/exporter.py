@@ -234,10 +234,10 @@ class Exporter:
 
         Args:
             name: The label `layer` on the series, 1 to 200 characters; the first 100 names are shown.
-            counts_or_ids: Without `experts`, tokens of each expert in this forward, shape
-                (experts,). With `experts`, the indices of the chosen experts, a tensor of whole
-                numbers of any shape; those outside of 0 to `experts` - 1 do not count.
-            experts: The number of experts.
+            counts_or_ids: Tokens of each expert in this forward, shape (experts,): then leave out
+                `experts`. Or the indices of the chosen experts, a tensor of whole numbers of any
+                shape; those outside of 0 to `experts` - 1 do not count.
+            experts: The number of experts. What is given with it is read as indices.
 
         Raises:
             TypeError: In the first call, an argument is of a wrong type.

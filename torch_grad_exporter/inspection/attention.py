@@ -44,7 +44,7 @@ CALLS = 1 << 12
 # Samples without any call of a layer after which its gauges vanish.
 KEPT = 8
 
-COMPILED = "attention is not shown, since something is compiled in this process, which would be compiled again"
+COMPILED = "attention is not shown: this process uses torch.compile, and observing attention would make it compile again"
 REPLACED = "attention is not shown, since another library has replaced torch.nn.functional.scaled_dot_product_attention"
 UNSEEN = (
     "no attention was seen in the forward of a sampled step: modules have to call scaled_dot_product_attention, or softmax "

@@ -38,7 +38,7 @@ SOURCE = "optimizer_state"
 
 VALUES = 3  # of each parameter: see `StateMeasurement`
 
-ABSENT = "optimizer_state: %s has no exp_avg and exp_avg_sq of its parameters in floating point, so nothing is shown of it"
+ABSENT = "optimizer_state: nothing is shown of %s, whose state has no exp_avg and exp_avg_sq in floating point"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,12 +79,12 @@ class StateProbe(Inspection):
         mine = [optimizer for known, optimizer in self._optimizers.numbered() if known == number]
         turns = self._turns.take(table, number, self._optimizers.owners(table, {number}))
         measured: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for position in itertools.chain.from_iterable(turns):
-            tracked = table.tracked[position]
-            for optimizer in mine:
-                if (values := _values(optimizer, tracked)) is not None:
-                    measured.setdefault(values.device, []).append((position, values))
-        self._say_what_is_absent(number, mine, any_found=bool(measured))
+        trained = [i for i in itertools.chain.from_iterable(turns) if table.tracked[i].gradient() is not None]
+        for position, optimizer in itertools.product(trained, mine):
+            if (values := _values(optimizer, table.tracked[position])) is not None:
+                measured.setdefault(values.device, []).append((position, values))
+        if trained:
+            self._say_what_is_absent(number, mine, any_found=bool(measured))
         for device, here in measured.items():
             begun = self._timer.begin((device,))
             ticket = self._transfer.send(torch.cat([values for _, values in here]))

@@ -43,7 +43,7 @@ class Load:
 def load_of(values: torch.Tensor, experts: int | None) -> Load:
     """Return a copy of counts; of indices how often each expert is among them, without others such as -1."""
     dtype = wide(values.device)
-    if experts is None or values.is_floating_point():
+    if experts is None:
         return Load(values.to(dtype, copy=True))
     flat = values.reshape(-1).long()
     places = torch.where((flat >= 0) & (flat < experts), flat, experts)  # an index beyond would end the CUDA context
@@ -95,6 +95,10 @@ def check(name: object, given: object, experts: object) -> None:
     if experts is not None:
         check_whole(f"router({name!r}, experts={shown(experts)})", experts, least=1, what="the number of experts", example=8)
     if experts is None and given.dim() != 1:
-        raise ValueError(f"router({name!r}, ...): expected counts of shape (experts,), got {tuple(given.shape)}, or experts=")
-    if experts is not None and given.is_floating_point() and given.shape != (experts,):
-        raise ValueError(f"router({name!r}, ...): expected counts of shape ({experts},), got {tuple(given.shape)}")
+        raise ValueError(
+            f"router({name!r}, ...): expected counts of shape (experts,), got {tuple(given.shape)}; for indices give experts="
+        )
+    if experts is not None and given.is_floating_point():
+        raise TypeError(
+            f"router({name!r}, ...): with experts= expected indices, got a tensor of {given.dtype}; for counts leave it out"
+        )
