@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -289,14 +290,17 @@ def test_training_is_unchanged() -> None:
 
 
 def test_a_forward_that_raises() -> None:
-    """The function is PyTorch's again at the end of the next forward; a later step is shown."""
+    """The function is PyTorch's again at once; what an evaluation computes then is not shown, a later step is."""
     torch.manual_seed(0)
     model = Net(Attention())
     with start(model) as exporter:
         model.attention.options = {"attn_mask": torch.zeros(7, 7)}
         with pytest.raises(RuntimeError, match="size"):
             model(inputs())
+        assert F.scaled_dot_product_attention is FUNCTION
         model.attention.options = {}
+        with torch.no_grad():
+            model(1000 * inputs())
         train(model, inputs())
         assert shown(exporter, "attention") == pytest.approx(reference(*model.attention.kept, None), rel=1e-5)
         assert errors(exporter) == {}
@@ -423,4 +427,28 @@ def test_compiled_code(part: str, caplog: pytest.LogCaptureFixture) -> None:
             assert errors(exporter) == {}
             assert [k for k in values(exporter) if k[0].startswith("torch_attention_")] == []
     assert counts[0] == counts[-1]
-    assert sum("something is compiled" in record.message for record in caplog.records) == 1
+    assert sum("this process uses torch.compile" in record.message for record in caplog.records) == 1
+
+
+def test_no_tensor_of_the_forward_is_kept() -> None:
+    """Logits that the user's code lets go of are gone, in a sampled forward as well."""
+    gone: list[bool] = []
+
+    class WrittenOut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.keys = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = (self.queries(x) @ self.keys(x).mT).unsqueeze(1)
+            logits = weakref.ref(weights)
+            weights = F.softmax(weights, dim=-1)
+            gone.append(logits() is None)
+            return weights.squeeze(1) @ x
+
+    model = WrittenOut()
+    with start(model) as exporter:
+        for _ in range(3):
+            train(model, torch.randn(2, 5, 8))
+        assert value(exporter, "torch_attention_max_logit", layer="WrittenOut") is not None
+    assert all(gone)

@@ -12,6 +12,7 @@ from tests.support.models import Perceptron
 from tests.support.record import wide
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
+from torch_grad_exporter.actions import MaxNorm
 
 BETAS, EPS = (0.8, 0.95), 1e-8
 Adams = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -117,6 +118,35 @@ def test_clipped_gradients_and_a_scaler() -> None:
         assert errors(exporter) == {}
 
 
+def test_the_gradient_is_that_after_clip() -> None:
+    """With `clip=` it is what the optimizer gets, whose second moment is of clipped gradients as well."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
+    (parameter,) = model.parameters()
+    optimizer, moments = torch.optim.AdamW([parameter], lr=0.01, betas=BETAS, eps=EPS), Moments([parameter])
+    with start_exporter(model, None, every=1, optimizer_state=True, clip=MaxNorm(0.01)) as exporter:
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            gradient = wide(parameter.grad)
+            assert gradient.norm().item() == pytest.approx(0.01, rel=1e-4)
+            if step:
+                expected = moments.rms_ratio([gradient], [0])
+                assert value(exporter, "torch_optimizer_rms_ratio", layer="0") == pytest.approx(expected, rel=1e-5)
+            moments.take([gradient])
+        assert errors(exporter) == {}
+
+
+class Rotated(torch.optim.AdamW):
+    """An optimizer whose second moment is of something else than the gradient, as its further state shows."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            state["basis"] = torch.eye(2)
+
+
 @pytest.mark.parametrize("state", [torch.bfloat16, torch.float16])
 def test_small_types(state: torch.dtype) -> None:
     """Moments in 16 bits are read as they are."""
@@ -136,7 +166,7 @@ def test_small_types(state: torch.dtype) -> None:
         assert value(exporter, "torch_optimizer_rms_ratio", layer="0") == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor, Rotated])
 def test_other_optimizers_are_absent_and_said(kind: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture) -> None:
     """An optimizer without these moments has no such metrics, which is said once."""
     model = Perceptron()
@@ -172,11 +202,13 @@ def test_the_training_is_unchanged() -> None:
         torch.manual_seed(0)
         model = Perceptron()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with start_exporter(model, None, every=1, **options):
+        with start_exporter(model, None, every=1, **options) as exporter:
             for _ in range(5):
                 optimizer.zero_grad()
                 model(torch.randn(5, 6)).square().mean().backward()
                 optimizer.step()
-        return [*model.parameters(), *(optimizer.state[p]["exp_avg_sq"] for p in model.parameters())]
+            assert (value(exporter, "torch_optimizer_rms_ratio", layer="first") is not None) is bool(options)
+            assert errors(exporter) == {}
+        return [*model.parameters(), *(optimizer.state[p]["exp_avg_sq"] for p in model.parameters()), torch.get_rng_state()]
 
     assert all(map(torch.equal, trained(optimizer_state=True), trained()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.inspection.support import EachOperation, refuse_reads
 from tests.matrix.compiled import EAGER, compilations, dynamo
@@ -198,7 +199,7 @@ def test_a_checkpoint_counts_once(reentrant: bool, own: bool) -> None:
             self.first, self.mixture = nn.Linear(6, 6), Mixture()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(self.mixture, self.first(x), use_reentrant=reentrant)
+            return checkpoint(self.mixture, self.first(x), use_reentrant=reentrant)
 
     torch.manual_seed(0)
     model = Checkpointed()
@@ -212,8 +213,38 @@ def test_a_checkpoint_counts_once(reentrant: bool, own: bool) -> None:
     assert here == pytest.approx(recounted(rounds), rel=1e-12)
 
 
-def test_evaluations_do_not_count() -> None:
-    """Forwards of an evaluation count neither by hooks nor by the user's calls."""
+def test_a_selective_checkpoint_keeps_nothing_of_it() -> None:
+    """Operations on what a loop gives are not among those that a checkpoint keeps for its second forward."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 2)
+
+        def part(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            exporter.router("mine", hidden.argmax(dim=1), experts=8)
+            return torch.where(hidden > 0, hidden, 0.1 * hidden)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            keep = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+            return self.second(checkpoint(self.part, x, use_reentrant=False, context_fn=keep))
+
+    torch.manual_seed(0)
+    model = Chosen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with start_exporter(model, None, every=1) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+        assert shown(exporter, "mine")["experts", ""] == 8
+        assert errors(exporter) == {}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_evaluations_do_not_count(gradients: bool) -> None:
+    """Forwards of an evaluation, with gradients or without, count neither by hooks nor by the user's calls."""
     torch.manual_seed(0)
     model = Mixture()
     optimizer = sgd(model)
@@ -224,7 +255,7 @@ def test_evaluations_do_not_count() -> None:
             model(batch(12)).square().mean().backward()
             optimizer.step()
             model.eval()
-            with torch.no_grad():
+            with torch.set_grad_enabled(gradients):
                 model(batch(50))
     rounds = [counts(ids) for _, ids in model.router.seen]
     for layer in ("router", "mine"):
@@ -294,8 +325,8 @@ def test_a_loop_gives_counts_or_indices() -> None:
         (("", torch.ones(1)), ValueError, "expected a name of 1 to"),
         (("x", [1, 2]), TypeError, r"\[1, 2\]\): expected a tensor"),
         (("x", torch.ones(2, dtype=torch.bool)), TypeError, "torch.bool"),
-        (("x", torch.ones(2, 2)), ValueError, r"got \(2, 2\), or experts="),
-        (("x", torch.ones(2), 3), ValueError, r"of shape \(3,\), got \(2,\)"),
+        (("x", torch.ones(2, 2)), ValueError, r"got \(2, 2\); for indices"),
+        (("x", torch.ones(3), 3), TypeError, "expected indices, got a tensor of torch.float32"),
         (("x", torch.ones(2), 0), ValueError, "experts=0"),
         (("x", torch.ones(2), 2.0), TypeError, "experts=2.0"),
     ],

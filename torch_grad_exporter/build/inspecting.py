@@ -77,7 +77,7 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
     optimizer_state = None
     if settings.optimizer_state:
         optimizer_state = StateTotals()
-        state = StateProbe(stage.optimizers, capture.rounds, cost, mailbox)
+        state = StateProbe(stage.optimizers, capture.rounds, cost, mailbox, clips=checked.clip is not None)
         capture.inspect(state, errors.boundary("optimizer_state"))
     replicas = _replicas(stage, models, checked) if settings.replicas else None
     losses = RoundLoss(

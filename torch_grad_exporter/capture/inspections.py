@@ -20,7 +20,7 @@ from torch_grad_exporter.model.parameters import ParameterTable, TrackedParamete
 
 P = ParamSpec("P")
 
-CHARGED = frozenset(("forward_began", "step_began", "step_ended", "step_over", "round_over"))
+CHARGED = frozenset(("forward_began", "step_began", "step_clipped", "step_ended", "step_over", "round_over"))
 """Events of hooks that do not charge their whole time to the sample themselves."""
 
 First = tuple[TrackedParameter, Gradients]
@@ -74,6 +74,9 @@ class Inspection:
 
     def step_began(self, current: ArmedRound, optimizer: int) -> None:
         """An optimizer is about to step in a sampled round."""
+
+    def step_clipped(self, current: ArmedRound, optimizer: int) -> None:
+        """`clip=` has clipped the gradients for the step that has begun."""
 
     def step_ended(self, current: ArmedRound, optimizer: int, left_out: torch.Tensor | None) -> None:
         """It has. `left_out`: on a device, not zero if the optimizer had to skip its step."""

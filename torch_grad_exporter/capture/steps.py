@@ -163,6 +163,8 @@ class StepHooks:
             self._found_inf[number] = skip
         self._readings.clipped(StepView(number, _grad_scale(optimizer), skip))
         clock.spent(start)
+        if self._rounds.current.sampled:
+            self._inspections.tell(Inspection.step_clipped, self._rounds.current, number)
 
     # After a step
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,11 +19,11 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
-from torch_grad_exporter.inspection.modules import InnerModule, InnerModules, LayerRows, ModuleKind
+from torch_grad_exporter.inspection.modules import InnerModules, LayerRows, ModuleKind
 from torch_grad_exporter.inspection.round_tallies import TIMED
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.folding import fold
@@ -125,7 +123,9 @@ class AttentionProbe(Inspection, ForwardObserver):
         self._transfer = HostTransfer(pressed=mailbox.press)
         fused, eager = (hooks.guarded(SOURCE, called) for called in (self._attention_called, self._softmax_called))
         self._observed = ObservedFunction("scaled_dot_product_attention", fused), ObservedFunction("softmax", eager)
-        self._names: dict[int, InnerModule] = {}  # by the `id` of the module, of the root whose forward runs
+        self._running: list[tuple[str, torch.nn.Module]] = []  # the modules whose forwards run, with their names, the root first
+        self._handle: Removable | None = None
+        self._root_left = hooks.guarded(SOURCE, self._over)
         self._on_backward = hooks.guarded(SOURCE, self._backward_came)
         self._pending: list[_Call] = []
         self._confirmed: list[_Call] = []
@@ -138,28 +138,32 @@ class AttentionProbe(Inspection, ForwardObserver):
 
     def forward_began(self, root: torch.nn.Module, _args: object, _kwargs: object, *, sampled: bool) -> None:
         """Observe attention in the forward of a sampled round."""
-        self._end()
         if not sampled:
             self._pending = []
+        if self._running:  # it is called within the forward of another root
+            return
+        self._end()
         if not sampled or not BACKWARDS_ARE_SEEN or within_transform() or capturing_graph():
             return
         if something_is_compiled():  # it is guarded by the identity of the functions that it calls
             self._say(COMPILED)
             return
-        modules = self._modules.selected().by_root.get(id(root), ())
-        self._names = {id(module): inner for inner in modules if (module := inner.module()) is not None}
-        self._hooks.arm(root, (InnerModule("", weakref.ref(root)),))
-
-    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        """The forward of a root begins."""
         self._followed = all(observed.begin() for observed in self._observed)
         if not self._followed:
             self._end()
             self._say(REPLACED)
+            return
+        self._handle = root.register_forward_hook(self._root_left, always_call=True)  # also where the forward raises
+        self._hooks.arm(root, self._modules.selected().by_root.get(id(root), ()))
+
+    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        """The forward of a module of the root begins."""
+        self._running.append((label, module))
 
     def left(self, label: str, module: torch.nn.Module, output: object) -> None:  # noqa: ARG002
-        """The forward of a root has returned."""
-        self._end()
+        """It has returned; those within it that have raised are over as well."""
+        while self._running and self._running.pop()[1] is not module:
+            pass
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Count what forwards have shown as part of the round."""
@@ -193,11 +197,19 @@ class AttentionProbe(Inspection, ForwardObserver):
         """Observe nothing and forget what is not sent; idempotent, from any thread."""
         self._end()
         self._hooks.disarm()
-        self._pending, self._confirmed, self._names = [], [], {}
+        self._pending, self._confirmed = [], []
 
-    def _end(self) -> None:
+    def _over(self, *_: object) -> None:
+        """The forward of the root has returned or raised."""
+        self._running = []
         for observed in self._observed:
             observed.end()
+
+    def _end(self) -> None:
+        self._over()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -236,7 +248,7 @@ class AttentionProbe(Inspection, ForwardObserver):
         if graph_task() != -1 or within_transform() or capturing_graph() or len(self._pending) + len(self._confirmed) >= CALLS:
             return
         start = self._cost.now()
-        name, module = self._caller(sys._getframe(2))
+        name, module = self._running[-1] if self._running else ("", None)
         if module is not None and self._layers.accepts(name):
             self._measured += 1
             times = self._every if self._measured % self._every == 0 else 0
@@ -253,18 +265,6 @@ class AttentionProbe(Inspection, ForwardObserver):
     def _backward_came(self, call: _Call, _gradients: object) -> None:
         """A backward has reached the first tensor of a call."""
         call.reached = True
-
-    def _caller(self, frame: FrameType | None) -> tuple[str, torch.nn.Module | None]:
-        """Return the first module of the root whose method is among the callers: the first argument, as `self` is."""
-        while frame is not None:
-            code = frame.f_code
-            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(first, torch.nn.Module):
-                inner = self._names.get(id(first))
-                if inner is not None and inner.module() is first:
-                    return inner.label, first
-            frame = frame.f_back
-        return "", None
 
 
 def _logits(input: torch.Tensor, dim: int | None = None, *_others: object, **_more: object) -> tuple[torch.Tensor, int | None]:  # noqa: A002

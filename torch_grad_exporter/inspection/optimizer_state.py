@@ -30,11 +30,15 @@ from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.statistics.batches import plain_local, resolved
-from torch_grad_exporter.statistics.device import wide
+from torch_grad_exporter.statistics.device import CHUNK_ELEMENTS, wide
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.torch_compat.autograd import capturing_graph
 
 SOURCE = "optimizer_state"
+
+# What Adam and its kin keep for a parameter.
+KNOWN = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product"))
 
 VALUES = 3  # of each parameter: see `StateMeasurement`
 
@@ -56,7 +60,8 @@ class StateMeasurement:
 class StateProbe(Inspection):
     """The inspection of an optimizer's state before sampled steps. Belongs to the training thread."""
 
-    def __init__(self, optimizers: Optimizers, rounds: RoundTracker, cost: SampleCost, mailbox: Mailbox) -> None:
+    def __init__(self, optimizers: Optimizers, rounds: RoundTracker, cost: SampleCost, mailbox: Mailbox, *, clips: bool) -> None:
+        self._clips = clips  # whether `clip=` clips after a step began
         self._optimizers, self._rounds, self._timer, self._mailbox = optimizers, rounds, cost.timer, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._turns = LayerTurns()
@@ -65,6 +70,11 @@ class StateProbe(Inspection):
 
     def step_began(self, current: ArmedRound, optimizer: int) -> None:
         """Measure, unless the gradients are yet to come from a closure."""
+        if not self._clips and optimizer not in self._rounds.closures:
+            self._measure(current, optimizer)
+
+    def step_clipped(self, current: ArmedRound, optimizer: int) -> None:
+        """Measure what `clip=` has left."""
         if optimizer not in self._rounds.closures:
             self._measure(current, optimizer)
 
@@ -75,6 +85,8 @@ class StateProbe(Inspection):
 
     @torch.no_grad()
     def _measure(self, current: ArmedRound, number: int) -> None:
+        if capturing_graph():
+            return
         table = current.table
         mine = [optimizer for known, optimizer in self._optimizers.numbered() if known == number]
         turns = self._turns.take(table, number, self._optimizers.owners(table, {number}))
@@ -109,18 +121,25 @@ def _values(optimizer: torch.optim.Optimizer, tracked: TrackedParameter) -> torc
         return None
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
     group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+    if not state.keys() <= KNOWN:  # of another optimizer, whose second moment may be something else
+        return None
     m, v = (_moment(state.get(name), tracked, parameter) for name in ("exp_avg", "exp_avg_sq"))
     steps, betas, eps = state.get("step", group.get("step")), group.get("betas"), group.get("eps")
-    if m is None or v is None or steps is None or betas is None or eps is None:
+    if m is None or v is None or steps is None or betas is None or len(betas) != 2 or not isinstance(eps, float):
         return None
-    g, accumulate = _own(gradient, tracked).to(torch.promote_types(v.dtype, torch.float32)), wide(v.device)
+    accumulate, computed = wide(v.device), torch.promote_types(v.dtype, torch.float32)
     scale = getattr(optimizer, "grad_scale", None)  # by which a fused optimizer divides in its step
-    if isinstance(scale, torch.Tensor):
-        g = g / scale.detach().to(g.device, non_blocking=True)
+    scale = scale.detach().to(v.device, non_blocking=True) if isinstance(scale, torch.Tensor) else 1.0
     steps = steps.detach().to(accumulate) if isinstance(steps, torch.Tensor) else steps
-    beta1, beta2 = betas[:2]
-    after = (v.to(g.dtype) * beta2 + g * g * (1 - beta2)) / (1 - beta2 ** (steps + 1))
-    relative = torch.linalg.vector_norm(g / after.clamp_(min=eps * eps).sqrt_(), dtype=accumulate)
+    beta1, beta2 = betas
+    parts = []  # so that what is made on the way stays small
+    for some, past in zip(
+        *(torch.split(tensor.reshape(-1), CHUNK_ELEMENTS) for tensor in (_own(gradient, tracked), v)), strict=True
+    ):
+        g = some.to(computed) / scale
+        after = (past.to(computed) * beta2 + g * g * (1 - beta2)) / (1 - beta2 ** (steps + 1))
+        parts.append(torch.linalg.vector_norm(g / after.clamp_(min=eps * eps).sqrt_(), dtype=accumulate))
+    relative = torch.linalg.vector_norm(torch.stack(parts))
     first = torch.linalg.vector_norm(m, dtype=accumulate) / (1 - beta1**steps)
     return torch.stack([relative, first, v.sum(dtype=accumulate) / (1 - beta2**steps)])
 

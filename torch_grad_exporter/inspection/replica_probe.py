@@ -31,6 +31,7 @@ from torch_grad_exporter.model.replicas import Reductions
 from torch_grad_exporter.statistics.checksums import Checksums
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.torch_compat.autograd import capturing_graph
 from torch_grad_exporter.torch_compat.replicas import copied_buffers
 from torch_grad_exporter.torch_compat.tensors import is_plain
 
@@ -117,6 +118,8 @@ class ReplicaProbe(Inspection):
     @torch.no_grad()
     def step_ended(self, current: ArmedRound, optimizer: int, _left_out: object) -> None:
         """Make the checksums of a step that is chosen, and hand them over."""
+        if capturing_graph():
+            return
         steps = sum(self._clock.steps.values())
         number = scattered(max(0, steps - 1))
         with_state = math.isinf(self._last) or number % (EACH << self._zeros) == 0
@@ -130,6 +133,10 @@ class ReplicaProbe(Inspection):
         if with_state:
             read += self._state(current)
         self._send((steps, current.number), next(iter(groups), None), read)
+
+    def release(self) -> None:
+        """Let go of memory on devices and of wrappers; idempotent, from any thread."""
+        self._checksums, self._wrappers = Checksums(), weakref.WeakSet()
 
     def _chosen(self, number: int) -> bool:
         """Return whether a step is one of those that are compared, and learn how many there should be."""
@@ -197,7 +204,7 @@ class ReplicaProbe(Inspection):
             tickets.append(self._transfer.send(self._checksums.of(t for i in places if (t := read[i][1]) is not None)))
             self._timer.end(begun)
         sent = tuple(ticket for ticket in tickets if ticket is not None)
-        if read and len(sent) == len(tickets):
+        if sent and len(sent) == len(tickets):
             copied = tuple(description for description, _ in read)
             measured = ReplicaMeasurement(step, ranks, copied, tuple(map(tuple, by_device.values())))
             self._mailbox.append(Inspected(SOURCE, step[1], sent, measured))

@@ -29,12 +29,15 @@ from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.store.records import Inspected, Mailbox
-from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, within_transform
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, outside_of_modes, within_transform
 
 SOURCE = "routers"
 
 # Names that `exporter.router` may be given, at most.
 NAMES = 100
+
+# Loads that are pending, at most.
+LOADS = 1 << 12
 
 # Measurements of a sample that are timed on devices; each stands for all since the one before.
 TIMED = 16
@@ -109,8 +112,9 @@ class Routers(Inspection, ForwardObserver):
         self._names: set[str] = set()
         self._warned = False
         self._unknown: set[str] = set()  # layers whose router returns something else
-        self._sampled, self._trains = sampled, True
-        self._pending: deque[tuple[LayerKey, Load]] = deque()
+        self._sampled = sampled
+        self._trains: bool | None = None  # whether the forward that has begun last is of a training; None after a step
+        self._pending: deque[tuple[LayerKey, Load]] = deque(maxlen=LOADS)
         self._before: dict[LayerKey, Load] | None = None  # the counters at the first forward of the round
         self._number, self._loads = -1, dict[LayerKey, Load]()
         self._counted = dict[LayerKey, Load]()  # by counters, since then
@@ -125,11 +129,13 @@ class Routers(Inspection, ForwardObserver):
         check(name, given, experts)
         self.used = True
         # A checkpoint runs forwards again within the backward; a reentrant one runs its first forward without gradients.
-        if not self._sampled or graph_task() != -1 or not (self._trains or torch.is_grad_enabled()):
+        trains = torch.is_grad_enabled() if self._trains is None else self._trains
+        if not self._sampled or graph_task() != -1 or not trains:
             return
         values = None if within_transform() or capturing_graph() else dense(given)
         if values is not None and self._is_shown(name):
-            load = load_of(values, experts)
+            with outside_of_modes():  # such as that of a checkpoint, which keeps results of operations for its second forward
+                load = load_of(values, experts)
             self._pending.append((LayerKey(name, values.device, len(load.counts)), load))
         self._cost.spent(start, sampled=True)
 
@@ -150,8 +156,8 @@ class Routers(Inspection, ForwardObserver):
 
     def forward_began(self, root: torch.nn.Module, _args: object, _kwargs: object, *, sampled: bool) -> None:
         """Hook the model's routers for a sampled round, and note what counters have."""
-        self._sampled = sampled
-        self._trains = True
+        self._sampled, self._trains = sampled, root.training
+        sampled &= root.training  # else it is an evaluation, with gradients as they may be
         if sampled and self._before is None and self._counting and not capturing_graph():
             self._before = self._counters()
         if self._hooks is not None and self._hooks.due(sampled=sampled):
@@ -172,7 +178,7 @@ class Routers(Inspection, ForwardObserver):
 
     def step_over(self, *, sampled: bool) -> None:
         """Remove all hooks; what comes until the next forward with gradients may be of an evaluation."""
-        self._sampled, self._trains = sampled, False
+        self._sampled, self._trains = sampled, None
         self._pending.clear()
         self._before = None
         if self._hooks is not None:

@@ -248,7 +248,9 @@ def packed(labelled: Sequence[tuple[str, Tally]]) -> tuple[PackedTallies, torch.
         nothing = torch.full_like(peaks[0], math.nan)
         squares = torch.stack([nothing if tally.squares is None else tally.squares for tally in group])
         kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).square()
-        spread = (squares.amax(dim=1) / squares.median(dim=1).values).sqrt()
+        spread = (
+            squares.amax(dim=1) / squares.sort(dim=1).values[:, (squares.shape[1] - 1) // 2]
+        ).sqrt()  # `median` may not be deterministic
         of_units.append(torch.stack((peaks.amax(dim=1), (peaks == 0).sum(dim=1, dtype=peaks.dtype), kurtosis, spread)))
     parts.append(torch.cat(of_units, dim=1).reshape(-1))
     gradients = [tally.gradient() for tally in tallies if tally.gradients]

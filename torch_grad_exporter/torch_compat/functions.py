@@ -23,8 +23,8 @@ without_function_modes: Callable[[], contextlib.AbstractContextManager[object]] 
 class ObservedFunction:
     """A function of `torch.nn.functional`; while it is observed, another stands in its place.
 
-    Callers find that one by the name in the module; one who keeps the function itself is not observed. It calls the function with
-    the arguments that it got, and then the observer with the same. Only calls of the thread that has begun to observe count.
+    Callers look it up by its name in the module; a name that was imported before is not observed. It calls the function with the
+    arguments that it got, and then the observer with the same. Only calls of the thread that has begun to observe count.
 
     Args:
         name: The function's.
@@ -43,8 +43,13 @@ class ObservedFunction:
         if getattr(functional, self._name) not in (self._function, self._replacement):
             return False
         self._on, self._thread = True, threading.get_ident()
-        setattr(functional, self._name, self._replacement)
+        self._replace()
         return True
+
+    def _replace(self) -> None:
+        setattr(functional, self._name, self._replacement)
+        if not self._on:  # another thread has ended it meanwhile
+            self.end()
 
     def end(self) -> None:
         """Put the function back; idempotent, from any thread. A replacement that was kept elsewhere calls the function only."""
@@ -61,6 +66,6 @@ class ObservedFunction:
             result = self._function(*args, **kwargs)
         finally:
             if self._on:
-                setattr(functional, self._name, self._replacement)
+                self._replace()
         self._observer(args, kwargs)
         return result
