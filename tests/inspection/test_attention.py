@@ -450,5 +450,5 @@ def test_no_tensor_of_the_forward_is_kept() -> None:
     with start(model) as exporter:
         for _ in range(3):
             train(model, torch.randn(2, 5, 8))
-        assert value(exporter, "torch_attention_max_logit", layer="WrittenOut") is not None
+        assert value(exporter, "torch_attention_max_logit", layer="model") is not None
     assert all(gone)
