@@ -56,6 +56,14 @@ class Net(torch.nn.Module):
         return self.second(self.first(x).relu())
 
 
+class Attend(torch.nn.Module):
+    """Attention of four parts of each example to each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.view(-1, 1, 4, 4)
+        return torch.nn.functional.scaled_dot_product_attention(parts, parts, parts).reshape(-1, 16)
+
+
 def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScaler | None = None, *, clips: bool = True) -> None:
     """Train forever with clipping and observations; some steps go wrong. `clips`: the loop clips, not the exporter."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -123,10 +131,11 @@ def alone(folder: str) -> None:
 
 
 def replicas(folder: str) -> None:
-    """Train two ranks under DDP, which freeze a layer together."""
+    """Train two ranks under DDP, which freeze a layer together, and a buffer that each has its own of."""
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    model.module.register_buffer("own", torch.tensor(float(dist.get_rank())))
     torch.manual_seed(dist.get_rank())  # ranks with equal batches have no gradient noise
-    exporter = start_exporter(model, 0, local_norm=True, **usual(folder, "replicas"))
+    exporter = start_exporter(model, 0, local_norm=True, replicas=True, **usual(folder, "replicas"))
     exporter.on(lambda m: m.last("torch_train_loss") > 0, Freeze(layers=r"^second$"))
     train(model, exporter)
 
@@ -147,11 +156,14 @@ def shards(folder: str) -> None:
 
 
 def adversaries(folder: str) -> None:
-    """Train two models in turn, each with its own optimizer, and with a loss below 0."""
-    models = {"generator": torch.nn.Linear(16, 16), "discriminator": torch.nn.Linear(16, 1)}
-    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
-    exporter = start_exporter(models, 0, optimizers=optimizers, **usual(folder, "adversaries"))
+    """Train two models in turn, each with its own Adam, one with attention, and with a loss below 0; tokens go to experts."""
+    generator = torch.nn.Sequential(torch.nn.Linear(16, 16), Attend())
+    models: dict[str, torch.nn.Module] = {"generator": generator, "discriminator": torch.nn.Linear(16, 1)}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.001) for name, model in models.items()}
+    options = usual(folder, "adversaries") | {"optimizer_state": True, "attention": True}
+    exporter = start_exporter(models, 0, optimizers=optimizers, **options)
     for x in batches():
+        exporter.router("experts", x.argmax(dim=1), experts=16)
         for name, sign in (("discriminator", 1.0), ("generator", -1.0)):
             optimizers[name].zero_grad()
             made = models["generator"](x)
