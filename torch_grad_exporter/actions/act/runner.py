@@ -36,7 +36,7 @@ class StepActionRunner:
         training: What actions change.
         reports: Where it reports what became of them.
         job: The ranks that act together, None for a single process.
-        spent: Is given what each step costs, in seconds.
+        spent: Is given the moment of `time.perf_counter` since which a step was kept waiting.
         clock: Seconds, for cooldowns.
     """
 
@@ -195,7 +195,7 @@ class StepActionRunner:
             self._hooked, self._inner = True, False
             self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
             self.step_over()
-        self._spent(time.perf_counter() - start + HOOK_SECONDS)
+        self._spent(start - HOOK_SECONDS)
 
     def _at_end(self) -> None:
         self._task = -1
@@ -205,7 +205,7 @@ class StepActionRunner:
     def _timed(self) -> None:
         start = time.perf_counter()
         self.step_over()
-        self._spent(time.perf_counter() - start)
+        self._spent(start)
 
     def step_over(self) -> None:
         """Take the end of a step, and run what is due. While a graph is captured nothing is: it would be captured as well."""
