@@ -356,6 +356,7 @@ def test_other_threads() -> None:
     with start(model) as exporter:
         train(model, inputs())
         assert shown(exporter, "attention") == pytest.approx(reference(*model.attention.kept, None), rel=1e-5)
+        assert set(shown(exporter, "embed").values()) == {None}  # whose forward runs meanwhile
 
 
 def test_excluded_layers() -> None:

@@ -106,20 +106,23 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
             modules=checked.modules, hooks=hooks, loss_scale=stage.loss_scale, cost=cost, mailbox=mailbox, totals=activations,
         )  # fmt: skip
         capture.inspect(inner, errors.boundary("activations"))
-    attention = None
-    if settings.attention:
-        from torch_grad_exporter.inspection.attention import AttentionProbe, AttentionTotals  # noqa: PLC0415 - costs nothing when off
-
-        attention = AttentionTotals(settings.max_layers)
-        layers = LayerFilter(settings.include, settings.exclude)
-        probe = AttentionProbe(models=models, layers=layers, hooks=hooks, cost=cost, mailbox=mailbox)
-        capture.inspect(probe, errors.boundary("attention"))
+    attention = _attention(stage, models, checked) if settings.attention else None
     return InspectionTotals(
         waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), routers=RouterTotals(),
         logged=LoggedValues(), optimizer_state=optimizer_state, layer_times=layer_times, activations=activations,
-        attention=attention,
-        origins=Origins(stage.requests) if settings.nan_origin else None, replicas=replicas,
+        attention=attention, origins=Origins(stage.requests) if settings.nan_origin else None, replicas=replicas,
     )  # fmt: skip
+
+
+def _attention(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> AttentionTotals:
+    """Make the inspection of attention, and return what it adds up to."""
+    # Here, since most runs do without.
+    from torch_grad_exporter.inspection.attention import AttentionProbe, AttentionTotals  # noqa: PLC0415
+
+    layers = LayerFilter(checked.settings.include, checked.settings.exclude)
+    probe = AttentionProbe(models=models, layers=layers, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox)
+    stage.capture.inspect(probe, stage.errors.boundary("attention"))
+    return AttentionTotals(checked.settings.max_layers)
 
 
 def _replicas(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> ReplicaComparison | None:

@@ -25,6 +25,7 @@ from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_l
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.modules import InnerModules, LayerRows, ModuleKind
 from torch_grad_exporter.inspection.round_tallies import TIMED
+from torch_grad_exporter.inspection.tallies import without_autocast
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.names import LayerFilter
@@ -253,7 +254,7 @@ class AttentionProbe(Inspection, ForwardObserver):
             self._measured += 1
             times = self._every if self._measured % self._every == 0 else 0
             begun = self._cost.timer.begin((first.device,)) if times else []
-            with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(first.device.type):
                 values = measure(module)
             self._cost.timer.end(begun, times=times)
             if values is not None:

@@ -11,8 +11,7 @@ while would outweigh all others.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.layer_turns import LayerTurns
-from torch_grad_exporter.inspection.modules import LayerRows
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
@@ -160,24 +158,15 @@ def _own(tensor: torch.Tensor, tracked: TrackedParameter) -> torch.Tensor:
 class LayerState:
     """What is shown of a layer."""
 
-    rms_ratio: float = math.nan
-    signal_ratio: float = math.nan
-
-    def with_totals_of(self, _other: LayerState) -> LayerState:
-        """Return nothing: there are no totals."""
-        return LayerState()
-
-
-MOST = 2000
-"""Layers that are kept at most, or twice as many as the model has."""
+    rms_ratio: float
+    signal_ratio: float
 
 
 class StateTotals:
     """The last values by layer. Belongs to the worker, but for `snapshot`."""
 
     def __init__(self) -> None:
-        self._table = LayerRows(LayerState())
-        self._layers: frozenset[str] = frozenset()
+        self._rows: Mapping[str, LayerState] = {}
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Take the values before one step. What is not finite, as in a step that a gradient scaler leaves out, is left out."""
@@ -194,10 +183,8 @@ class StateTotals:
             for at, layer in enumerate(layers.tolist())
             if table.shown[layer] and np.isfinite(rms[at]) and np.isfinite(signal[at])
         }
-        self._layers = frozenset(table.layers)
-        self._table.enter(rows, most=max(MOST, 2 * len(table.layers)))
+        self._rows = {layer: row for layer, row in {**self._rows, **rows}.items() if layer in table.layers}
 
-    def snapshot(self) -> Iterator[tuple[str, LayerState]]:
-        """Yield the values of the layers that exist. From any thread."""
-        layers = self._layers
-        yield from ((layer, row) for layer, row in self._table.rows.items() if layer in layers)
+    def snapshot(self) -> Mapping[str, LayerState]:
+        """Return the values of the layers that exist. From any thread."""
+        return self._rows

@@ -22,6 +22,7 @@ from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind, named_modules
+from torch_grad_exporter.inspection.round_tallies import TIMED
 from torch_grad_exporter.inspection.router_loads import SentLoad, SentLoads
 from torch_grad_exporter.inspection.router_outputs import Load, check, entropies_of, load_of, read
 from torch_grad_exporter.inspection.tensors import dense
@@ -38,9 +39,6 @@ NAMES = 100
 
 # Loads that are pending, at most.
 LOADS = 1 << 12
-
-# Measurements of a sample that are timed on devices; each stands for all since the one before.
-TIMED = 16
 
 # Buffers in which torchtitan and Megatron count tokens: they also count in compiled code.
 COUNTERS = ("tokens_per_expert", "tokens_per_expert_E", "local_tokens_per_expert")
