@@ -128,8 +128,9 @@ def start_exporter(
             `softmax` with four dimensions. See docs/attention.md.
         layer_times: Seconds of the forward and the backward of each layer, in sampled steps
             (default: off). See docs/where-time-goes.md.
-        local_norm: Under DDP, the norm of each rank's own gradient and the gradient noise scale
-            (default: off).
+        local_norm: Under DDP, the norm of each rank's own gradient, and the gradient noise scale
+            (default: off). The latter also without DDP, where each step accumulates gradients of
+            several micro-batches.
         routers: How mixture-of-experts routers spread tokens over their experts (default: off). Of
             Transformers' and torchtitan's; others by `exporter.router`. See docs/routers.md.
         nan_origin: Look for the place where a value became NaN or Inf, once there is one (default:

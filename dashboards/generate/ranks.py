@@ -208,7 +208,7 @@ def _noise_scale() -> Panel:
         "Simple noise scale of the gradient in training examples, the median of the ranks' estimates. A batch far "
         "below it gains from more examples, a batch far above it wastes them."
     )
-    nothing = "Needs start_exporter(local_norm=True), DistributedDataParallel, 20 samples and the recording rules"
+    nothing = "Needs start_exporter(local_norm=True), DistributedDataParallel or accumulation, 20 samples and the recording rules"
     query = Query(recorded("run:torch_grad_noise_scale:median"), "{{run}} {{optimizer}}")
     return draw.logarithmic(draw.lines("Gradient noise scale", text, "count:examples", query, nothing=nothing).min(1))
 

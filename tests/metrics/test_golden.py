@@ -51,7 +51,8 @@ NEVER_HERE = {
         ("torch_replicas_compared_total", "torch_replicas_differ_total", "torch_replica_odd_total"),
         "needs several ranks: see tests/inspection/test_replicas.py",
     ),
-    **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see matrix/distributed.py"),
+    "torch_grad_local_norm": "needs several ranks: see matrix/distributed.py",
+    "torch_grad_noise_scale": "needs several ranks or micro-batches: see tests/store/test_noise_scale.py",
     **dict.fromkeys(
         ("torch_nonfinite_origin_info", "torch_nonfinite_origin_step"), "needs a NaN: tests/inspection/nan_origin/test_planted.py"
     ),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -161,3 +164,110 @@ def test_observed_samples_replace_batch_sizes(found: list[dict[str, dict[str, li
         shown, weights = mine["observed"]["shown"], mine["observed"]["weights"]
         assert next(i for i, one in enumerate(shown) if one is not None) == ENOUGH + 7
         assert shown[-1] == pytest.approx(estimate(Task(), weights, rank, 1, sizes), rel=1e-6)
+
+
+PARTS = 4
+"""Micro-batches of a step on one rank."""
+
+
+def halve(weight: torch.nn.Parameter, part: int) -> None:
+    """Scale what is there after the second micro-batch."""
+    if part == 1 and weight.grad is not None:
+        weight.grad.mul_(0.5)
+
+
+def accumulate(
+    *,
+    sizes: tuple[int, ...] = (BATCHES[0],) * PARTS,
+    divide: bool = True,
+    observe: bool = False,
+    forwards: int = PARTS,
+    keep: float = 0.0,
+    edit: Callable[[torch.nn.Parameter, int], None] | None = None,
+    local_norm: bool = True,
+) -> tuple[list[object], list[NDArray[np.float64]], Task]:
+    """Train with several backwards to a step; return the estimates that are shown after each, the weights before it, and the task.
+
+    Args:
+        sizes: Examples of the micro-batches.
+        divide: Whether each loss is divided by their number.
+        observe: Whether the examples of a step are observed.
+        forwards: Forwards of a step; with one, all backwards are of the same batch.
+        keep: What remains of the gradient of the step before.
+        edit: Is called after each micro-batch.
+        local_norm: The option.
+    """
+    task, model = Task(), torch.nn.Linear(12, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
+    torch.nn.init.zeros_(model.weight)
+    weights, shown = [], []
+    with start_exporter(model, port=None, every=1, collectors=OFF, local_norm=local_norm) as exporter:
+        for step in range(STEPS):
+            weights.append(model.weight.detach().numpy()[0].copy())
+            loss = torch.zeros(())
+            for part, size in enumerate(sizes):
+                x, y = (torch.from_numpy(values) for values in task.batch(3 * step, part, 0))  # batches of one size
+                if part < forwards:
+                    loss = (model(x[:size])[:, 0] - y[:size]).square().mean()
+                (loss / (len(sizes) if divide else 1)).backward(retain_graph=forwards < PARTS)
+                if edit is not None:
+                    edit(model.weight, part)
+            optimizer.step()
+            if keep and model.weight.grad is not None:
+                model.weight.grad.mul_(keep)
+            else:
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            if observe:
+                exporter.observe(samples=PARTS * OBSERVED)
+            shown.append(value(exporter, "torch_grad_noise_scale"))
+        assert not errors(exporter)
+    return shown, weights, task
+
+
+def of_micro_batches(task: Task, weights: list[NDArray[np.float64]], sizes: list[int]) -> float:
+    """Estimate the noise scale from the micro-batches of each step. `sizes`: what one counts as; steps of 0 do not count."""
+    signals, noises = [], []
+    for step, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        if size:
+            parts = [task.gradient(weight, 3 * step, part, 0) for part in range(PARTS)]
+            small, large = np.square(parts[0]).sum(), np.square(np.mean(parts, axis=0)).sum()
+            signals.append((PARTS * large - small) / (PARTS - 1))
+            noises.append((small - large) / (1 / size - 1 / (PARTS * size)))
+    ages = 0.98 ** np.arange(len(signals))[::-1]
+    return float(np.dot(ages, noises) / np.dot(ages, signals))
+
+
+@pytest.mark.parametrize(
+    ("loop", "sizes"),
+    [
+        ({}, [BATCHES[0]] * STEPS),
+        ({"divide": False}, [BATCHES[0]] * STEPS),
+        ({"observe": True}, [BATCHES[0], *[0] * 8, *[OBSERVED] * (STEPS - 9)]),
+    ],
+    ids=["mean", "sum", "observed"],
+)
+def test_micro_batches_show_what_numpy_computes(loop: dict[str, bool], sizes: list[int]) -> None:
+    """A single rank that accumulates shows numpy's estimate from its first micro-batch and the mean of all, each step."""
+    shown, weights, task = accumulate(**loop)
+    for step in range(STEPS):
+        if np.count_nonzero(sizes[: step + 1]) < ENOUGH:
+            assert shown[step] is None, step
+        else:
+            assert shown[step] == pytest.approx(of_micro_batches(task, weights[: step + 1], sizes[: step + 1]), rel=1e-6), step
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"sizes": (12, 12, 12, 6)},
+        {"forwards": 1},
+        {"edit": halve},
+        {"keep": 0.05},
+        {"sizes": (12,)},
+        {"local_norm": False},
+    ],
+    ids=["unequal", "one batch", "edited", "kept", "single", "off"],
+)
+def test_other_backwards_show_no_noise_scale(loop: dict[str, Any]) -> None:
+    """Backwards that are not equal micro-batches of one gradient show none."""
+    assert set(accumulate(**loop)[0]) == {None}

@@ -17,6 +17,7 @@ from torch_grad_exporter.inspection.activations import Activations, ActivationTo
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.micro_batches import MicroBatches
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
 from torch_grad_exporter.inspection.optimizer_state import StateProbe, StateTotals
@@ -71,6 +72,11 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
             hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=capture.reductions, detection=capture.detection,
         )  # fmt: skip
         capture.inspect(local, errors.boundary("reduction", "gradients of this rank"))
+        if not checked.index.replicas.by_loop:  # else the loop takes the mean over ranks of what is accumulated
+            micro_batches = MicroBatches(
+                mailbox=mailbox, clock=clock, rounds=capture.rounds, reductions=capture.reductions, detection=capture.detection,
+            )  # fmt: skip
+            capture.inspect(micro_batches, errors.boundary("reduction", "gradients of micro-batches"))
     if settings.weights:
         weights = WeightProbe(stage.optimizers, cost, mailbox)
         capture.inspect(weights, errors.boundary("weights"))

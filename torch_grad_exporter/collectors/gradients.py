@@ -182,7 +182,7 @@ GRAD_LOCAL_NORM = GRADIENTS.gauge(
 )
 GRAD_NOISE_SCALE = GRADIENTS.gauge(
     "torch_grad_noise_scale",
-    "Simple gradient noise scale in training examples, tr(Sigma) / |G|^2 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1), from the norms of this rank's gradient and of the mean over ranks, which are taken to have batches of one size; both terms averaged over about 100 samples; absent before 20, and while the noise hides the gradient, so that the estimate of |G|^2 is not above 0.",
+    "Simple gradient noise scale in training examples, tr(Sigma) / |G|^2 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1), from the norms of this rank's gradient and of the mean over ranks under DistributedDataParallel, which are taken to have batches of one size, or from those of the first and of all micro-batches of one size that a rank accumulates; both terms averaged over about 100 samples; absent before 20, and while the noise hides the gradient, so that the estimate of |G|^2 is not above 0.",
     "optimizer",
     opt_in="local_norm",
 )

@@ -1,4 +1,4 @@
-"""LocalNormTotals: this rank's norm, and the gradient noise scale that follows from it.
+"""LocalNormTotals: this rank's norm, and the gradient noise scale that follows from it or from a micro-batch's.
 
 The simple noise scale is B_simple = tr(Sigma) / |G|^2: the variance of the gradient of a single training example, summed
 over all parameters, divided by the squared norm of the mean gradient. At this batch size noise and signal are equal: well
@@ -6,7 +6,8 @@ below it, twice the batch is worth nearly twice the step; well above it, a large
 
 Source: McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training", 2018
 (arXiv:1812.06162), appendix A.1. A gradient over B examples has E|G_B|^2 = |G|^2 + tr(Sigma) / B. So two batch sizes, here
-the b examples of one rank and the B of all ranks together, give estimates of both terms that are right on average:
+the b examples of one rank and the B of all ranks together, or those of a micro-batch and of all that are accumulated, give
+estimates of both terms that are right on average:
 
     |G|^2     = (B |G_B|^2 - b |G_b|^2) / (B - b)
     tr(Sigma) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
@@ -166,8 +167,10 @@ class LocalNormTotals:
             return None
         local = length(norms[(positions >= 0) & mine[positions]]) / (sample.scale * sample.divisor * sample.read.divisor)
         reduced = length(sample.norms[mine & sample.present])
-        batch = self._batches.size if self._batches.observed else last.measured.samples
+        parts, batch = last.measured.micro_batches, self._batches.size
+        batch = last.measured.samples if not self._batches.observed else batch and batch / parts
         if batch is not None and number in counted.newly_sized:
-            # The sizes of the other ranks are unknown here, and assumed to be equal.
-            scale.add(local * local, reduced * reduced, batch=batch, whole=batch * last.measured.ranks)
-        return local
+            # The sizes of the other ranks are unknown here, and assumed to be equal. A sum over micro-batches, of losses that the
+            # loop has divided or not, is compared with as many times the first.
+            scale.add((parts * local) ** 2, reduced * reduced, batch=batch, whole=batch * parts * last.measured.ranks)
+        return local if parts == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,20 +29,22 @@ SOURCE = "local_norms"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalMeasurement:
-    """The data of a record of local norms, measured before gradients were reduced over ranks.
+    """The data of a record of norms that a part of the round's examples has given: those of this rank, or of a micro-batch.
 
     Attributes:
         positions: Shape (n,), the parameter of each norm in the vectors together; a parameter may have several, of its parts. A
             negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, which should be zero.
-        reduced: Shape (parameters,), which of the table's parameters are reduced.
-        samples: Training examples of the round's forwards, None if unknown.
+        reduced: Shape (parameters,), which of the table's parameters were measured. Of ranks, those that are reduced.
+        samples: Training examples of the part, None if unknown.
         ranks: Over how many the mean was taken, 0 if unknown.
+        micro_batches: If above 1, the part is the first of that many micro-batches, and else the whole of this rank.
     """
 
     positions: IntArray
     reduced: BoolArray
     samples: int | None
     ranks: int
+    micro_batches: int = 1
 
 
 @dataclass(slots=True)
@@ -171,7 +174,7 @@ class LocalGradients(Inspection):
     def gradients_read(self, current: ArmedRound) -> None:
         """Post what was measured of the backward before, which may be nothing."""
         ready, self._ready = self._ready, None
-        sent = None if ready is None else self._send()
+        sent = None if ready is None else send_norms(self._transfer, self._norms, self._accumulation.before)
         if ready is None or sent is None:
             self._mailbox.append(Inspected(SOURCE, current.number, ()))
             return
@@ -179,27 +182,6 @@ class LocalGradients(Inspection):
         reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
         measured = LocalMeasurement(positions, reduced, self._accumulation.samples, reduction.ranks)
         self._mailbox.append(Inspected(SOURCE, current.number, tickets, measured))
-
-    def _send(self) -> tuple[IntArray, tuple[Ticket, ...]] | None:
-        """Start one copy to the host for each device; return None if too much is under way."""
-        by_device: dict[torch.device, tuple[list[int], list[single.Norm]]] = {}
-        before = ((-1 - position, norms) for position, norms in self._accumulation.before.items())
-        for position, norms in (*self._norms.items(), *before):
-            for norm in norms:
-                device = norm.device if isinstance(norm, torch.Tensor) else torch.device("cpu")
-                positions, values = by_device.setdefault(device, ([], []))
-                positions.append(position)
-                values.append(norm)
-        sent, tickets = [], []
-        for device, (positions, values) in by_device.items():
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            vector = torch.cat(tensors) if tensors else torch.tensor(values, dtype=torch.float64, device=device)
-            ticket = self._transfer.send(vector)
-            if ticket is None:
-                return None
-            sent += positions
-            tickets.append(ticket)
-        return np.array(sent, dtype=np.int64), tuple(tickets)
 
     def _samples(self) -> int | None:
         """Return the training examples of all forwards up to now, None if unknown."""
@@ -210,6 +192,38 @@ class LocalGradients(Inspection):
         handles, self._handles, self._hooked = self._handles, [], {}
         for handle in handles:
             handle.remove()
+
+
+def send_norms(
+    transfer: HostTransfer, norms: Mapping[int, list[single.Norm]], before: Mapping[int, list[single.Norm]]
+) -> tuple[IntArray, tuple[Ticket, ...]] | None:
+    """Start one copy to the host for each device; return None if too much is under way.
+
+    Args:
+        transfer: Takes the vectors.
+        norms: By the position of their parameter.
+        before: Those of the gradients that were there before.
+
+    Returns:
+        The positions of all norms, as in `LocalMeasurement`, and the tickets of the vectors in that order.
+    """
+    by_device: dict[torch.device, tuple[list[int], list[single.Norm]]] = {}
+    for position, parts in (*norms.items(), *((-1 - position, parts) for position, parts in before.items())):
+        for norm in parts:
+            device = norm.device if isinstance(norm, torch.Tensor) else torch.device("cpu")
+            positions, values = by_device.setdefault(device, ([], []))
+            positions.append(position)
+            values.append(norm)
+    sent, tickets = [], []
+    for device, (positions, values) in by_device.items():
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        vector = torch.cat(tensors) if tensors else torch.tensor(values, dtype=torch.float64, device=device)
+        ticket = transfer.send(vector)
+        if ticket is None:
+            return None
+        sent += positions
+        tickets.append(ticket)
+    return np.array(sent, dtype=np.int64), tuple(tickets)
 
 
 class ReductionWaits(Inspection):
