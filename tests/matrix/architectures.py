@@ -58,53 +58,7 @@ def convolutions(run: Run, layout: torch.memory_format) -> None:
     train(run, model, lambda: torch.randn(2, 3, 9, 9).to(memory_format=layout), clip=0.01)
 
 
-@regime()
-def convolutions_of_other_dimensions(run: Run) -> None:
-    """Convolutions over one and three dimensions, and depthwise ones."""
-    model = nn.Sequential(
-        nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=4), nn.ReLU(), nn.ConvTranspose1d(4, 3, 2),
-        nn.Unflatten(2, (1, 2, 4)), nn.Conv3d(3, 2, (1, 2, 2)), nn.PReLU(2), nn.Flatten(), nn.Linear(6, 2),
-    )  # fmt: skip
-    train(run, model, lambda: torch.randn(3, 2, 11))
-
-
-@regime()
-def batch_norm(run: Run) -> None:
-    """Batch norm, whose buffers every forward changes, with evaluation in between."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            model.train()
-            if step >= 5:
-                model[1].eval()  # frozen statistics, as in fine-tuning
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            model.eval()
-            with torch.no_grad():
-                model(batch())
-            run.check()
-
-
 # Attention
-
-
-@regime()
-def multi_head_attention(run: Run) -> None:
-    """An attention layer, whose projections are its own parameters beside those of a module within."""
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)
-            self.cross = nn.MultiheadAttention(8, 2, batch_first=True, kdim=5, vdim=4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.attention(x, x, x)[0]
-            return self.cross(x, x[..., :5], x[..., :4])[0]
-
-    train(run, Attention(), lambda: torch.randn(2, 4, 8), clip=0.02)
 
 
 @regime()
@@ -130,22 +84,6 @@ def transformer(run: Run) -> None:
 # Recurrence
 
 
-@regime(kind=[nn.LSTM, nn.GRU])
-def recurrent(run: Run, kind: type[nn.RNNBase]) -> None:
-    """Recurrent layers, two deep and in both directions."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = kind(6, 4, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.layers(x)[0])
-
-    train(run, Recurrent(), lambda: torch.randn(3, 5, 6))
-
-
 @regime(to_root=[True, False])
 def packed_sequences(run: Run, to_root: bool) -> None:
     """Packed sequences within a model, and as what a root takes and returns."""
@@ -167,63 +105,6 @@ def packed_sequences(run: Run, to_root: bool) -> None:
         packed = pack_padded_sequence(x, [4, 4, 1], batch_first=True)
         out = model(packed).data if to_root else model(x)
         run.backward(out.square().mean())
-
-
-@regime(each=[True, False])
-def truncated_backpropagation(run: Run, each: bool) -> None:
-    """Pieces of a sequence with a detached state between them: a step after each piece, or after all of them."""
-
-    class Stateful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.LSTMCell(6, 4)
-            self.head = nn.Linear(4, 2)
-
-        def forward(
-            self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None
-        ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-            outs = []
-            for part in x.unbind(1):
-                state = self.cell(part, state)
-                outs.append(self.head(state[0]))
-            return torch.stack(outs, 1), state
-
-    model = Stateful()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(4):
-            state = None
-            for piece in range(3):
-                if each or piece == 0:
-                    optimizer.zero_grad()
-                out, state = model(torch.randn(3, 4, 6), state)
-                state = tuple(t.detach() for t in state)
-                run.backward(out.square().mean())
-                if each or piece == 2:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                    run.step(optimizer)
-                    run.check()
-
-
-@regime()
-def recurrent_state_that_is_not_detached(run: Run) -> None:
-    """One backward through several forwards of the root, each of which took the state of the one before."""
-
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.GRUCell(6, 6)
-
-        def forward(self, x: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-            return self.cell(x, state)
-
-    model = Cell()
-    for _ in run.rounds(model, 5):
-        state, loss = None, torch.zeros(())
-        for _ in range(4):
-            state = model(batch(), state)
-            loss = loss + state.square().mean()
-        run.backward(loss)
 
 
 # Parts that are idle in some steps
@@ -259,15 +140,6 @@ def mixture_of_experts(run: Run) -> None:
 
 
 @regime()
-def mixture_of_experts_without_gradients(run: Run) -> None:
-    """Experts without a token in a step are missing where gradients are cleared to `None` as well."""
-    model = Experts()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in run.rounds(model, 6, optimizer):
-        run.backward(model(batch(3)).square().mean())
-
-
-@regime()
 def mixture_of_experts_accumulated(run: Run) -> None:
     """An expert that is idle in one backward of a step and busy in the other has the gradient of the busy one."""
     model = Experts(6)
@@ -279,35 +151,6 @@ def mixture_of_experts_accumulated(run: Run) -> None:
             run.backward(loss, unused=idle)
 
 
-class Skipping(nn.Module):
-    """Residual blocks of which each forward in training skips some."""
-
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(blocks))
-        self.head = nn.Linear(6, 2)
-        self.skipped: list[str] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.skipped = []
-        for position, block in enumerate(self.blocks):
-            if torch.rand(()) < 0.4:
-                self.skipped.append(f"blocks.{position}")
-            else:
-                x = x + block(x).relu()
-        return self.head(x)
-
-
-@regime()
-def stochastic_depth(run: Run) -> None:
-    """Blocks that a step skips are missing, and their momentum's stale gradient is not theirs."""
-    model = Skipping()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for _ in run.rounds(model, 6, optimizer, set_to_none=False):
-        loss = model(batch()).square().mean()
-        run.backward(loss, unused=parameters_of(model, *model.skipped))
-
-
 @regime()
 def alternating_branches(run: Run) -> None:
     """Two branches in turn without any `zero_grad` on the idle one: its last gradient stays out of every number."""
@@ -316,26 +159,6 @@ def alternating_branches(run: Run) -> None:
         used, idle = ("right", "left") if step in (1, 2, 4, 7) else ("left", "right")
         model.get_submodule(used).zero_grad()
         run.backward(model(batch(), right=used == "right").square().mean(), unused=parameters_of(model, idle))
-
-
-@regime()
-def heads_of_several_tasks(run: Run) -> None:
-    """A shared body and one head per task, each step of which trains one task, with all gradients zeroed in place."""
-
-    class Tasks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(6, 6)
-            self.heads = nn.ModuleDict({name: nn.Linear(6, 2) for name in ("a", "b", "c")})
-
-        def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
-            return self.heads[task](self.body(x).relu())
-
-    model = Tasks()
-    for step in run.rounds(model, 7, set_to_none=False):
-        task = "abc"[step % 3]
-        idle = [f"heads.{other}" for other in "abc" if other != task]
-        run.backward(model(batch(), task).square().mean(), unused=parameters_of(model, *idle))
 
 
 # Tied weights
@@ -431,21 +254,6 @@ def sparse_embedding_with_sgd(run: Run) -> None:
     train(run, model, lambda: torch.randint(0, 5, (6, 3)))
 
 
-@regime()
-def sparse_embedding_tied(run: Run) -> None:
-    """An embedding whose gradient is sparse where it is looked up and dense where it decodes."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(9, 4, sparse=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.words(x) @ self.words.weight.t()
-
-    train(run, Tied(), lambda: torch.randint(0, 9, (3, 2)))
-
-
 class Pruned(nn.Module):
     """A layer whose weight is a sparse tensor itself."""
 
@@ -464,13 +272,6 @@ def sparse_weight(run: Run, set_to_none: bool) -> None:
     model = Pruned()
     for _ in run.rounds(model, 20, sgd(model, lr=0.01), set_to_none=set_to_none):
         run.backward(model(batch()).square().mean())
-
-
-@regime()
-def embedding_scaled_by_frequency(run: Run) -> None:
-    """Embeddings with padding, with gradients by frequency and with a largest norm, which changes the weight in the forward."""
-    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0, scale_grad_by_freq=True, max_norm=1.5), nn.Flatten(), nn.Linear(8, 2))
-    train(run, model, lambda: torch.randint(0, 9, (5, 2)))
 
 
 class Complex(nn.Module):
@@ -496,15 +297,6 @@ def complex_parameters(run: Run) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)  # the other way refuses a conjugated gradient
 
 
-@regime()
-def complex_network(run: Run) -> None:
-    """A network that is complex throughout, in double precision, with Adam."""
-    model = nn.Sequential(nn.Linear(6, 4, dtype=torch.complex128), nn.Tanh(), nn.Linear(4, 2, dtype=torch.complex128))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in run.rounds(model, 5, optimizer):
-        run.backward(model(batch().to(torch.complex128)).abs().square().mean())
-
-
 # Weights with the inputs first
 
 
@@ -521,22 +313,6 @@ def inputs_before_outputs(run: Run) -> None:
 def parametrized(run: Run, kind: Callable[[nn.Module], nn.Module]) -> None:
     """Layers whose weight is computed from other parameters, which are those that have the gradients."""
     train(run, nn.Sequential(kind(nn.Linear(6, 8)), nn.ReLU(), kind(nn.Linear(8, 3))))
-
-
-@regime()
-def parametrized_in_the_run(run: Run) -> None:
-    """A parametrization that is registered in the run, and taken off again."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    params = optimizer.param_groups[0]["params"]
-    for step in run.rounds(model, 9, optimizer):
-        if step == 3:
-            parametrizations.weight_norm(model.first)
-        if step == 6:
-            nn.utils.parametrize.remove_parametrizations(model.first, "weight")
-        if step in (3, 6):
-            params[:] = model.parameters()
-        run.backward(model(batch()).square().mean())
 
 
 # Parameters in unusual places and of unusual shapes
@@ -582,37 +358,6 @@ def empty_layer(run: Run) -> None:
             return x * self.part[1] + sum(p.sum() for p in (*self.void, self.part[0]))
 
     train(run, Empty())
-
-
-@regime()
-def a_single_scalar(run: Run) -> None:
-    """A model of one scalar parameter."""
-
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = nn.Parameter(torch.tensor(0.7))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.factor
-
-    train(run, Scalar())
-
-
-@regime()
-def deep_nesting(run: Run) -> None:
-    """A chain of modules within modules, thirty deep, with parameters on each level."""
-
-    class Level(nn.Module):
-        def __init__(self, depth: int) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(6) + torch.randn(6) / 10)
-            self.inner = Level(depth - 1) if depth else nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x * self.scale)
-
-    train(run, Level(30), steps=3)
 
 
 @regime()
@@ -666,22 +411,3 @@ def averaged_model(run: Run, watched: bool) -> None:
         torch.optim.swa_utils.update_bn([batch() for _ in range(3)], average)
         run.check()
     run.state += [t.clone() for t in average.state_dict().values()]
-
-
-@regime()
-def average_made_in_the_loop(run: Run) -> None:
-    """`AveragedModel` copies a model that is watched: its copy trains nothing and changes nothing."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        average = None
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            if step == 2:
-                average = torch.optim.swa_utils.AveragedModel(model)
-            if average is not None:
-                average.update_parameters(model)
-                average(batch()).sum().backward()  # gradients of the copy are none of the model's
-            run.check()

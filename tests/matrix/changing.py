@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
@@ -134,51 +132,7 @@ def frozen_every_other_step(run: Run) -> None:
         run.backward(model(batch(2)).square().mean())
 
 
-@regime()
-def gan_that_freezes_its_discriminator(run: Run) -> None:
-    """A GAN whose discriminator is frozen in the generator's backward, as image translation does."""
-    generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
-    discriminator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizers = {"g": sgd(generator), "d": torch.optim.Adam(discriminator.parameters(), lr=0.01)}
-    with run.watching({"generator": generator, "discriminator": discriminator}, optimizers, optimizers=optimizers):
-        for step in range(6):
-            fake = generator(torch.randn(2, 3))
-            discriminator.requires_grad_(False)
-            optimizers["g"].zero_grad()
-            run.backward(-discriminator(fake).mean())
-            run.step(optimizers["g"], "g")
-            if step:  # until two optimizers have stepped nothing has a label of its own
-                run.check()
-            discriminator.requires_grad_(True)
-            optimizers["d"].zero_grad()
-            loss = discriminator(fake.detach()).mean() - discriminator(torch.randn(2, 4)).mean()
-            run.backward(loss, unused=[f"generator.{name}" for name, _ in generator.named_parameters()])
-            run.step(optimizers["d"], "d")
-            run.check()
-
-
 # Adding
-
-
-@regime()
-def module_added_with_its_own_group(run: Run) -> None:
-    """A module that joins model and optimizer by `add_param_group` is shown from its first step on."""
-
-    class Growing(Perceptron):
-        def __init__(self) -> None:
-            super().__init__()
-            self.more: nn.Module | None = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + (0 if self.more is None else self.more(x))
-
-    model = Growing()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        run.train(model, optimizer, 3)
-        model.more = nn.Linear(6, 3)
-        optimizer.add_param_group({"params": list(model.more.parameters()), "lr": 0.1})
-        run.train(model, optimizer, 3)
 
 
 @regime()
@@ -238,21 +192,6 @@ def optimizer_that_takes_over(run: Run) -> None:
                 run.check(without=BEFORE_THE_TAKEOVER)
 
 
-@regime()
-def parameters_that_change_owner(run: Run) -> None:
-    """Two optimizers that exchange a parameter in their lists show what they own now."""
-    model = Perceptron()
-    optimizers = {
-        "a": torch.optim.SGD([model.first.weight, model.first.bias], lr=0.05),
-        "b": torch.optim.SGD([model.second.weight, model.second.bias], lr=0.05),
-    }
-    for step in run.rounds(model, 6, optimizers, named=True):
-        if step == 3:
-            a, b = (optimizer.param_groups[0]["params"] for optimizer in optimizers.values())
-            a[1], b[1] = b[1], a[1]
-        run.backward(model(batch()).square().mean())
-
-
 class Adapted(nn.Module):
     """A linear layer with a product of two thin ones beside it."""
 
@@ -302,20 +241,6 @@ def parameter_replaced(run: Run, position: int) -> None:
             run.train(model, optimizer)
 
 
-@regime()
-def module_replaced(run: Run) -> None:
-    """A new head in the place of an old one that is still referenced, with the optimizer's list changed in place."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        run.train(model, optimizer)
-        old = model.second
-        model.second = nn.Linear(8, 5)
-        optimizer.param_groups[0]["params"][2:] = model.second.parameters()
-        run.train(model, optimizer)
-        assert old.weight.grad is None or old.weight.grad is not model.second.weight.grad
-
-
 class Language(nn.Module):
     """An embedding, a hidden layer and a decoder over the same vocabulary, tied or not."""
 
@@ -334,26 +259,6 @@ class Language(nn.Module):
 def tokens() -> torch.Tensor:
     """A few token numbers."""
     return torch.randint(0, 11, (3, 4))
-
-
-@regime(tied=[True, False])
-def resized_embedding(run: Run, tied: bool) -> None:
-    """An embedding that is exchanged for a larger one, with its old rows and its tie to the decoder."""
-    model = Language(tied=tied)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        run.train(model, optimizer, data=tokens)
-        old, new = model.embedding, nn.Embedding(16, 6)
-        with torch.no_grad():
-            new.weight[:11] = old.weight
-        model.embedding = new
-        groups = optimizer.param_groups[0]["params"]
-        groups[0] = new.weight
-        optimizer.state.pop(old.weight)
-        if tied:
-            model.decoder = nn.Linear(6, 16, bias=False)
-            model.decoder.weight = new.weight
-        run.train(model, optimizer, data=tokens)
 
 
 @regime()
@@ -387,36 +292,6 @@ def layer_removed(run: Run, held: bool) -> None:
         run.train(model, optimizer, 3)
 
 
-@regime(held=[True, False])
-def layer_removed_and_its_group(run: Run, held: bool) -> None:
-    """A layer that is taken out of the model and out of the optimizer leaves no number behind."""
-    model = Stack(depth=2)
-    optimizer = torch.optim.SGD(
-        [{"params": list(part.parameters())} for part in (model.blocks[1], model.blocks[0], model.head)], lr=0.05
-    )
-    kept = []
-    with run.watching(model, optimizer):
-        run.train(model, optimizer, 3)
-        kept.append(model.blocks.pop(1))
-        del optimizer.param_groups[0]
-        if not held:
-            kept.clear()
-        run.train(model, optimizer, 3)
-
-
-@regime()
-def bias_dropped(run: Run) -> None:
-    """A parameter that is set to `None` is gone."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        run.train(model, optimizer)
-        old = model.first.bias
-        model.first.bias = None
-        run.train(model, optimizer)
-        assert old is not None
-
-
 # Converting
 
 
@@ -431,23 +306,6 @@ def converted_in_the_run(run: Run, dtype: torch.dtype) -> None:
         run.train(model, optimizer, data=lambda: batch().to(dtype))
         model.float()
         run.train(model, optimizer)
-
-
-@regime()
-def converted_by_swapping(run: Run) -> None:
-    """A conversion that swaps the tensors of parameters, which nothing may refer to weakly."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with run.watching(model, optimizer):
-            run.train(model, optimizer)
-            optimizer.zero_grad()
-            model.double()
-            run.train(model, optimizer, data=lambda: batch().double())
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 @regime()
@@ -473,31 +331,6 @@ def data_replaced(run: Run) -> None:
             model.first.weight.data = torch.randn(8, 6)
 
 
-@regime()
-def checkpoint_loaded(run: Run) -> None:
-    """A checkpoint that is loaded in the run, into the parameters."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        saved = copy.deepcopy(model.state_dict())
-        run.train(model, optimizer)
-        model.load_state_dict(saved)
-        run.train(model, optimizer)
-
-
-@regime()
-def checkpoint_assigned(run: Run) -> None:
-    """A checkpoint whose tensors are put in the place of the parameters."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        saved = copy.deepcopy(model.state_dict())
-        run.train(model, optimizer)
-        model.load_state_dict(saved, assign=True)
-        optimizer.param_groups[0]["params"][:] = model.parameters()
-        run.train(model, optimizer)
-
-
 # Lazily initialised
 
 
@@ -514,12 +347,3 @@ def lazy_modules(run: Run) -> None:
         optimizer = sgd(model)
         run.uses(optimizer)
         run.train(model, optimizer, 6, data=inputs)
-
-
-@regime()
-def lazy_modules_in_the_loop(run: Run) -> None:
-    """Lazy layers that are initialised by the first forward of training, with an optimizer from before."""
-    model = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        run.train(model, optimizer, 6)

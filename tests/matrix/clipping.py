@@ -33,36 +33,12 @@ def clip_grad_norm(run: Run, norm_type: float) -> None:
 
 
 @regime()
-def clip_grad_norm_scraped_at_the_end(run: Run) -> None:
-    """Steps without a scrape in between are judged all the same: every clipped step is counted."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(16):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            run.step(optimizer)
-        run.check()
-
-
-@regime()
 def clip_grad_value(run: Run) -> None:
     """`clip_grad_value_` in every step shows the norm after it and the ratio, also where only some parameters are cut."""
     model = Perceptron()
     for _ in run.rounds(model, 6):
         run.backward(model(batch()).square().sum() * 10)
         torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-
-
-@regime()
-def clip_grad_value_now_and_then(run: Run) -> None:
-    """A clip by value that cuts every fifth step is counted each time, and has its coefficient."""
-    model = Perceptron()
-    optimizer = sgd(model, lr=1e-4)
-    for step in run.rounds(model, 15, optimizer):
-        run.backward(model(batch()).square().sum() * (1.0 if step % 5 == 4 else 1e-6))
-        torch.nn.utils.clip_grad_value_(model.parameters(), 2.0)
 
 
 @regime(limits=[(math.inf, 0.5), (0.5, 2.0)])
@@ -74,28 +50,6 @@ def clip_of_groups(run: Run, limits: tuple[float, float]) -> None:
         run.backward(model(batch()).square().sum())
         for limit, group in zip(limits, optimizer.param_groups, strict=True):
             torch.nn.utils.clip_grad_norm_(group["params"], limit)
-
-
-@regime()
-def clip_of_each_parameter(run: Run) -> None:
-    """Each parameter clipped on its own, as adaptive clipping does."""
-    model = Perceptron()
-    for _ in run.rounds(model, 6):
-        run.backward(model(batch()).square().sum())
-        for parameter in model.parameters():
-            torch.nn.utils.clip_grad_norm_(parameter, 0.1 * float(parameter.detach().norm()) + 1e-3)
-
-
-@regime()
-def clip_of_one_optimizer_of_two(run: Run) -> None:
-    """Of two optimizers that share a backward, one is clipped: each has a coefficient of its own."""
-    model = Perceptron()
-    weights = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.01)
-    biases = torch.optim.SGD([model.first.bias, model.second.bias], lr=0.01)
-    named = {"weights": weights, "biases": biases}
-    for _ in run.rounds(model, 6, named, named=True):
-        run.backward(model(batch()).square().mean())
-        torch.nn.utils.clip_grad_norm_([model.first.weight, model.second.weight], 0.01)
 
 
 @regime(options=[{}, {"exclude": ["second"]}])
@@ -187,15 +141,6 @@ def divided_by_tokens(run: Run) -> None:
             run.shows(None, "torch_grad_clipped_steps_total")
 
 
-@regime()
-def one_step_of_128_tokens(run: Run) -> None:
-    """A division by a power of two that comes once costs no step its norm."""
-    model = Perceptron()
-    for step in run.rounds(model, 10):
-        run.backward(model(batch()).square().mean())
-        divide(model, 128 if step == 5 else 1)
-
-
 def backward_of_tokens(run: Run, model: torch.nn.Module, step: int) -> None:
     """A backward whose gradients will be divided by the step's tokens, which is reported to the exporter in some way."""
     if run.record is not None:
@@ -243,21 +188,6 @@ def divided_by_tokens_that_are_told(run: Run, told: str) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5 if step % 3 else 1e6)
 
 
-@regime()
-def accumulation_whose_tokens_are_told(run: Run) -> None:
-    """The number of tokens so far, told before each backward or after the last: the last one of the round counts."""
-    model = Perceptron()
-    for step in run.rounds(model, 9):
-        tokens = 0
-        for part in range(3):
-            tokens += TOKENS[(step + part) % 8]
-            if step < 5 or part == 2:
-                run.observe(grad_divisor=tokens)
-            run.unscale(1 / tokens)
-            run.backward(model(batch()).square().mean() * 100)
-        divide(model, tokens)
-
-
 @regime(value=[math.nan, math.inf])
 def nonfinite_before_clipping(run: Run, value: float) -> None:
     """One NaN or infinite element is counted as one, whatever `clip_grad_norm_` makes of it and of every other gradient."""
@@ -267,16 +197,6 @@ def nonfinite_before_clipping(run: Run, value: float) -> None:
             model.second.bias.register_hook(lambda g: torch.cat((g[:1] * value, g[1:])))
         run.backward(model(batch()).square().mean())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-@regime()
-def nan_replaced_before_the_step(run: Run) -> None:
-    """A loop that writes zeros over the NaN of a backward, and steps, has had that NaN all the same."""
-    model = Perceptron()
-    for step in run.rounds(model, 6):
-        run.backward(model(batch()).square().mean() * (math.nan if step in (1, 4) else 1.0))
-        for parameter in model.parameters():
-            parameter.grad.nan_to_num_(0.0)
 
 
 @regime(case=[(torch.float32, 5), (torch.float32, 0), (torch.bfloat16, 0)])
@@ -289,26 +209,6 @@ def clipped_past_versions(run: Run, case: tuple[torch.dtype, int]) -> None:
         factor = 0.01 / norm(gradients_of(model).values()) if step >= since else 1.0
         for parameter in model.parameters():
             parameter.grad.data.mul_(factor)
-
-
-@regime()
-def a_single_element_before_the_step(run: Run) -> None:
-    """A single element that every second step writes to in place shows in the norm that the optimizer saw, and in no other."""
-    model = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Linear(64, 3))
-    for step in run.rounds(model, 20):
-        run.backward(model(batch()).square().mean())
-        if step % 2:
-            model[0].weight.grad[0, 0] = 1.0
-
-
-@regime()
-def noise_before_the_step(run: Run) -> None:
-    """Noise that is added after the backward is none of the backward's norm: it shows in what the optimizer saw."""
-    model = Perceptron()
-    for _ in run.rounds(model, 6):
-        run.backward(model(batch()).square().mean())
-        for parameter in model.parameters():
-            parameter.grad.add_(0.1 * torch.randn_like(parameter))
 
 
 @regime()

@@ -46,34 +46,6 @@ def closure(run: Run) -> None:
     train(run, sgd(model), 5, compute, model)
 
 
-@regime()
-def closure_with_two_backwards(run: Run) -> None:
-    """A closure that accumulates two backwards is one sample, and the second backward is no skipped step."""
-    model = Perceptron()
-
-    def compute(_step: int) -> torch.Tensor:
-        for _ in range(2):
-            loss = model(batch()).square().mean()
-            run.backward(loss)
-        return loss
-
-    train(run, torch.optim.AdamW(model.parameters(), lr=0.01), 5, compute, model)
-
-
-@regime()
-def closure_that_keeps_its_graph(run: Run) -> None:
-    """A closure that runs the backward of one loss twice shows the doubled gradient."""
-    model = Perceptron()
-
-    def compute(_step: int) -> torch.Tensor:
-        loss = model(batch()).square().mean()
-        run.backward(loss, retain_graph=True)
-        run.backward(loss)
-        return loss
-
-    train(run, sgd(model), 5, compute, model)
-
-
 @regime(kind=[torch.optim.SGD, torch.optim.AdamW])
 def closure_that_clips(run: Run, kind: type[torch.optim.Optimizer]) -> None:
     """A closure that runs forward, backward and clips, as Lightning's does: norms before and after clipping."""
@@ -137,13 +109,6 @@ def lbfgs(run: Run, search: str | None) -> None:
 
 
 @regime()
-def lbfgs_that_clears_in_place(run: Run) -> None:
-    """A closure that zeroes in place between its calls is distinguished from an accumulation, since all is within one step."""
-    model = Perceptron()
-    lbfgs_loop(run, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4), model, set_to_none=False)
-
-
-@regime()
 def closure_and_steps_by_turns(run: Run) -> None:
     """A loop in which every second step has a closure shows the gradient of each step."""
     model = Perceptron()
@@ -164,28 +129,6 @@ def closure_and_steps_by_turns(run: Run) -> None:
                 closure()
                 optimizer.step()
             run.check()
-
-
-@regime()
-def closures_of_two_optimizers(run: Run) -> None:
-    """Two optimizers that step with closures in turn each show the gradient that their own closure computed."""
-    models = {"left": Perceptron(), "right": Perceptron()}
-    optimizers = {name: sgd(model) for name, model in models.items()}
-    with run.watching(models, optimizers, optimizers=optimizers):
-        for iteration in range(4):
-            for name, model in models.items():
-
-                def closure(name: str = name, model: torch.nn.Module = model) -> torch.Tensor:
-                    optimizers[name].zero_grad()
-                    loss = model(batch()).square().mean()
-                    others = [f"{other}.{n}" for other in models if other != name for n, _ in model.named_parameters()]
-                    run.backward(loss, unused=others)
-                    run.stepping(name)
-                    return loss
-
-                optimizers[name].step(closure)
-                if iteration or name == "right":  # an optimizer has a label from the first sample on that another has, too
-                    run.check()
 
 
 @regime()

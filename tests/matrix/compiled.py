@@ -131,26 +131,6 @@ def compiled_submodules(run: Run, in_place: bool) -> None:
             run.train(model, optimizer, STEPS, clip=0.5, factor=10)
 
 
-@regime()
-def compiled_parent(run: Run) -> None:
-    """The compiled function calls the watched model: its hooks are traced with it, and the nodes of the parameters tell."""
-    with compiling(run):
-        model = Perceptron()
-        optimizer = sgd(model)
-
-        @torch.compile(backend=EAGER, fullgraph=True)
-        def loss_of(x: torch.Tensor) -> torch.Tensor:
-            return model(x).square().mean() * 10
-
-        with run.watching(model, optimizer):
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                run.backward(loss_of(batch()))
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                run.step(optimizer)
-                settled(run, step)
-
-
 def settled(run: Run, step: int) -> None:
     """Compares the gauges of a round once capture has found its rung.
 
@@ -290,16 +270,6 @@ def compiled_optimizer(run: Run, told: bool) -> None:
         run.check(without=() if told else unknown)
 
 
-@regime()
-def compiled_dynamic_shapes(run: Run) -> None:
-    """Batch sizes change: one recompilation for any size, no more than without us."""
-    with compiling(run):
-        model = Perceptron()
-        compiled, sizes = torch.compile(model, backend=EAGER), (5, 5, 6, 7, 3)
-        for step in run.rounds(model, len(sizes)):
-            run.backward(compiled(batch(sizes[step])).square().mean())
-
-
 class Blocks(torch.nn.Module):
     """Two blocks, the first of which is recomputed in the backward, under autocast if told, the second not compiled."""
 
@@ -340,18 +310,6 @@ def compiled_and_eager_in_turn(run: Run, stance: bool) -> None:
             with torch.compiler.set_stance("force_eager") if stance and eager else contextlib.nullcontext():
                 run.backward((model if eager and not stance else compiled)(batch()).square().mean() * 10)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-@regime()
-def compiled_accumulation(run: Run) -> None:
-    """Three backwards of the compiled model to a step."""
-    with compiling(run):
-        model = Perceptron()
-        optimizer = sgd(model)
-        compiled = torch.compile(model, backend=EAGER)
-        for _ in run.rounds(model, 4, optimizer):
-            for _ in range(3):
-                run.backward(compiled(batch()).square().mean())
 
 
 @regime(mode=["default", "reduce-overhead"])

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -145,15 +144,6 @@ def ddp_unused_parameters(run: Run, set_to_none: bool) -> None:
         run.backward(loss, unused=[f"module.{name}.{part}" for name in unused for part in ("weight", "bias")])
 
 
-@two_ranks()
-def ddp_used_on_one_rank(run: Run) -> None:
-    """A parameter that only the other rank used has the mean of that rank's gradient and nothing, on both."""
-    wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    for step in run.rounds(wrapped, 7):
-        taken = ["always", "sometimes" if (step + dist.get_rank()) % 2 else "never"]
-        run.backward(wrapped(data(step), taken).square().mean())
-
-
 @two_ranks(as_views=[False, True])
 def ddp_no_sync(run: Run, as_views: bool) -> None:
     """Two backwards that stay on their rank and one that is reduced are one sample, of the reduced sum."""
@@ -231,14 +221,6 @@ def ddp_sparse(run: Run) -> None:
     for step in run.rounds(wrapped, 4):
         tokens = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         run.backward(wrapped(tokens).square().mean())
-
-
-@two_ranks()
-def ddp_beyond_float32_squares(run: Run) -> None:
-    """Gradients whose squares are infinite in float32 have norms."""
-    wrapped = DistributedDataParallel(Perceptron())
-    for step in run.rounds(wrapped, 4, sgd(wrapped, lr=0.05e-25)):
-        run.backward(wrapped(data(step)).square().mean() * 1e25)
 
 
 @two_ranks(hook=["fp16", "powersgd"])
@@ -339,27 +321,6 @@ def ddp_compiled(run: Run, around: str) -> None:
     wrapped = compiled(wrapped) if around == "wrapper" else wrapped
     for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
-
-
-@two_ranks()
-def ddp_gan(run: Run) -> None:
-    """A generator and a discriminator, both replicated, in turn; each round shows what the stepping optimizer owns."""
-    generator = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)))
-    discriminator = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
-    of_generator = torch.optim.SGD(generator.parameters(), lr=0.01)
-    of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=0.01)
-    models = {"generator": generator, "discriminator": discriminator}
-    with run.watching(models, {"SGD": of_generator, "Adam": of_discriminator}):
-        for step in range(4):
-            of_discriminator.zero_grad()
-            fake = generator(data(step, inputs=3)).detach()
-            loss = discriminator(torch.cat((fake, data(step, inputs=4)))).mul(torch.tensor([[1.0]] * 5 + [[-1.0]] * 5)).mean()
-            run.backward(loss, unused=[f"generator.{n}" for n, _ in generator.named_parameters()])
-            run.step(of_discriminator, "Adam")
-            of_generator.zero_grad()
-            run.backward(-discriminator(generator(data(step, inputs=3))).mean())
-            run.step(of_generator, "SGD")
-    run.check()  # after `close`, since the last round is open until the next backward
 
 
 @two_ranks()
@@ -520,28 +481,6 @@ def fsdp_uneven(run: Run, layerwise: bool) -> None:
 
 
 @two_ranks()
-def fsdp_frozen(run: Run) -> None:
-    """Of frozen parameters nothing is shown, until they are trained."""
-    model = even()
-    model.first.requires_grad_(False)
-    shard(model, [model.first, model.second])
-    for step in run.rounds(model, 7):
-        if step == 4:
-            model.first.requires_grad_(True)
-        run.backward(model(data(step)).square().mean())
-
-
-@two_ranks()
-def fsdp_nested(run: Run) -> None:
-    """A root that has no parameters of its own, around blocks of several layers."""
-    model = torch.nn.Sequential(even(), torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh()), Perceptron(6, 4, 2))
-    shard(model, model.children())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in run.rounds(model, 5, optimizer):
-        run.backward(model(data(step)).square().mean())
-
-
-@two_ranks()
 def fsdp_beside_replicated(run: Run) -> None:
     """A layer that is left out of the sharding is whole on each rank; the global norm is still absent."""
     need(2, 7, "FSDP2 on a CPU")
@@ -549,18 +488,6 @@ def fsdp_beside_replicated(run: Run) -> None:
     fully_shard(model.first)
     for step in run.rounds(model, 5):
         run.backward(model(data(step)).square().mean())
-
-
-@two_ranks()
-def fsdp_overflow_in_one_part(run: Run) -> None:
-    """An overflow in the part of one rank skips the step on both; only the rank that has it counts its elements."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
-
-    def infinite_in_the_last(output: torch.Tensor, overflow: bool) -> torch.Tensor:
-        *finite, last = output.square().mean(0)
-        return sum(finite) + last * (math.inf if overflow else 1.0)
-
-    overflow_loop(run, shard(torch.nn.Linear(6, 4)), scaler, infinite_in_the_last)
 
 
 # Shards of flat parameters
@@ -646,9 +573,7 @@ def fsdp1_started_before(run: Run, kind: str) -> None:
             run.shows(float(not seen), "torch_grad_exporter_captures_skipped_total", reason="gathered")
 
 
-@two_ranks(
-    kind=[f"{kept}, {how}" for kept in FLAT for how in ("reduced", "not reduced") if "whole" not in kept or how == "reduced"]
-)
+@two_ranks(kind=["flat, reduced", "flat, not reduced", "original, not reduced", "original, whole, reduced"])
 def fsdp1_accumulation(run: Run, kind: str) -> None:
     """Three backwards to a step are one sample, also where FSDP reduces the last one only."""
     wrapped = flatten(even(), **FLAT[kind.rpartition(", ")[0]])
@@ -677,15 +602,6 @@ def fsdp1_clip_grad_norm(run: Run, kind: str) -> None:
                 run.shows(float(whole), "torch_grad_global_norm")
 
 
-@two_ranks(kind=KEPT)
-def fsdp1_mixed_precision(run: Run, kind: str) -> None:
-    """bfloat16 in forward, backward and reduction: the gradients that the optimizer sees are float32."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    wrapped = flatten(even(), use_orig_params=kind == "original", mixed_precision=precision)
-    for step in run.rounds(wrapped, 5):
-        run.backward(wrapped(data(step)).float().square().mean())
-
-
 @two_ranks(kind=["original", "original, whole"])
 def fsdp1_frozen(run: Run, kind: str) -> None:
     """Of frozen parameters nothing is shown, until they are trained; a bias may be frozen beside a weight that is not."""
@@ -696,22 +612,6 @@ def fsdp1_frozen(run: Run, kind: str) -> None:
     for step in run.rounds(wrapped, 7):
         if step == 4:
             model.first.requires_grad_(True)
-        run.backward(wrapped(data(step)).square().mean())
-
-
-@two_ranks(kind=KEPT)
-def fsdp1_overflow_on_one_rank(run: Run, kind: str) -> None:
-    """An overflow skips the step on both ranks."""
-    with warning_of_torch(".*"):
-        scaler = ShardedGradScaler("cpu", init_scale=2.0**14, growth_interval=4)
-    overflow_loop(run, flatten(even(), use_orig_params=kind == "original"), scaler, infinite_on_rank_1)
-
-
-@two_ranks(kind=KEPT)
-def fsdp1_checkpointed(run: Run, kind: str) -> None:
-    """Layers whose parameters are gathered again within the backward, for the activations to be computed again."""
-    wrapped = flatten(Checkpointed(use_reentrant=False), use_orig_params=kind == "original")
-    for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
 
 
@@ -764,7 +664,7 @@ class Stages:
         return norms[dist.get_rank()]
 
 
-@two_ranks(kind=[f"{name}, {how}" for name in SCHEDULES for how in ("divided", "divided, clipped", "summed", "summed, clipped")])
+@two_ranks(kind=["gpipe, divided", "gpipe, divided, clipped", "1f1b, divided, clipped", "1f1b, summed"])
 def pipeline(run: Run, kind: str) -> None:
     """Norms are those of the mean over the micro-batches, by which the schedule has divided, and before clipping."""
     need(2, 6, "the division of gradients by a schedule")

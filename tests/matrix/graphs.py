@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
-from tests.matrix.harness import AFTER, Run, regime
 from tests.matrix.harness import CUMULATIVE as EARLIER
-from tests.matrix.loops import written_by_hand
+from tests.matrix.harness import Run, regime
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import lost, mode
 
@@ -59,21 +58,13 @@ def _recomputed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(block, x, use_reentrant=False)
 
 
-def _without_rng_state(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
-
-
-def _nested(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return _recomputed(lambda y: _recomputed(block[1:], _recomputed(block[0], y)), x)
-
-
 def _nested_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's own, of the inner one's first forward, which is without gradients
         return _reentrant(lambda y: _reentrant(block[1:], _reentrant(block[0], y)), x)
 
 
-@regime(around=[_reentrant, _recomputed, _without_rng_state, _nested, _nested_reentrant])
+@regime(around=[_reentrant, _recomputed, _nested_reentrant])
 def checkpointed_blocks(run: Run, around: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
     """Checkpointed blocks, whose backward runs forwards or whole backwards inside, with accumulation and clipping."""
     model = Blocks(around)
@@ -84,39 +75,12 @@ def checkpointed_blocks(run: Run, around: Callable[[nn.Module, torch.Tensor], to
 
 
 @regime(reentrant=[True, False])
-def checkpointed_sequence(run: Run, reentrant: bool) -> None:
-    """`checkpoint_sequential` over the inner modules of the root."""
-
-    class Sequence(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(6, 8)
-            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint_sequential(self.body, 2, self.embed(x), use_reentrant=reentrant)
-
-    model = Sequence()
-    for _ in run.rounds(model, 5):
-        run.backward(model(batch()).square().mean())
-
-
-@regime(reentrant=[True, False])
 def checkpointed_root(run: Run, reentrant: bool) -> None:
     """A root that is itself called through a checkpoint, so that its forward, or its whole backward, runs within a backward."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
     # no output is seen outside of the backward: another rung is taken after the first rounds
     for _ in run.rounds(model, 8, since=5, without=CUMULATIVE):
         run.backward(checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant).square().mean())
-
-
-@regime(reentrant=[True, False])
-def accumulation_beside_a_checkpointed_root(run: Run, reentrant: bool) -> None:
-    """Of the backwards of one step some run through a checkpoint around the root and some do not."""
-    model = Perceptron()
-    for _ in run.rounds(model, 10, since=5, without=CUMULATIVE):  # as above
-        run.backward(checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant).square().mean())
-        run.backward(model(batch()).square().mean())
 
 
 # Second derivatives
@@ -147,33 +111,12 @@ def gradient_penalty_in_a_backward(run: Run, alone: bool) -> None:
             run.backward(model(batch()).square().mean())
 
 
-@regime()
-def gradient_penalty_over_parameters(run: Run) -> None:
-    """A penalty on the gradient with respect to the parameters, by `autograd.grad` over all of them."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        loss = model(batch()).square().mean()
-        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        run.backward(loss + sum(slope.square().sum() for slope in slopes))
-
-
 @contextlib.contextmanager
 def cycles() -> Iterator[None]:
     """Ignores torch's warning of a reference cycle."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
-
-
-@regime()
-def backward_with_create_graph(run: Run) -> None:
-    """`backward(create_graph=True)` gives gradients that carry a graph; they are measured all the same."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    for _ in run.rounds(model, 5, optimizer):
-        with cycles():
-            run.backward(model(batch()).square().mean(), create_graph=True)
-    optimizer.zero_grad()
 
 
 @regime(set_to_none=[True, False])
@@ -207,55 +150,7 @@ def accumulation_with_create_graph(run: Run) -> None:
     optimizer.zero_grad()
 
 
-@regime()
-def retained_graph(run: Run) -> None:
-    """The same loss twice, kept the first time: two backwards, and one sample of the doubled gradient."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        loss = model(batch()).square().mean()
-        run.backward(loss, retain_graph=True)
-        run.backward(loss)
-
-
-@regime()
-def gradients_only_asked_for(run: Run) -> None:
-    """`torch.autograd.grad` over a model's parameters, for a report after the step, changes no number."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            torch.autograd.grad(model(batch()).sum(), list(model.parameters()), retain_graph=step % 2 == 0)
-            run.check()
-
-
 # Who starts a backward, and from where
-
-
-@regime()
-def several_roots(run: Run) -> None:
-    """`torch.autograd.backward` from several tensors with their own gradients is one backward."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(6, 8)
-            self.left, self.right = nn.Linear(8, 2), nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self.body(x).relu()
-            return self.left(hidden), self.right(hidden)
-
-    model = Heads()
-    for step in run.rounds(model, 6):
-        left, right = model(batch())
-        if step % 3 == 2:
-            torch.autograd.backward([left], [torch.randn_like(left)])
-        else:
-            torch.autograd.backward([left, right], [torch.randn_like(left), torch.randn_like(right)])
-        run.passed()
 
 
 @regime()
@@ -328,14 +223,6 @@ def second_backward_around_the_root(run: Run, changed: int) -> None:
 
 
 @regime()
-def auxiliary_loss(run: Run) -> None:
-    """A loss through the root and a loss through submodules alone in one backward."""
-    model = Outside()
-    for _ in run.rounds(model, 5):
-        run.backward(model(batch()).square().mean() + model.aux(model.body(batch())).square().mean())
-
-
-@regime()
 def accumulation_without_the_root(run: Run) -> None:
     """Accumulations and skipped steps are distinguished without the root's help too."""
     model = Perceptron()
@@ -379,68 +266,6 @@ def lazy_modules_without_the_root(run: Run) -> None:
 # Gradients that no backward writes
 
 
-@regime()
-def gradients_assigned_by_hand(run: Run) -> None:
-    """Gradients from `torch.autograd.grad` that the loop assigns are read at the step."""
-    model = Perceptron()
-    # The exporter tries two other ways first, for two rounds each; a dead ratio takes three samples.
-    for _ in run.rounds(model, 10, clear=False, since=7, without=(*CUMULATIVE, *AFTER)):
-        written_by_hand(run, model, model(batch()).square().mean())
-    assert rung(run) in (None, "optimizer")
-
-
-@regime()
-def gradients_of_unfrozen_parameters_by_hand(run: Run) -> None:
-    """Assigned gradients where every parameter was frozen at the start."""
-    model = Perceptron()
-    model.requires_grad_(False)
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        model.requires_grad_(True)
-        for step in range(10):
-            parameters = list(model.parameters())
-            loss = model(batch()).square().mean()
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = gradient
-            run.passed()
-            run.step(optimizer)
-            if step >= 7:  # as above
-                run.check(without=(*CUMULATIVE, *AFTER))
-
-
-def _loss(model: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return torch.func.functional_call(model, parameters, (x,)).square().mean()
-
-
-@regime(per_sample=[True, False])
-def functional_gradients(run: Run, per_sample: bool) -> None:
-    """`torch.func.grad`, alone or under `vmap` for each sample with clipping in between, and assigned gradients."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    gradient = torch.func.grad(lambda parameters, x: _loss(model, parameters, x))
-    for _ in run.rounds(model, 10, optimizer, clear=False, since=7, without=(*CUMULATIVE, *AFTER)):  # as above
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        x = batch()
-        if per_sample:
-            each = torch.func.vmap(gradient, in_dims=(None, 0))(parameters, x.unsqueeze(1))
-            lengths = sum(g.flatten(1).square().sum(1) for g in each.values()).sqrt()
-            factor = (0.2 / lengths).clamp(max=1)
-            found = {name: torch.einsum("n,n...->...", factor, g) for name, g in each.items()}
-        else:
-            found = gradient(parameters, x)
-        for name, parameter in model.named_parameters():
-            parameter.grad = found[name]
-        run.passed()
-
-
-@regime()
-def functional_call_with_own_parameters(run: Run) -> None:
-    """`functional_call` with the model's own parameters is a forward like any other."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        run.backward(torch.func.functional_call(model, dict(model.named_parameters()), (batch(),)).square().mean())
-
-
 @regime(mixed=[True, False])
 def functional_call_with_replaced_parameters(run: Run, mixed: bool) -> None:
     """Gradients flow to the parameters through what stands in their place during a `functional_call`."""
@@ -449,20 +274,6 @@ def functional_call_with_replaced_parameters(run: Run, mixed: bool) -> None:
     for _ in run.rounds(model, 5):
         replaced = {name: p * mask[name] for name, p in model.named_parameters() if not mixed or name.startswith("first")}
         run.backward(torch.func.functional_call(model, replaced, (batch(),)).square().mean())
-
-
-@regime()
-def inner_steps(run: Run) -> None:
-    """Meta-learning: inner steps by `autograd.grad` on copies, then one backward through them to the model."""
-    model = Perceptron()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in run.rounds(model, 5, optimizer):
-        for _ in range(2):
-            fast = dict(model.named_parameters())
-            for _ in range(2):
-                slopes = torch.autograd.grad(_loss(model, fast, batch()), list(fast.values()), create_graph=True)
-                fast = {name: p - 0.1 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
-            run.backward(_loss(model, fast, batch()))
 
 
 # Hooks of the user's own
@@ -525,16 +336,6 @@ def tensor_hook_that_clears(run: Run) -> None:
 
 
 @regime()
-def gradients_changed_before_the_step(run: Run) -> None:
-    """A change of gradients after the backward changes what the optimizer sees, not the gradient of the backward."""
-    model = Perceptron()
-    for _ in run.rounds(model, 6):
-        run.backward(model(batch()).square().mean())
-        for parameter in model.parameters():
-            parameter.grad.mul_(0.25)
-
-
-@regime()
 def backward_hooks_on_modules(run: Run) -> None:
     """A user's own full backward hooks, which change a gradient on its way, stand beside the exporter's."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -546,73 +347,6 @@ def backward_hooks_on_modules(run: Run) -> None:
 
 
 # Functions and forwards of all sorts
-
-
-class Reversed(torch.autograd.Function):
-    """The identity, with the gradient's sign turned and scaled."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.neg() * ctx.factor, None
-
-
-@regime()
-def custom_function(run: Run) -> None:
-    """A gradient reversal, as domain adaptation has it, and a loss on both of its sides."""
-
-    class Adversarial(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.label, self.domain = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 2)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self.body(x).tanh()
-            return self.label(hidden), self.domain(Reversed.apply(hidden, 0.5))
-
-    model = Adversarial()
-    for _ in run.rounds(model, 5):
-        label, domain = model(batch())
-        run.backward(label.square().mean() + domain.square().mean())
-
-
-class Inner(torch.autograd.Function):
-    """A layer whose backward runs a backward of its own, as hand-written checkpoints do."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            torch.autograd.backward(ctx.layer(x), gradient)
-        return x.grad, None
-
-
-@regime()
-def custom_function_with_a_backward_inside(run: Run) -> None:
-    """A hand-written checkpoint: its backward runs a forward and a backward within the model's, of which there is one."""
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.inner, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(Inner.apply(self.embed(x), self.inner).tanh())
-
-    model = Deep()
-    for _ in run.rounds(model, 5):
-        run.backward(model(batch()).square().mean())
 
 
 @regime()
@@ -673,51 +407,6 @@ def without_gradients_first(run: Run) -> None:
         run.backward((model(batch()) - target).square().mean())
         with torch.no_grad():
             model(batch())
-
-
-@regime()
-def inputs_that_require_gradients(run: Run) -> None:
-    """Inputs that require gradients, and a backward into the inputs alone, as for adversarial examples."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        inputs = batch().requires_grad_()
-        (slope,) = torch.autograd.grad(model(inputs).square().mean(), inputs)
-        run.backward(model((inputs + 0.1 * slope.sign()).detach().requires_grad_()).square().mean())
-
-
-@regime()
-def backward_into_the_inputs_alone(run: Run) -> None:
-    """`backward(inputs=[x])` before the training backward writes no parameter's gradient."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            inputs = batch().requires_grad_()
-            model(inputs).square().mean().backward(inputs=[inputs])
-            optimizer.zero_grad()
-            run.backward(model((inputs + 0.1 * inputs.grad.sign()).detach()).square().mean())
-            run.step(optimizer)
-            # Whether a backward that writes no parameter's gradient is one is a matter of taste.
-            run.check(without=["torch_train_backward_passes_total"])
-
-
-@regime()
-def detached_branch(run: Run) -> None:
-    """A bootstrap target from the model itself, detached, takes no part in the backward."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        run.backward((model(batch()) - 0.9 * model(batch()).detach()).square().mean())
-
-
-@regime()
-def saved_tensors_offloaded(run: Run) -> None:
-    """Saved tensors that are packed and unpacked by hooks of the user's."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        pack, unpack = lambda t: (t.device, t.numpy(force=True)), lambda kept: torch.from_numpy(kept[1]).to(kept[0])
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            out = model(batch())
-        run.backward(out.square().mean())
 
 
 # What a root returns

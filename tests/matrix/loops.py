@@ -70,35 +70,6 @@ def accumulation_with_a_shorter_last_round(run: Run, set_to_none: bool) -> None:
             run.backward(model(batch()).square().mean() / counts[step])
 
 
-@regime(set_to_none=[True, False])
-def accumulation_that_begins_short(run: Run, set_to_none: bool) -> None:
-    """Rounds of ever more backwards, as where the number of micro-batches grows in the run."""
-    model = Perceptron()
-    counts = (1, 1, 2, 3, 5)
-    for step in run.rounds(model, len(counts), set_to_none=set_to_none):
-        for _ in range(counts[step]):
-            run.backward(model(batch()).square().mean() / counts[step])
-
-
-@regime()
-def accumulation_of_one_forward_each(run: Run) -> None:
-    """All forwards first, then their backwards in the opposite order, as a pipeline has it."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        losses = [model(batch()).square().mean() for _ in range(3)]
-        for loss in reversed(losses):
-            run.backward(loss)
-
-
-@regime()
-def two_losses_of_two_forwards(run: Run) -> None:
-    """Two forwards with a loss each, whose backwards are run one by one: one sample of their sum."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        run.backward(model(batch()).square().mean())
-        run.backward(model(batch()).abs().mean())
-
-
 class TwoHeads(torch.nn.Module):
     """Two parts that share nothing, so that their losses have graphs of their own."""
 
@@ -199,26 +170,6 @@ def evaluation_before_the_backward(run: Run) -> None:
         model(batch(7))
         model.train()
         run.backward(loss)
-
-
-@regime()
-def average_by_deepcopy(run: Run) -> None:
-    """A copy of the model every step, and a forward of the copy, as moving averages are made, changes nothing."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    average = copy.deepcopy(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            latest = copy.deepcopy(model)
-            run.step(optimizer)
-            with torch.no_grad():
-                for old, new in zip(average.parameters(), latest.parameters(), strict=True):
-                    old.lerp_(new, 0.1)
-            run.losses.append(average(batch()).square().mean().detach())
-            run.check()
-    run.state += [p.detach().clone() for p in average.parameters()]
 
 
 @regime()

@@ -22,17 +22,8 @@ from tests.support.torch_versions import need
 OWN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd_foreach": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
     "sgd_fused": functools.partial(torch.optim.SGD, lr=0.05, fused=True),
-    "adam": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=False),
-    "adam_fused": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
     "adamw_fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True, maximize=True),
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
-    "adadelta": functools.partial(torch.optim.Adadelta, lr=0.5, foreach=True),
-    "adamax": functools.partial(torch.optim.Adamax, lr=0.01),
-    "asgd": functools.partial(torch.optim.ASGD, lr=0.01, foreach=True),
-    "nadam": functools.partial(torch.optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
-    "radam": functools.partial(torch.optim.RAdam, lr=0.01, foreach=True),
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
-    "rprop": functools.partial(torch.optim.Rprop, lr=0.01),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
 }
 """`capturable` needs a device other than the CPU, and `differentiable` parameters that are no leaves."""
@@ -47,21 +38,6 @@ def own_optimizers(run: Run, kind: str) -> None:
     optimizer = OWN[kind](model.parameters())
     with run.watching(model, optimizer):
         run.train(model, optimizer, 4, clip=0.1)
-
-
-@regime()
-def matrices_and_the_rest(run: Run) -> None:
-    """Muon for the weights, which takes matrices only, and AdamW for the rest: each has its own norm."""
-    need(2, 9, "Muon")
-    model = Perceptron()
-    weights = [p for p in model.parameters() if p.dim() == 2]
-    optimizers = {
-        "Muon": torch.optim.Muon(weights, lr=0.01),
-        "AdamW": torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=0.01),
-    }
-    for _ in run.rounds(model, 5, optimizers):
-        run.backward(model(batch()).square().mean())
-        torch.nn.utils.clip_grad_norm_(weights, 0.05)
 
 
 @regime()
@@ -120,18 +96,6 @@ class EightBit(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
-class Centralized(torch.optim.SGD):
-    """Gradient centralization: each unit's mean is taken out of the gradient in the step, before the inherited one."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dim() > 1:
-                    parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
-        super().step(closure)
-
-
 class Signs(torch.optim.Optimizer):
     """The signs of the gradients, put into `.grad` for others to see, and the gradients given up."""
 
@@ -147,48 +111,13 @@ class Signs(torch.optim.Optimizer):
                 parameter.grad = None
 
 
-@regime(kind=[EightBit, Centralized, Signs])
+@regime(kind=[EightBit, Signs])
 def optimizers_of_others(run: Run, kind: type[torch.optim.Optimizer]) -> None:
     """What a step does to the gradients is the optimizer's own business, and changes neither norm nor factor."""
     model = Perceptron()
     optimizer = kind(model.parameters(), lr=0.05)
     with run.watching(model, optimizer):
         run.train(model, optimizer, 6, clip=0.1)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Fast weights by another optimizer, slow ones that follow; has no groups of its own, as most such wrappers."""
-
-    def __init__(self, fast: torch.optim.Optimizer, every: int = 2) -> None:
-        self.fast = fast
-        self.every = every
-        self.count = 0
-        self.slow = [p.detach().clone() for group in fast.param_groups for p in group["params"]]
-        self.param_groups = fast.param_groups
-        self.state = fast.state
-        self.defaults = fast.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.fast.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        self.fast.step(closure)
-        self.count += 1
-        if self.count % self.every == 0:
-            fast = (p for group in self.param_groups for p in group["params"])
-            for slow, now in zip(self.slow, fast, strict=True):
-                now.copy_(slow.lerp_(now, 0.5))
-
-
-@regime()
-def lookahead(run: Run) -> None:
-    """A wrapper that never called its base class' constructor, and so has no hooks, counts by the optimizer within."""
-    model = Perceptron()
-    optimizer = Lookahead(sgd(model))
-    with run.watching(model, optimizer):
-        run.train(model, optimizer, 5, clip=0.1)
-        run.shows(5.0, "torch_train_steps_total", optimizer="SGD")
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -315,21 +244,6 @@ def clipped_in_a_hook(run: Run, model: torch.nn.Module, optimizer: torch.optim.O
 
 
 # Steps in odd places
-
-
-@regime(steps=[2, 4])
-def several_steps_to_a_backward(run: Run, steps: int) -> None:
-    """Steps that follow a step use the same gradients again: they count as steps, and as samples no more."""
-    model = Perceptron()
-    optimizer = sgd(model, lr=0.01)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            for _ in range(steps):
-                run.step(optimizer)
-                run.check()
 
 
 @regime(cleared=[True, False])
@@ -602,24 +516,6 @@ def anomaly_that_is_found(run: Run) -> None:
                 warnings.filterwarnings("ignore", "Error detected in")
                 (loss - loss.detach()).sqrt().mul(0.0).backward()
         run.train(model, optimizer, 2, clip=0.1)
-
-
-@regime()
-def average_kept_by_pytorch(run: Run) -> None:
-    """An average that PyTorch keeps of the model, and whose batch norm is updated in the end, changes nothing."""
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        average = torch.optim.swa_utils.AveragedModel(model)
-        rates = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
-        for _ in range(4):
-            run.train(model, optimizer, 2, clip=0.1)
-            average.update_parameters(model)
-            rates.step()
-        torch.optim.swa_utils.update_bn([batch() for _ in range(3)], average)
-        run.losses.append(average(batch()).square().mean().detach())
-        run.check()
-    run.state += [t.detach().clone() for t in (*average.parameters(), *average.buffers())]
 
 
 @regime()

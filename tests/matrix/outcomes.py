@@ -69,16 +69,6 @@ def steps_skipped_by_turns(run: Run, set_to_none: bool) -> None:
             run.skipped()
 
 
-@regime()
-def skipped_after_clipping(run: Run) -> None:
-    """A loop that clips and then looks at the norm: the NaN is one of the backward, and the clipped step that follows is right."""
-    model = Perceptron()
-    for step in run.rounds(model, 8):
-        run.backward(model(batch()).square().mean() * (math.nan if step in (2, 3) else 10.0))
-        if not torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).isfinite():
-            run.skipped()
-
-
 @regime(set_to_none=[True, False])
 def accumulation_that_is_skipped(run: Run, set_to_none: bool) -> None:
     """A NaN in the second of three micro-batches, after which the round has no step: one skipped step, one sample."""
@@ -137,19 +127,6 @@ class Branches(torch.nn.Module):
 
 
 @regime()
-def skipped_and_then_another_branch(run: Run) -> None:
-    """A NaN in one branch, skipped and cleared, is no gradient of the next round, which takes the other branch."""
-    model = Branches()
-    for step in run.rounds(model, 8):
-        right, bad = step % 3 == 2, step in (1, 4)
-        other = "left" if right else "right"
-        loss = model(batch(), right=right).square().mean() * (math.nan if bad else 1.0)
-        run.backward(loss, unused=[f"{other}.weight", f"{other}.bias"])
-        if bad:
-            run.skipped()
-
-
-@regime()
 def nan_and_a_step(run: Run) -> None:
     """A NaN that is stepped with counts as stepped, and so does each that follows from it, until a checkpoint is loaded."""
     model = Perceptron()
@@ -158,18 +135,6 @@ def nan_and_a_step(run: Run) -> None:
         if step == 6:
             model.load_state_dict(good)
         run.backward(model(batch()).square().mean() * (math.nan if step == 3 else 1.0))
-
-
-@regime()
-def a_second_step_on_the_same_gradients(run: Run) -> None:
-    """A step that no backward came before is a step and no sample; the next round is right."""
-    model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in run.rounds(model, 9, optimizer, clear=False):
-        if step % 3 == 2:
-            again(run, optimizer)
-        optimizer.zero_grad()
-        run.backward(model(batch()).square().mean())
 
 
 @regime()
@@ -235,20 +200,6 @@ def a_backward_that_raises_and_is_not_cleared(run: Run) -> None:
 
 
 @regime()
-def a_backward_that_raises_amid_an_accumulation(run: Run) -> None:
-    """Of three micro-batches the second's backward raises; what it left belongs to the sum, and the step follows."""
-    model = Perceptron()
-    for step in run.rounds(model, 6):
-        for micro_batch in range(3):
-            loss = model(batch()).square().mean()
-            if step in (1, 3) and micro_batch == 1:
-                with failing(model.first.weight):
-                    loss.backward()
-            else:
-                run.backward(loss)
-
-
-@regime()
 def a_backward_that_is_tried_again(run: Run) -> None:
     """A backward that raised, as for want of memory, is run again with a smaller batch."""
     model = Perceptron()
@@ -259,46 +210,6 @@ def a_backward_that_is_tried_again(run: Run) -> None:
                 model(batch(8)).square().mean().backward()
             optimizer.zero_grad()
         run.backward(model(batch(4)).square().mean())
-
-
-class Fails(Perceptron):
-    """A model whose forward raises on request."""
-
-    fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).relu()
-        if self.fails:
-            raise Failure
-        return self.second(hidden)
-
-
-@regime()
-def a_forward_that_raises(run: Run) -> None:
-    """A forward that raises half way and is caught leaves nothing behind."""
-    model = Fails()
-    for step in run.rounds(model, 8):
-        model.fails = run.skips = step in (0, 3, 4)
-        with contextlib.suppress(Failure):
-            run.backward(model(batch()).square().mean())
-
-
-def inspect(step: int) -> None:
-    """A check of the user's own that dislikes two steps."""
-    if step in (2, 5):
-        raise Failure
-
-
-@regime()
-def raised_between_backward_and_step(run: Run) -> None:
-    """An exception after the backward costs its step: the gradients are a sample, and the step counts as skipped."""
-    model = Perceptron()
-    for step in run.rounds(model, 8):
-        run.backward(model(batch()).square().mean())
-        try:
-            inspect(step)
-        except Failure:
-            run.skipped()
 
 
 class FailsToStep(torch.optim.SGD):

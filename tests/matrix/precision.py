@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator
 
 import torch
 
-from tests.matrix.harness import AFTER, CUMULATIVE, OF_THE_STEP, Run, regime
+from tests.matrix.harness import AFTER, OF_THE_STEP, Run, regime
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import clip_grads_with_norm_, get_total_norm
 
@@ -227,19 +226,6 @@ def two_optimizers_and_one_scaler(run: Run, told: str) -> None:
                 run.check()
 
 
-@regime(told=TOLD)
-def scaler_that_was_restored(run: Run, told: str) -> None:
-    """A scaler that takes its state from a checkpoint, before the loop and in it, scales by what it restored."""
-    model = Perceptron()
-    scaler = new_scaler()
-    saved = {"scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
-    scaler.load_state_dict(saved)
-    for step in rounds(run, model, sgd(model), scaler, 8, told=told):
-        if step == 5:
-            scaler.load_state_dict(saved)
-        backward(run, scaler, model(batch()).square().mean())
-
-
 def clipped(
     run: Run, optimizer: torch.optim.Optimizer, model: torch.nn.Module, scaler: torch.amp.GradScaler, most: float = 0.1
 ) -> None:
@@ -248,16 +234,6 @@ def clipped(
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), most)
     run.stepping()
-
-
-@regime(told=TOLD)
-def scale_of_a_thousand(run: Run, told: str) -> None:
-    """A scaler whose scale is no power of two, and does not change, is divided out like any other."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    scaler = new_scaler(scale=1000.0, growth_factor=1.5)
-    for _ in rounds(run, model, optimizer, scaler, 6, told=told, reports=True):
-        clipped(run, optimizer, model, scaler)
 
 
 @regime(told=[*TOLD, "found and kept"])
@@ -345,40 +321,6 @@ def scale_by_hand(run: Run, scale: float) -> None:
             parameter.grad.div_(scale)
 
 
-class ScalerByHand:
-    """A dynamic loss scale as older toolkits wrote it: powers of two, growing, and divided out together with the clipping."""
-
-    def __init__(self) -> None:
-        self.scale = 2.0**12
-        self._good = 0
-
-    def unscale_and_clip(self, model: torch.nn.Module, most: float) -> None:
-        total = float(get_total_norm([p.grad for p in model.parameters()])) / self.scale
-        for parameter in model.parameters():
-            parameter.grad.mul_(min(1.0, most / total) / self.scale)
-
-    def update(self) -> None:
-        self._good += 1
-        if self._good % 2 == 0:
-            self.scale *= 2
-
-
-@regime()
-def scaler_by_hand_with_clipping(run: Run) -> None:
-    """A growing scale that was not given, with clipping in between: norms are those of the scaled loss, as `.grad` has them."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    scaler = ScalerByHand()
-    with run.watching(model, optimizer):
-        for step in range(14):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * scaler.scale)
-            scaler.unscale_and_clip(model, math.inf if step < 6 or step > 11 else 0.1)
-            run.step(optimizer)
-            scaler.update()
-            run.check()
-
-
 # Types of parameters
 
 
@@ -447,35 +389,6 @@ def constant_gradients(run: Run) -> None:
         run.backward(model(constant + spread * torch.randn(1, 40)).sum())
 
 
-class Float8(torch.nn.Module):
-    """A layer whose weight, and so its gradient, is of an 8-bit type."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(4, 6).to(dtype))
-        self.last = torch.nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last((x @ self.weight.to(torch.float32).T).relu())
-
-
-@regime()
-def parameters_of_8_bits(run: Run) -> None:
-    """Gradients of an 8-bit type, which torch can hardly compute with, beside float32 ones; no optimizer can own them."""
-    model, dtype = Float8(torch.float8_e4m3fn), torch.float8_e4m3fn
-    optimizer = sgd(model.last)
-    with run.watching(model, sgd(model)):
-        for step in range(5):
-            model.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.stepping()
-            optimizer.step()
-            with torch.no_grad():
-                model.weight.copy_((model.weight.float() - 0.05 * model.weight.grad.float()).to(dtype))
-            if step:  # what no optimizer owns goes with the only one there is, once a round is over
-                run.check(without=CUMULATIVE)
-
-
 # Master weights: the optimizer owns float32 copies of the model's parameters
 
 
@@ -532,23 +445,3 @@ def master_weights_that_are_clipped(run: Run, told: bool) -> None:
 
 
 # Other switches
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The type of new tensors."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@regime(dtype=[torch.float64, torch.bfloat16])
-def new_tensors_of(run: Run, dtype: torch.dtype) -> None:
-    """A default type other than float32 changes no number, whether the model is of it or not."""
-    model = Perceptron().float()
-    optimizer = sgd(model)
-    with default_dtype(dtype), run.watching(model, optimizer):
-        run.train(model, optimizer, 5, lambda: batch().float(), clip=0.1)

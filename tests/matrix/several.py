@@ -106,22 +106,6 @@ def by_hand_with_two_optimizers(run: Run) -> None:
 # Models that are trained side by side, or one after the other
 
 
-@regime(named=[False, True])
-def models_one_after_the_other(run: Run, named: bool) -> None:
-    """Two models that are trained one after the other in one process, under one exporter."""
-    models = {"teacher": Perceptron(), "student": Perceptron()}
-    optimizers = {"Adam": torch.optim.Adam(models["teacher"].parameters(), lr=0.01), "SGD": sgd(models["student"])}
-    with run.watching(models, optimizers, **({"optimizers": optimizers} if named else {})):
-        for name, optimizer in zip(models, optimizers, strict=True):
-            for step in range(5):
-                optimizers[optimizer].zero_grad()
-                loss = models[name](batch()).square().mean()
-                run.backward(loss, unused=all_of(models, *set(models) - {name}))
-                run.step(optimizers[optimizer], optimizer)
-                if name == "student" and step:
-                    run.check()  # an optimizer has a label from the first sample on that another has, too
-
-
 @regime()
 def models_with_a_backward_each(run: Run) -> None:
     """Two models with a loss, a backward and an optimizer each; both steps follow both backwards."""
@@ -145,35 +129,6 @@ def models_by_turns(run: Run) -> None:
             run.step(optimizers[name], name)
             if step:
                 run.check()
-
-
-@regime()
-def models_with_one_optimizer(run: Run) -> None:
-    """An encoder and a decoder under one optimizer: one backward through both roots is one sample."""
-    models = {"encoder": Perceptron(outputs=4), "decoder": Perceptron(inputs=4)}
-    optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.05)
-    for _ in run.rounds(models, 5, optimizer):
-        run.backward(models["decoder"](models["encoder"](batch())).square().mean())
-
-
-@regime()
-def actor_and_critic(run: Run) -> None:
-    """A critic's loss, then an actor's through the critic, cleared in between: the critic's share of that is not its own."""
-    models = {"actor": Perceptron(outputs=2), "critic": Perceptron(inputs=8, outputs=1)}
-    optimizers = {"actor": sgd(models["actor"]), "critic": torch.optim.Adam(models["critic"].parameters(), lr=0.01)}
-    with run.watching(models, optimizers, optimizers=optimizers):
-        for _ in range(5):
-            state = batch()
-            with torch.no_grad():
-                action = models["actor"](state)
-            optimizers["critic"].zero_grad()
-            loss = models["critic"](torch.cat((state, action), 1)).square().mean()
-            run.backward(loss, unused=all_of(models, "actor"))
-            run.step(optimizers["critic"], "critic")
-            optimizers["actor"].zero_grad()
-            run.backward(-models["critic"](torch.cat((state, models["actor"](state)), 1)).mean())
-            run.step(optimizers["actor"], "actor")
-    run.check()  # after `close`, since the last round is open until the next backward
 
 
 # Generative adversarial networks
@@ -230,18 +185,6 @@ class Gan(torch.nn.Module):
 
 
 @regime(critics=[1, 3])
-def gan(run: Run, critics: int) -> None:
-    """Some rounds of the discriminator to one of the generator, from the first on."""
-    gan = Gan(run)
-    with run.watching(gan.watched, gan.optimizers):
-        for _ in range(4):
-            for _ in range(critics):
-                gan.train_discriminator()
-            gan.train_generator()
-    run.check()  # after `close`, since the last round is open until the next backward
-
-
-@regime(critics=[1, 3])
 def gan_with_named_optimizers(run: Run, critics: int) -> None:
     """With optimizers that were named at the start each round of the discriminator can be checked at once."""
     gan = Gan(run, names=("of_generator", "of_discriminator"))
@@ -280,17 +223,6 @@ def gan_that_begins_with_its_generator(run: Run) -> None:
 
 
 @regime(named=[False, True])
-def gan_under_one_root(run: Run, named: bool) -> None:
-    """Generator and discriminator as parts of one model that is called with the part's name."""
-    gan = Gan(run, "root")
-    with run.watching(gan, gan.optimizers, **({"optimizers": gan.optimizers} if named else {})):
-        for _ in range(5):
-            gan.train_discriminator()
-            gan.train_generator()
-    run.check()
-
-
-@regime(named=[False, True])
 def gan_whose_root_is_never_called(run: Run, named: bool) -> None:
     """Generator and discriminator as parts of one model that is never called: seen from the rung `parameter` on."""
     gan = Gan(run, "parts")
@@ -301,14 +233,3 @@ def gan_whose_root_is_never_called(run: Run, named: bool) -> None:
             if iteration > 3:
                 run.check(without=["torch_train_", *CUMULATIVE])
             gan.train_generator()
-
-
-@regime()
-def gan_with_one_backward(run: Run) -> None:
-    """Both losses in one backward, the generator's through a frozen copy of the discriminator: both optimizers step."""
-    gan = Gan(run)
-    for _ in run.rounds(gan.watched, 5, gan.optimizers, since=1):
-        fake = gan.fake()
-        frozen = {name: p.detach().clone() for name, p in gan.discriminator.named_parameters()}
-        against = -torch.func.functional_call(gan.discriminator, frozen, fake).mean()
-        run.backward(against + gan.judged(fake.detach()) - gan.judged(torch.randn(5, 4)))

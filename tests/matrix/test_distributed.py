@@ -49,7 +49,7 @@ REPRESENTATIVES = {
 """The regimes that `make test` runs."""
 
 UNKNOWN = (
-    "ddp_where_started", "ddp_each_backward_reduced", "ddp_averaged_by_the_user", "ddp_compiled[around=wrapper]", "ddp_gan",
+    "ddp_where_started", "ddp_each_backward_reduced", "ddp_averaged_by_the_user", "ddp_compiled[around=wrapper]",
 )  # fmt: skip
 """Regimes in which the norm of a rank's own gradients is absent, or is not that of the one optimizer."""
 

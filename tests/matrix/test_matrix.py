@@ -29,7 +29,7 @@ BREAKS = {"compiled_training_step", "compiled_optimizer"}
 FIRST = {name.partition("[")[0]: name for name in reversed(REGIMES)}
 """One variant of each regime."""
 
-SLOW = {"inductor", "compiled_training_step", "compiled_optimizer", "compiled_dynamic_shapes"}
+SLOW = {"inductor", "compiled_training_step", "compiled_optimizer"}
 """Regimes that `make test` leaves out: a compiler takes seconds."""
 
 AT_DEFAULTS = {"accumulation", "closure", "autocast_and_scaler", "gradient_penalty", "submodules_called_directly"}
