@@ -57,32 +57,6 @@ class Adversaries(nn.Module):
 # Around the root
 
 
-def test_backwards_count_while_layers_are_frozen() -> None:
-    """Each backward counts, sampled or not, while the first and last layers are frozen for a while."""
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3))
-    optimizer = sgd(model)
-    with watching(model, every=8) as exporter:
-
-        def step(steps: int) -> None:
-            for _ in range(steps):
-                optimizer.zero_grad()
-                model[2](model[1](model[0](batch()))).square().mean().backward()
-                optimizer.step()
-
-        step(16)
-        model[0].requires_grad_(False)
-        model[2].requires_grad_(False)
-        step(16)  # the next sample shows what is trained now
-        before = value(exporter, BACKWARDS)
-        step(24)
-        assert value(exporter, BACKWARDS) == before + 24
-        model.requires_grad_(True)
-        step(24)
-        assert value(exporter, BACKWARDS) == before + 48
-        assert value(exporter, SKIPPED) == 0
-        assert reads_after_backward(exporter)
-
-
 def test_a_step_ends_an_evaluation_without_the_root() -> None:
     """After an evaluation training goes on by way of submodules: the state is `training` with the first step."""
     model = Perceptron()

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel
 
 from tests.capture.attached_model import WAYS, Attached, attach, build, by_root, same_state
 from tests.support.models import batch, sgd
@@ -148,21 +147,6 @@ def test_loads_where_this_package_is_not(tmp_path: Path, starter: Starter) -> No
     *paths, batches = program.out.read_text().splitlines()
     assert len(paths) == 2 * 2 * len(WAYS)
     assert batches == "[[0.0, 1.0], [2.0]]"
-
-
-def test_averaged_model(attached: Attached) -> None:
-    """An `AveragedModel` averages and is not watched, also where the model has its exporter as an attribute."""
-    attached.model.exporter = attached.exporter
-    average = AveragedModel(attached.model, use_buffers=True)
-    before = attached.counted()[key("torch_train_backward_passes_total")]
-    for _ in range(3):
-        attached.step()
-        average.update_parameters(attached.model)
-        average(batch())
-    assert attached.counted()[key("torch_train_backward_passes_total")] == before + 3
-    assert average.n_averaged == 3
-    copy.deepcopy(average)
-    attached.goes_on()
 
 
 # Other forms of the model

@@ -58,25 +58,6 @@ def test_an_observed_norm_has_its_own_outcome(step_first: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_single_observed_norm_has_its_outcome() -> None:
-    """So has a NaN that is the only norm that the user observes, though another model steps before its step."""
-    loop, other = Loop(), sgd(Perceptron())
-    with watching(loop.model, **COUNTED) as exporter:
-        loop.warm_up(exporter, "counted")
-        for skips in (True, False):
-            loop.backward()
-            exporter.observe(grad_norm=math.nan)
-            other.step()
-            if not skips:
-                loop.optimizer.step()
-                loop.steps += 1
-            loop.go_on("counted")
-            assert outcomes(exporter) == ({"skipped": 1} if skips else {"skipped": 1, "stepped": 1})
-            assert value(exporter, SKIPPED) == 1
-            assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("step_first", [True, False])
 def test_norms_observed_in_each_round_count_once(step_first: bool) -> None:
     """Of 200 NaN norms each is counted once, wherever rounds are sampled or only counted."""

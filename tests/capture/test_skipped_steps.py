@@ -16,7 +16,6 @@ from tests.capture.scenes import (
     SKIPPED,
     STEPS,
     Loop,
-    loss_of,
     reads_after_backward,
     watching,
     whole,
@@ -99,28 +98,6 @@ def test_skipped_steps_are_counted_at_once_when_known() -> None:
             loop.backward()
             assert value(exporter, SKIPPED) == skipped
             loop.optimizer.step()
-
-
-def test_surgery_on_gradients_of_tasks_skips_nothing() -> None:
-    """One backward for each task, whose gradients are taken away and written back together, is one step."""
-    tasks, model = 3, Perceptron()
-    optimizer = sgd(model)
-    with watching(model) as exporter:
-        for step in range(8):
-            taken = [torch.zeros_like(parameter) for parameter in model.parameters()]
-            for _ in range(tasks):
-                optimizer.zero_grad()
-                loss_of(model).backward()
-                seen = whole(model)
-                for kept, parameter in zip(taken, model.parameters(), strict=True):
-                    kept.add_(parameter.grad)
-            for kept, parameter in zip(taken, model.parameters(), strict=True):
-                parameter.grad = kept
-            optimizer.step()
-            assert value(exporter, SKIPPED) == 0
-            assert value(exporter, STEPS, optimizer="SGD") == step + 1
-            assert value(exporter, NORM) == pytest.approx(seen)  # the last pass, as the docs say
-        assert value(exporter, BACKWARDS) == 8 * tasks
 
 
 # What a cleared backward reached
