@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,29 +79,6 @@ def test_accumulation_and_clipping() -> None:
     """Numbers are right for rounds of four batches, and of two at the end of an epoch."""
     compared(partial(prepared, gradient_accumulation_steps=4, limit=0.05))
     compared(partial(prepared, gradient_accumulation_steps=4, batches=10, epochs=3))
-
-
-@pytest.mark.parametrize("watched", ["before", "after"])
-def test_skipped_first_batches(watched: str) -> None:
-    """Numbers are right if the first batches of an epoch are skipped."""
-    run = compared(partial(prepared, watched=watched, skipped=5))
-    assert len(run.told) == 2 * (BATCHES - 5)
-
-
-def test_a_watched_loader_is_a_loader() -> None:
-    """A watched loader has the attributes of its `DataLoader` and pickles as it."""
-
-    def train(run: Training) -> None:
-        prepared(run)
-        plain = loader()
-        watched = run.loader(plain)
-        assert isinstance(watched, DataLoader)
-        for name in ("dataset", "batch_size", "sampler", "batch_sampler", "collate_fn", "num_workers", "generator"):
-            assert getattr(watched, name) is getattr(plain, name), name
-        assert len(watched) == len(plain)
-        assert type(pickle.loads(pickle.dumps(watched))) is DataLoader  # noqa: S301 - our own
-
-    compared(train)
 
 
 def _rank(rank: int, folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -16,12 +16,11 @@ from accelerate.tracking import GeneralTracker
 from torch.nn.functional import mse_loss
 from torch.nn.modules.module import _global_forward_pre_hooks
 
-from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.support.tools import eventually
 from tests.trainers.test_accelerate import BATCHES, accelerator, loader
-from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of
+from tests.trainers.training import QUICK, Broken, Training, compared, ending_of
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.accelerate import GradExporterTracker
@@ -109,14 +108,6 @@ def test_numbers(options: dict[str, Any]) -> None:
     run = compared(partial(prepared, **options))
     assert run.exporter is not None
     assert errors(run.exporter) == {}
-
-
-def test_at_defaults() -> None:
-    """At the default options each value belongs to the step that it names."""
-    run = compared(
-        partial(prepared, gradient_accumulation_steps=2, limit=0.05, batches=60, epochs=10), Way.DEFAULTS, between=3, **AMPLE
-    )
-    assert len(run.samples) > 2
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["prepared", "not prepared yet"])
@@ -223,25 +214,6 @@ def test_wrong_arguments_raise() -> None:
         loop([GradExporterTracker(port=None, every=-1)])
 
 
-def test_a_training_after_a_failed_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A new tracker on the same model marks the unfinished run as failed and reports its own."""
-    bare, kept = network(), []
-    first, second = GradExporterTracker(**QUICK), GradExporterTracker(**QUICK)
-
-    def fails() -> None:
-        kept.append(first.exporter)
-        raise Broken
-
-    with pytest.raises(Broken):
-        loop([first], bare=bare, after_step=fails)
-    loop([second], bare=bare, epochs=1, after_step=lambda: kept.append(second.exporter))
-    assert kept[-1] is not kept[0]
-    assert ending_of(kept[0], tmp_path) == ("failed", "TrainingInterrupted")
-    assert ending_of(kept[-1], tmp_path) == ("finished", None)
-    assert value(kept[-1], "torch_train_loss") is not None
-    assert "reports to this exporter" not in caplog.text
-
-
 def test_compilation_before_the_start() -> None:
     """A tracker that waits for its model is in no compiled graph and in no trace."""
     tracker, model, inputs = GradExporterTracker(**QUICK), network(), torch.ones(2, 6)
@@ -278,21 +250,6 @@ def test_a_refused_option_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="every"):
         GradExporterTracker(port=None, every=-1)
     assert len(_global_forward_pre_hooks) == before
-
-
-def test_a_tracker_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure of another tracker is counted, and training continues."""
-
-    class Fails(Keeps):
-        def log(self, values: dict[str, Any], step: int | None = None, **_more: Any) -> None:
-            if "loss" not in values:
-                raise Broken
-
-    tracker, failures = GradExporterTracker(log=True, **QUICK), []
-    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
-        loop([Fails(), tracker], epochs=1, after_step=lambda: failures.append(errors(tracker.exporter)))
-    assert failures[-1] == {"integration": BATCHES}
-    assert caplog.text.count("integration failed; training goes on") == 1
 
 
 def _rank(rank: int, folder: Path) -> None:

@@ -12,11 +12,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    Callback,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from torch.nn.functional import mse_loss, softplus
 
@@ -186,76 +181,6 @@ def test_two_optimizers_in_turn(kind: type[Gan], way: Way) -> None:
         assert value(run.exporter, "torch_grad_norm", layer=layer) is not None
 
 
-class WithAHead(Through):
-    """A module with a second backward from some step on, through a head on a detached part."""
-
-    late = 12
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.head = torch.nn.Linear(6, 1)
-
-    def training_step(self, batch: torch.Tensor, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(mse_loss(self(batch), batch))
-        if self.global_step >= self.late:
-            self.manual_backward(self.head(self.encoder(batch).detach()).square().mean())
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        optimizer.step()
-
-
-def test_a_head_that_is_trained_later() -> None:
-    """Both backwards of a round are measured, also if the second one only begins later."""
-    compared(partial(trained, kind=WithAHead, batches=12))
-
-
-class Tasks(Module):
-    """Three tasks that share the encoder, with a backward and a head each, and one step for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.heads = torch.nn.ModuleList(torch.nn.Linear(6, 2) for _ in range(3))
-        del self.decoder
-
-    def training_step(self, batch: torch.Tensor, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for head in self.heads:
-            self.manual_backward(head(self.encoder(batch)).square().mean())
-        optimizer.step()
-
-
-def test_several_backwards_of_a_step() -> None:
-    """The backwards of several tasks add up to one step."""
-    compared(partial(trained, kind=Tasks), without=DIRECTLY)
-
-
-class Shared(Through):
-    """Two optimizers that step after one backward, whose gradients are clipped together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, index: int) -> None:
-        self.zero_grad()
-        self.manual_backward(mse_loss(self(batch), batch))
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.encoder.parameters(), lr=0.01), torch.optim.SGD(self.decoder.parameters(), lr=0.01)
-
-
-def test_two_optimizers_that_share_a_backward() -> None:
-    """Each optimizer has its own norm, also where both are clipped together."""
-    compared(partial(trained, kind=Shared), between=0)
-
-
 # What a module or a callback does with rounds
 
 
@@ -284,17 +209,6 @@ def test_lbfgs() -> None:
     compared(partial(trained, kind=Closes), between=0)
 
 
-def test_accumulation_that_changes() -> None:
-    """Accumulation may change from four batches to one and to two."""
-    by_epoch = partial(GradientAccumulationScheduler, {0: 4, 1: 1, 2: 2})
-    compared(partial(trained, kind=Through, max_epochs=4, callbacks=lambda: [by_epoch()]))
-    run = compared(
-        partial(trained, kind=Through, max_epochs=4, gradient_clip_val=0.05, callbacks=lambda: [by_epoch()]), gauges=True
-    )
-    assert run.exporter is not None
-    assert sum(lost(run.exporter).values()) <= 1
-
-
 class Pretrained(Through):
     """A module with a backbone that is frozen at first."""
 
@@ -316,36 +230,6 @@ def test_a_backbone_that_is_trained_later() -> None:
 
 
 # What has the model beside the loop
-
-
-class Keeps(Through):
-    """A module with the exporter as an attribute."""
-
-    exporter: Any = None
-
-
-def test_weight_averaging(tmp_path: Path) -> None:
-    """SWA and EMA copy the module, and only the module itself is shown."""
-
-    def train(run: Training, averaging: Any) -> None:
-        class Given(Callback):
-            def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-                pl_module.exporter = run.exporter
-
-        trained(run, Keeps, callbacks=lambda: [Given(), averaging()], max_epochs=4)
-
-    for averaging in (partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=2), EMAWeightAveraging):
-        compared(partial(train, averaging=averaging))
-
-
-def test_checkpoints(tmp_path: Path) -> None:
-    """A checkpoint loads without the exporter."""
-
-    def train(run: Training) -> None:
-        trained(run, Through, callbacks=lambda: [ModelCheckpoint(tmp_path, save_top_k=-1)], where=tmp_path)
-        assert set(torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)["state_dict"]) == set(Through().state_dict())
-
-    compared(train)
 
 
 # Fabric

@@ -18,7 +18,6 @@ from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from torch.nn.functional import mse_loss
 
-from tests.matrix.harness import Way
 from tests.support.scrape import errors, value
 from tests.trainers.training import QUICK, Broken, Training, compared, ending_of
 from torch_grad_exporter import Exporter, start_exporter
@@ -114,11 +113,6 @@ def test_numbers(options: dict[str, Any], tmp_path: Path) -> None:
     run = compared(partial(trained, folder=tmp_path, **options))
     assert run.exporter is not None
     assert errors(run.exporter) == {}
-
-
-def test_at_defaults(tmp_path: Path) -> None:
-    """At the default options each value belongs to the step that it names."""
-    compared(partial(trained, folder=tmp_path, train_cfg={"by_epoch": True, "max_epochs": 5}), Way.DEFAULTS, between=3)
 
 
 def test_reported_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

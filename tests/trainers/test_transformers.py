@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,15 +15,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.pytorch_utils import Conv1D
 
-from tests.matrix.harness import Way
 from tests.support.scrape import lost, value
 from tests.trainers.training import Training, compared
 
@@ -44,15 +39,6 @@ def llama(**options: Any) -> PreTrainedModel:
     """Return a model with `Linear` layers."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=16, use_cache=False, **sizes, **options))
-
-
-def switch() -> PreTrainedModel:
-    """Return a model whose experts are modules; an expert without a token gets no gradient."""
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "num_experts": 12}
-    sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    return SwitchTransformersForConditionalGeneration(
-        SwitchTransformersConfig(vocab_size=WORDS, use_cache=False, **sizes, **sparse)
-    )
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -156,51 +142,3 @@ def test_a_mean_over_micro_batches(tmp_path: Path) -> None:
             self.model_accepts_loss_kwargs = False
 
     compared(partial(finetune, where=tmp_path, made=llama, trainer_type=Means, gradient_accumulation_steps=4, loss="known"))
-
-
-def test_idle_experts(tmp_path: Path) -> None:
-    """An expert without a token in the last round has no norm."""
-    run = compared(partial(finetune, where=tmp_path, made=switch, per_device_train_batch_size=1, loss=""))
-    assert run.heard is not None
-    layers = [step.layers.keys() for step in run.heard.steps["AdamW"]]
-    assert any(before - after for before, after in itertools.pairwise(layers)), "no expert became idle"
-
-
-def test_resumed_training(tmp_path: Path) -> None:
-    """Numbers are right after a checkpoint was loaded with the state of the optimizer."""
-    finetune(Training(Way.PLAIN), tmp_path, gpt2, save_strategy="steps", save_steps=4)
-    train = partial(finetune, where=tmp_path / "on", made=gpt2, resume=tmp_path / "checkpoint-4", num_train_epochs=2)
-    run = compared(train)
-    assert len(run.told) == 16 + 1, "those of the checkpoint, and those since then"
-
-
-def test_checkpoints(tmp_path: Path) -> None:
-    """A saved model that has the exporter as an attribute loads, and the model can be copied."""
-
-    class Copies(TrainerCallback):
-        def on_step_end(self, arguments: Any, state: Any, control: Any, model: Any = None, **_more: Any) -> None:
-            run.told.append(len(copy.deepcopy(model).state_dict()))
-            torch.save(model, tmp_path / "model.pt")
-
-    def train(this: Training) -> None:
-        nonlocal run
-        run = this
-        torch.manual_seed(0)
-        model = llama()
-        arguments = settings(tmp_path, save_strategy="steps", save_steps=3)
-        trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(16), callbacks=[Copies()])
-        with this.watching(model):
-            model.exporter = this.exporter
-            trainer.train()
-            loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-            assert loaded.exporter is None
-            model.exporter = None
-
-    run = Training(Way.PLAIN)
-    compared(train)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "adamw_torch_fused"])
-def test_optimizers(tmp_path: Path, name: str) -> None:
-    """Numbers are right with optimizers that the trainer chooses by name."""
-    compared(partial(finetune, where=tmp_path, made=gpt2, optim=name, gradient_accumulation_steps=2, max_grad_norm=0.5))
