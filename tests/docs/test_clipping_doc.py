@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import torch_grad_exporter
-from tests.docs.test_actions_doc import NORM, SAMPLE
-from tests.support.acting import World
 from tests.support.pages import blocks
 from tests.support.scrape import errors, values
 from tests.support.tools import REPOSITORY
@@ -67,16 +64,6 @@ def test_an_example_clips(text: str) -> None:
         check_training(names, (names["model"], names["optimizer"]))
 
 
-def test_each_listed_policy_clips() -> None:
-    """Each policy of the list trains by `clip=`."""
-    (text,) = (one for one in EXAMPLES if "policies = " in one)
-    for number in range(len(run(text)["policies"])):
-        names = run(text)
-        policy = list(names["policies"].values())[number]
-        names["exporter"] = torch_grad_exporter.start_exporter(names["model"], clip=policy)
-        check_training(names, (names["model"], names["optimizer"]))
-
-
 def test_a_saved_run_goes_on() -> None:
     """The second run of the example of saving starts with the norms of the first."""
     (text,) = (one for one in CLIPS if "load_state_dict" in one)
@@ -84,19 +71,6 @@ def test_a_saved_run_goes_on() -> None:
         names = run(text)
         assert int(names["exporter"].state_dict()["clip"]["AdamW"]["memory"]["count"]) == norms
         names["exporter"].close()
-
-
-def test_the_balance_of_two_networks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A discriminator whose norm stays far below that of the generator is reported, and no other."""
-    (text,) = (one for one in CLIPS if "networks" in one)
-    for low in (0.5, 0.001):
-        world = World()
-        monkeypatch.setattr(torch_grad_exporter, "start_exporter", lambda *_, world=world, **__: world)
-        run(text)
-        for at in range(20):
-            world.evaluate(float(at), **{NORM: {("generator",): 1.0, ("discriminator",): low}, SAMPLE: {("g",): at, ("d",): at}})
-        world.act.close()
-        assert ("the discriminator learns nothing any more" in capsys.readouterr().out) is (low < 0.01)
 
 
 def test_the_example_of_the_readme() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -11,11 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import torch_grad_exporter
 from tests.support.pages import DOCS, cells, run_page
-from tests.support.scrape import Key, values
-from torch_grad_exporter import Exporter
-from torch_grad_exporter.integrations.session import running_exporter
 
 EXAMPLES = {page: found for path in DOCS.rglob("*.md") if (found := cells(page := path.relative_to(DOCS).as_posix()))}
 """The examples in Python, by page."""
@@ -32,21 +27,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_EVERY", "1")
     torch.manual_seed(0)
-
-
-def trained(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[Key, float]:
-    """Run an example that trains, and return the values of its exporter."""
-    started: list[Exporter] = []
-    start = torch_grad_exporter.start_exporter
-
-    def kept(*arguments: object, **options: object) -> Exporter:
-        started.append(start(*arguments, **options))  # type: ignore[arg-type]
-        return started[-1]
-
-    monkeypatch.setattr(torch_grad_exporter, "start_exporter", kept)  # an example need not keep its exporter
-    exec(text, {})  # noqa: S102 - what a user copies
-    (exporter,) = started
-    return values(exporter)
 
 
 def test_marked_examples_are_few() -> None:
@@ -77,39 +57,3 @@ def test_the_example_for_pytest_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_training.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_example_of_activations(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each example of docs/activations.md trains, and its metrics are exported."""
-    training, example = (EXAMPLES["activations.md"][place].code for place in (0, number))
-    names = {name for name, _ in trained(training + example, monkeypatch)}
-    assert ("torch_activation_rms" if number == 1 else "torch_watch_grad_norm") in names
-    assert ("torch_watch_clipped_total" in names) == (number == 3)
-
-
-def test_the_example_of_layer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of docs/where-time-goes.md trains, and each layer has the time of both passes."""
-    (example,) = EXAMPLES["where-time-goes.md"]
-    series = [dict(labels) for name, labels in trained(example.code, monkeypatch) if name == "torch_layer_seconds_total"]
-    assert {(labels["layer"], labels["pass"]) for labels in series} == {
-        (layer, name) for layer in ("0", "2") for name in ("forward", "backward")
-    }
-
-
-def test_an_exception_in_the_hook_list(tmp_path: Path) -> None:
-    """An exception in the loop of "A loop of your own" reaches the caller and fails the run."""
-    exporters = list[Exporter | None]()
-
-    def failing(model: torch.nn.Module) -> None:
-        exporters.append(running_exporter(model))
-        raise ZeroDivisionError
-
-    (text,) = (cell.code.replace("    train(hooks)", "    failing(model)") for cell in cells("frameworks.md", "A loop of your own"))
-    with pytest.raises(ZeroDivisionError):
-        exec(text, {"failing": failing})  # noqa: S102 - what a user copies
-    (exporter,) = exporters
-    assert exporter is not None
-    exporter.save(tmp_path / "saved.json")
-    status = json.loads((tmp_path / "saved.json").read_text())["status"]
-    assert (status["state"], status["ended_by"]) == ("failed", "ZeroDivisionError")
