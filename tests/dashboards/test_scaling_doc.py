@@ -15,16 +15,15 @@ import pytest
 import yaml
 
 from benchmarks import fleet_prometheus
-from benchmarks.fleet_job import Recording
+from benchmarks.fleet_job import Recording, recordings
 from benchmarks.fleet_run import one_each
 from benchmarks.fleet_server import RANKS_PER_HOST, Fleet
-from tests.distributed.test_fleet import LAYERS, recorded
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
 
 PAGE = (REPOSITORY / "docs" / "scaling.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-RANKS = 12
+RANKS, LAYERS, SCRAPES = 12, 5, 3
 FOLDER = "/shared/torch-grad-exporter/"
 
 
@@ -50,13 +49,13 @@ def series_per_layer(recording: Recording) -> dict[str, int]:
 @pytest.fixture
 def replicated() -> Recording:
     """What rank 0 of a real job under DDP shows."""
-    return recorded(sharded=False)[0]
+    return recordings(LAYERS, SCRAPES, sharded=False)[0]
 
 
 @pytest.fixture
 def sharded() -> Recording:
     """What a rank of a real job under FSDP2 shows."""
-    return recorded(sharded=True)[0]
+    return recordings(LAYERS, SCRAPES, sharded=True)[0]
 
 
 @pytest.mark.server
