@@ -50,8 +50,8 @@ def switch(spec: Spec) -> str:
         return f"exporter.{spec.opt_in}(...)"
     if spec.opt_in == "routers":
         return "routers=True or exporter.router(...)"
-    if spec.opt_in == "freeze":
-        return "exporter.on(Freeze(...))"
+    if spec.opt_in in ("freeze", "rollback"):
+        return f"exporter.on({spec.opt_in.capitalize()}(...))"
     option = spec.opt_in in {one.name for one in fields(Settings)}
     return f'collectors={{"{spec.opt_in}": True}}' if spec.opt_in in REGISTRY.names and not option else f"{spec.opt_in}=True"
 

@@ -22,6 +22,7 @@ from torch_grad_exporter.actions.act.act import Handle
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Action, Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
+from torch_grad_exporter.actions.rollback.rollback import Rollback
 from torch_grad_exporter.arguments import check_whole, shown
 from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
 from torch_grad_exporter.capture.torch_hooks import Removable
@@ -102,7 +103,7 @@ class Exporter:
 
     def on(
         self,
-        what: str | Condition | Freeze,
+        what: str | Condition | Freeze | Rollback,
         action: Action | StepAction | None = None,
         *,
         name: str | None = None,
@@ -117,11 +118,11 @@ class Exporter:
             what: The name of a rule, such as "GradientExploding"; or a callable that takes the
                 current values and their windows and returns whether its condition holds, such as
                 `lambda m: m.mean("torch_grad_global_norm", samples=100) > 2`, which must read all
-                its windows in each call; or, without an action, a `Freeze`, which knows when it is
-                due.
+                its windows in each call; or, without an action, a `Freeze` or a `Rollback`, which
+                know when they are due.
             action: A callable that takes an `Event` and runs in the background; or an action that
-                runs between steps and changes the training: `Stop()`, `ScaleLearningRate(factor)`
-                or `Freeze(...)`.
+                runs between steps and changes the training: `Stop()`, `ScaleLearningRate(factor)`,
+                `Freeze(...)` or `Rollback(...)`.
             name: The name in events and in the log.
             for_: Seconds for which it must hold before the action.
             cooldown: Seconds until the action is repeated while it still holds.

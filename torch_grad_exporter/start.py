@@ -145,8 +145,8 @@ def start_exporter(
             Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
             gradients, optimizer_state, activations, nan_origin, replicas, attention, layer_times,
-            watched, routers, training, logged, reinforcement, cuda_memory, gpu, process, host,
-            container, extra, exporter.
+            watched, routers, training, logged, reinforcement, rollbacks, cuda_memory, gpu, process,
+            host, container, extra, exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).

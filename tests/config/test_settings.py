@@ -26,6 +26,7 @@ DEFAULT = frozenset(
     {
         "gradients", "optimizer_state", "activations", "attention", "layer_times", "logged", "reinforcement", "watched", "routers",
         "nan_origin", "replicas", "training", "cuda_memory", "gpu", "process", "host", "container", "extra", "exporter",
+        "rollbacks",
     }
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ import torch
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import find
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.actions import Freeze, Log, MaxNorm, Stop
+from torch_grad_exporter.actions import Freeze, Log, MaxNorm, Rollback, Stop
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
@@ -42,6 +42,9 @@ NEVER_HERE = {
     ),
     "torch_moe_router_entropy": "needs a router with logits: see tests/inspection/test_routers.py",
     "torch_train_loss_scale": "needs a gradient scaler",
+    **dict.fromkeys(
+        ("torch_train_rollback_step", "torch_train_rollback_good_step"), "needs judgements: see tests/actions/rollback/"
+    ),
     "torch_train_earlier_steps": "needs a training that goes on: see tests/test_exporter.py",
     "torch_grad_exporter_last_action_timestamp_seconds": "needs an action that is done: see tests/actions/act/test_marks.py",
     **dict.fromkeys(
@@ -77,6 +80,7 @@ def scrape() -> str:
     with start_exporter(model, port=None, every=1, moments=True, weights=True, activations=True, **options) as exporter:
         exporter.on(lambda m: False, Stop())
         exporter.on(lambda m: False, Freeze(layers="0"))
+        exporter.on(Rollback(every=200))
         for step in range(24):
             optimizer.zero_grad()
             loss = exporter.watch("output", model(torch.randn(4, 6)), max_norm=1e30).square().mean()

@@ -97,6 +97,7 @@ ASKED_FOR = (
     "layer_times",
     "logged",
     "reinforcement",
+    "rollbacks",
     "extra",
 )
 """Collectors that yield only their success until an option enables them."""

@@ -14,8 +14,11 @@ from torch_grad_exporter.actions.act.decisions import JobOfRanks
 from torch_grad_exporter.actions.act.reports import ActionReports
 from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.step_actions import Training
+from torch_grad_exporter.actions.rollback.state import TrainingState
+from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.outcomes import ActionTotals
+from torch_grad_exporter.collectors.rollbacks import RollbackTotals
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import LabelledRows
@@ -68,10 +71,26 @@ class Trained:
         return [*enumerate(self.known)]
 
 
-class World:
-    """The surroundings of an `Act`. `at`: the time; `judgements`: how many there were; `job`: the ranks that act together."""
+class Rooted:
+    """The layers of a `World`'s model, in place of those of an exporter."""
 
-    def __init__(self, job: JobOfRanks | None = None) -> None:
+    fully_sharded = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def roots(self) -> list[torch.nn.Module]:
+        """Return the model."""
+        return [self._model]
+
+
+class World:
+    """The surroundings of an `Act`. `at`: the time; `judgements`: how many there were; `job`: the ranks that act together.
+
+    `model`: what can go back to a copy.
+    """
+
+    def __init__(self, job: JobOfRanks | None = None, model: torch.nn.Module | None = None) -> None:
         self.at = 0.0
         self.step = 0
         self.numbers: dict[str, float | Rows] = {}
@@ -82,7 +101,12 @@ class World:
         self.totals = ActionTotals()
         self.stop = threading.Event()
         reports = ActionReports(self.errors, self.totals, self, lambda: 1_700_000_000.0 + self.at)
-        self.runner = StepActionRunner(Training(self.trained, self.stop), reports, job, clock=lambda: self.at)
+        self.rollbacks = RollbackTotals()
+        index: Any = None if model is None else Rooted(model)
+        state = None if index is None else TrainingState(index, self.trained, LossScale())
+        clock: Any = self
+        training = Training(self.trained, self.stop, state=state, clock=clock, rollbacks=self.rollbacks)
+        self.runner = StepActionRunner(training, reports, job, clock=lambda: self.at)
         self.act = Act(self, self.runner, reports, clock=lambda: self.at, loop=Still)
 
     @property

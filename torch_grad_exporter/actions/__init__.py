@@ -7,6 +7,7 @@ from torch_grad_exporter.actions.clip import AGC, AutoClip, Clipper, LayerScale,
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.actions.notify.notification import Notification
 from torch_grad_exporter.actions.notify.notifiers import Alertmanager, Log, Notifier, Webhook
+from torch_grad_exporter.actions.rollback.rollback import Rollback
 
 __all__ = [
     "AGC",
@@ -23,6 +24,7 @@ __all__ = [
     "Notification",
     "Notifier",
     "Plateau",
+    "Rollback",
     "ScaleLearningRate",
     "SkipAbove",
     "Stop",

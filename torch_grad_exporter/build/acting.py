@@ -13,6 +13,7 @@ from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.notify.job import Job
 from torch_grad_exporter.actions.notify.notify import NotificationOrigin, Notify
+from torch_grad_exporter.actions.rollback.state import TrainingState
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.build.inspecting import InspectionTotals
 from torch_grad_exporter.build.scraping import ScrapeStage
@@ -45,7 +46,12 @@ class ActionStage:
         self.stop_requested = threading.Event()
         reports = ActionReports(errors, shown.acted, stage.clock)
         layers = FrozenLayers(checked.index, stage.optimizers, shown.frozen)
-        training = Training(stage.optimizers, self.stop_requested, layers, shown.worker)
+        state = TrainingState(checked.index, stage.optimizers, stage.loss_scale)
+        training = Training(
+            stage.optimizers, self.stop_requested, layers, shown.worker,
+            state=state, clock=stage.clock, rollbacks=shown.rollbacks,
+            ranks=identity.world_size, ranks_here=identity.local_world_size,
+        )  # fmt: skip
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size) if several else None
         runner = StepActionRunner(training, reports, job, spent=stage.clock.spent)
         self.act = Act(shown.view.live, runner, reports, fed=bool(checked.arguments.alerts), samples=feed)

@@ -16,6 +16,7 @@ from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.gradients import dead_from
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
+from torch_grad_exporter.collectors.rollbacks import RollbackTotals
 from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.config.checked import Checked
@@ -37,6 +38,7 @@ class ScrapeStage:
     context: CollectorContext
     frozen: FrozenLabels
     acted: ActionTotals
+    rollbacks: RollbackTotals
     notified: NotifyTotals | None
     scrape: Scrape
     announcement: Announcement
@@ -55,7 +57,7 @@ def build_scrape(
 ) -> ScrapeStage:
     """Make the collectors and the history, by which rules judge."""
     settings, errors, identity = checked.settings, stage.errors, checked.identity
-    frozen, acted = FrozenLabels(), ActionTotals()
+    frozen, acted, rollbacks = FrozenLabels(), ActionTotals(), RollbackTotals()
     notified = notify_totals(checked.arguments.alerts) if checked.arguments.alerts else None
     snapshots = Snapshots(worker.snapshot, stage.clock.counts)
     context = CollectorContext(
@@ -65,7 +67,7 @@ def build_scrape(
         waits=totals.waits, ending=ending, dead_window=settings.dead_window, moments=settings.moments,
         weights=totals.weights if settings.weights else None, optimizer_state=totals.optimizer_state,
         local_norms=totals.local_norms,
-        notified=notified, acted=acted, clip=None if clip is None else clip.reports, frozen=frozen,
+        notified=notified, acted=acted, rollbacks=rollbacks, clip=None if clip is None else clip.reports, frozen=frozen,
         activations=totals.activations, watched=totals.watched, logged=totals.logged, extra=checked.extra, origins=totals.origins,
         layer_times=totals.layer_times, attention=totals.attention, routers=totals.routers, replicas=totals.replicas,
     )  # fmt: skip
@@ -88,6 +90,6 @@ def build_scrape(
         activations=totals.activations, logged=totals.logged,
     )  # fmt: skip
     return ScrapeStage(
-        worker=worker, context=context, frozen=frozen, acted=acted, notified=notified, scrape=scrape,
+        worker=worker, context=context, frozen=frozen, acted=acted, rollbacks=rollbacks, notified=notified, scrape=scrape,
         announcement=announcement, view=view,
     )  # fmt: skip

@@ -50,9 +50,14 @@ class LossScale:
             frame = frame.f_back
 
     @property
+    def scaler(self) -> Scaler | None:
+        """The scaler, if one was given or found, and is alive."""
+        return None if self._scaler is None else self._scaler()
+
+    @property
     def has_scaler(self) -> bool:
         """Whether a scaler was given or found, and is alive."""
-        return self._scaler is not None and self._scaler() is not None
+        return self.scaler is not None
 
     @property
     def is_known(self) -> bool:
@@ -62,7 +67,7 @@ class LossScale:
     @property
     def value(self) -> torch.Tensor | None:
         """The loss scale now, if there is a scaler that has one."""
-        return None if self._scaler is None else scale_of(self._scaler())
+        return None if self._scaler is None else scale_of(self.scaler)
 
 
 UNDECIDED = 64

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.collectors.extra import ExtraRegistries
     from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
     from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
+    from torch_grad_exporter.collectors.rollbacks import RollbackTotals
     from torch_grad_exporter.distributed.identity import Identity
     from torch_grad_exporter.errors import ErrorLog
     from torch_grad_exporter.inspection.activations import ActivationTotals
@@ -77,6 +78,7 @@ class CollectorContext:
         waits: Waits for other ranks.
         notified: Outcomes of notifications.
         acted: Outcomes of actions.
+        rollbacks: What went back to a copy.
         clip: Thresholds and counts of `clip=`.
         frozen: The layers that actions freeze.
         activations: Outputs of inner modules.
@@ -108,6 +110,7 @@ class CollectorContext:
     waits: ReductionWaits
     notified: NotifyTotals | None
     acted: ActionTotals
+    rollbacks: RollbackTotals
     clip: ClipReports | None
     frozen: FrozenLabels
     activations: ActivationTotals | None

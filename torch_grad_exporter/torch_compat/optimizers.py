@@ -100,6 +100,12 @@ def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - an object th
     return torch.tensor(scaler.get_scale(), device=getattr(scaler, "_device", "cuda"))
 
 
+def scaler_state(scaler: object) -> dict[str, torch.Tensor]:
+    """Return the tensors that a gradient scaler changes, by attribute: none before its first use."""
+    held = {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
+    return {name: tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
+
+
 def has_scale(scaler: object) -> bool:
     """Return whether it is a gradient scaler, or has the interface of one."""
     # A disabled one has no scale.

@@ -266,8 +266,8 @@ class Named(StepAction):
     def __init__(self) -> None:
         self.named: list[tuple[str, ...]] = []
 
-    def choose(self, training: Training, named: Sequence[str]) -> None:
-        self.named.append(tuple(named))
+    def choose(self, training: Training, problems: Sequence[Problem]) -> None:
+        self.named.append(tuple(layer for problem in problems for layer in (problem.layer, *problem.others) if layer))
 
 
 def test_a_rule_names_layers_to_its_action(world: World) -> None:

@@ -18,6 +18,7 @@ from tests.support.scrape import OFF, errors, value, values
 from tests.support.tools import eventually, lasting_threads
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Freeze
+from torch_grad_exporter.rules import Problem
 
 FROZEN, CAPTURES, ACTIONS = "torch_layer_frozen", "torch_grad_captures_total", "torch_grad_exporter_actions_total"
 LAYERS = ("0", "2", "4")
@@ -400,17 +401,21 @@ def test_a_window_has_the_norms_of_the_last_steps() -> None:
 # By rules
 
 
+DEAD = (Problem("LayerDead", "warning", "dead", "1"), Problem("LayerDead", "warning", "dead", None, ("2", "3")))
+REST = (Problem("LayerDead", "warning", "dead", "0"), Problem("LayerDead", "warning", "dead", "4"))
+
+
 def test_a_rule_freezes_named_layers() -> None:
     """The layers that a rule names are frozen once, and never all."""
     net, training = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(5))), None
     with start(net) as exporter:
         exporter.on("LayerDead", action := Freeze())
-        choice = action.choose(training, ("1", "2", "3"))
+        choice = action.choose(training, DEAD)
         action.act(training, action.prepare(training, choice))
         assert set(action.frozen) == {"1", "2", "3"}
-        assert action.choose(training, ("1", "2", "3")) is None
+        assert action.choose(training, DEAD) is None
         with pytest.raises(RuntimeError, match="no layer of the model would be trained"):
-            action.choose(training, ("0", "4"))
+            action.choose(training, REST)
 
 
 # States

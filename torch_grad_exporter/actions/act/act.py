@@ -8,6 +8,7 @@ steps on the training thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -238,6 +239,8 @@ class Act:
                 holds = bool(problems)
             else:
                 holds = not last and trigger.conditions.result(self._holds, trigger, judged, now) is True
+            if isinstance(trigger.action, StepAction) and not last:
+                holds = trigger.conditions.result(functools.partial(trigger.action.judged, judged.values, holds=holds)) is True
             if trigger.timing.due(holds, now) and not trigger.off:
                 self._act(trigger, problems, now, last=last)
 
@@ -253,8 +256,7 @@ class Act:
         slot = self._slots.get(trigger)
         if slot is not None:
             if not last:
-                layers = (layer for problem in problems for layer in (problem.layer, *problem.others) if layer)
-                trigger.actions(self._runner.ask, slot, tuple(dict.fromkeys(layers)))
+                trigger.actions(self._runner.ask, slot, problems)
             return
         values = dict(trigger.measurements.read)
         if trigger.rule is not None:

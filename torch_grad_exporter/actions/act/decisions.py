@@ -341,6 +341,7 @@ class JobDecisions:
         trigger, name = slot.trigger, f"{slot.trigger.name}: {slot.action!r}"
         if decision.refused:
             slot.choice, slot.pending = None, False
+            slot.action.refused()
             trigger.timing.acted(self._clock())
             if self._job.rank == 0:
                 fix = "call on() with the same actions, in the same order and after the same step, on all ranks"

@@ -22,7 +22,7 @@ from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.identity import group_size
 from torch_grad_exporter.distributed.store import NoStoreError, StoreError
-from torch_grad_exporter.rules import Rule
+from torch_grad_exporter.rules import Problem, Rule
 from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step, remove_step_hooks
 
@@ -145,20 +145,20 @@ class StepActionRunner:
         if self._hook is not None:
             self._hook.disconnect()
 
-    def ask(self, slot: ActionSlot, named: Sequence[str] = ()) -> None:
+    def ask(self, slot: ActionSlot, problems: Sequence[Problem] = ()) -> None:
         """Let an action run at the end of the next step, or of the one that rank 0 decides on. Raises what preparing raises.
 
         On the thread that evaluates.
 
         Args:
             slot: The action.
-            named: Layers that the rule's problems name.
+            problems: Those of its rule.
         """
         if self._decisions is None:
             self._check_alone(slot.action)
         if slot.pending or slot.trigger.timing.cooling(self._clock()):  # it may have been done since it was judged
             return
-        choice = slot.action.choose(self._training, named)
+        choice = slot.action.choose(self._training, problems)
         if choice is None:
             return
         if self._decisions is not None:

@@ -113,7 +113,10 @@ def _times(value: Any, factor: float) -> Any:  # noqa: ANN401 - as above
 if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.measurements import Measurements
     from torch_grad_exporter.actions.freeze.layers import FrozenLayers
-    from torch_grad_exporter.rules import Rule
+    from torch_grad_exporter.actions.rollback.state import TrainingState
+    from torch_grad_exporter.capture.progress import StepClock
+    from torch_grad_exporter.collectors.rollbacks import RollbackTotals
+    from torch_grad_exporter.rules import Problem, Rule, Values
     from torch_grad_exporter.store.worker import Worker
 
 
@@ -126,12 +129,27 @@ class Training:
         stop: Set once `exporter.should_stop` is true.
         layers: Freezes layers; None without models, as in a test.
         worker: Has the norms of layers; None without models.
+        state: What goes back to a copy; None without models.
+        clock: Counts steps; None without models.
+        rollbacks: Where it is reported what went back.
+        ranks: The ranks of the job.
+        ranks_here: Those that share this host.
     """
 
     optimizers: Optimizers
     stop: threading.Event
     layers: FrozenLayers | None = None
     worker: Worker | None = None
+    state: TrainingState | None = None
+    clock: StepClock | None = None
+    rollbacks: RollbackTotals | None = None
+    ranks: int = 1
+    ranks_here: int = 1
+
+    @property
+    def step(self) -> int:
+        """The number of the last step, 0 without a clock."""
+        return 0 if self.clock is None else self.clock.number
 
 
 class StepAction:
@@ -162,20 +180,32 @@ class StepAction:
         """Return whether it is due by itself, at an evaluation, if it `has_cause`."""
         raise NotImplementedError
 
-    def choose(self, _training: Training, _named: Sequence[str]) -> str | None:
+    def judged(self, _values: Values, *, holds: bool) -> bool:
+        """Return whether to act. In the background, at each evaluation on the rank that judges.
+
+        Args:
+            _values: The values of now.
+            holds: Whether the cause holds.
+        """
+        return holds
+
+    def choose(self, _training: Training, _problems: Sequence[Problem]) -> str | None:
         """Return what exactly to do, which all ranks are given; None if there is nothing to do.
 
         In the background, on rank 0.
 
         Args:
             _training: What it changes.
-            _named: The layers that the problems of its rule name.
+            _problems: Those of its rule.
         """
         return ""
 
     def prepare(self, _training: Training, _choice: str) -> Any:  # noqa: ANN401 - each action's own
         """Return what `act` needs. In the background on each rank, a little before the step; raises what prevents it."""
         return None
+
+    def refused(self) -> None:
+        """Take note that it is not done after all: the ranks did not agree. In the background."""
 
     def act(self, training: Training, prepared: Any) -> None:  # noqa: ANN401 - as above
         """Change the training, between two steps and without waiting for a device. On the training thread."""

@@ -146,7 +146,10 @@ def cause_and_action(what: object, action: object, timing: Timing) -> tuple[Rule
                 raise ValueError(f"{name}={value:g}: {what!r} knows by itself when it is due; leave {name} out")
         return None, what.holds, what
     if action is None:
-        raise TypeError(f"action=None: what is to be done on {what!r}? Only Freeze(...) needs no cause: exporter.on(Freeze(...))")
+        raise TypeError(
+            f"action=None: what is to be done on {what!r}? Only Freeze(...) and Rollback(...) need no cause: "
+            "exporter.on(Freeze(...))"
+        )
     rule, condition = _cause(what)
     if isinstance(action, type) and issubclass(action, StepAction):
         raise TypeError(f"action={action.__name__}: expected an action, not its class; write {action.__name__}(...)")

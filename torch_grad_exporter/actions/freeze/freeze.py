@@ -14,7 +14,7 @@ from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftE
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.arguments import check_number, check_whole, near, shown, some
 from torch_grad_exporter.errors import BusyError, warn
-from torch_grad_exporter.rules import Rule
+from torch_grad_exporter.rules import Problem, Rule
 
 THRESHOLD, AFTER, REVIVE = 1e-3, 100, 1000  # the defaults
 VERSION = 1  # of the state
@@ -185,7 +185,7 @@ class Freeze(StepAction):
         self._due = {name: mean for name, mean in due.items() if name in trained and (not self.layers or self.layers.search(name))}
         return bool(self._due)
 
-    def choose(self, _training: Training, named: Sequence[str]) -> str | None:
+    def choose(self, _training: Training, problems: Sequence[Problem]) -> str | None:
         """Return the names of the layers, as JSON."""
         layers = self._layers
         if layers is None:
@@ -193,6 +193,7 @@ class Freeze(StepAction):
         if self._own:
             wanted = sorted(self._due, key=self._due.__getitem__)
         else:
+            named = {layer for problem in problems for layer in (problem.layer, *problem.others) if layer}
             if not self.layers and not named:
                 raise RuntimeError("the rule's problems name no layer; write Freeze(layers=...) with a regular expression of names")
             wanted = [name for name in layers.trained() if (self.layers.search(name) if self.layers else name in named)]

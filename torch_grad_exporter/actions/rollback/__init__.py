@@ -1,0 +1,1 @@
+"""Rollback: copies of the training on the host, and the way back to them."""
