@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING
 from torch_grad_exporter.version import __version__
 
 if TYPE_CHECKING:
+    from torch_grad_exporter.actions.black_box.loading import load_black_box
     from torch_grad_exporter.exporter import Exporter
     from torch_grad_exporter.inspection.explain import explain
     from torch_grad_exporter.inspection.record import record
     from torch_grad_exporter.start import start_exporter
 
-__all__ = ["Exporter", "__version__", "explain", "record", "start_exporter"]
+__all__ = ["Exporter", "__version__", "explain", "load_black_box", "record", "start_exporter"]
 
 _WHERE = {
     "Exporter": "torch_grad_exporter.exporter",
     "explain": "torch_grad_exporter.inspection.explain",
+    "load_black_box": "torch_grad_exporter.actions.black_box.loading",
     "record": "torch_grad_exporter.inspection.record",
     "start_exporter": "torch_grad_exporter.start",
 }

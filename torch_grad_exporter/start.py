@@ -63,6 +63,7 @@ def start_exporter(
     routers: bool | Unset = UNSET,
     nan_origin: bool | Literal["always"] | Unset = UNSET,
     replicas: bool | Unset = UNSET,
+    black_box: str | os.PathLike[str] | Unset = UNSET,
     statistics: Literal["auto", "torch", "triton"] | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
     web_config_file: str | os.PathLike[str] | Unset = UNSET,
@@ -139,6 +140,9 @@ def start_exporter(
         replicas: Compare the gradients, weights and buffers of ranks that hold copies of the model,
             such as under DDP (default: off). By checksums through the job's store, without a
             collective. See docs/distributed.md.
+        black_box: Directory for what it takes to see a problem again: the last batches, random
+            states and samples (default: none). Written when a NaN, a spike or an explosion is
+            found, three times at most. See docs/when-a-step-goes-wrong.md.
         statistics: What measures gradients on CUDA devices (default: "auto"). "torch": operations
             of torch, which read each gradient several times; "triton": programs that read it once,
             if they pass a comparison in the first samples; "auto": these on NVIDIA's GPUs where
@@ -209,7 +213,7 @@ def start_exporter(
         exclude=exclude, max_layers=max_layers, dead_window=dead_window, moments=moments,
         weights=weights, optimizer_state=optimizer_state, activations=activations, attention=attention,
         layer_times=layer_times, local_norm=local_norm, routers=routers,
-        nan_origin=nan_origin, replicas=replicas, statistics=statistics, collectors=collectors,
+        nan_origin=nan_origin, replicas=replicas, black_box=black_box, statistics=statistics, collectors=collectors,
         web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
         sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir,
         on_failure=on_failure, otlp_endpoint=otlp_endpoint, otlp_protocol=otlp_protocol,

@@ -72,7 +72,7 @@ RIGHT: list[tuple[str, object, object]] = [
     ("rank", 0, 0),
     *[("ranks", value, Ranks(value.lower())) for value in ("auto", "all", "FIRST")],
     *[("on_failure", value, OnFailure(value.lower())) for value in ("continue", "RAISE")],
-    *[(name, value, str(value)) for name in ("sd_dir", "textfile_dir") for value in ("/run/sd", pathlib.Path("sd"))],
+    *[(name, value, str(value)) for name in ("sd_dir", "textfile_dir", "black_box") for value in ("/run/sd", pathlib.Path("sd"))],
     *[("advertise", value, value) for value in ("node-7.cluster", "10.0.0.7", "2001:db8::7", "[fe80::1%eth0]")],
     *[("linger", value, value) for value in (0, 0.5, 3600, "auto")],
     ("labels", {"team": 'a "b"', "_x9": ""}, {"team": 'a "b"', "_x9": ""}),
@@ -128,8 +128,8 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[("on_failure", value, TypeError) for value in (None, False)],
     *[("on_failure", value, ValueError) for value in ("", "stop")],
     *[("ranks", value, ValueError) for value in ("", "none", "0")],
-    *[(name, value, TypeError) for name in ("sd_dir", "textfile_dir") for value in (None, 3, b"sd")],
-    *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir")],
+    *[(name, value, TypeError) for name in ("sd_dir", "textfile_dir", "black_box") for value in (None, 3, b"sd")],
+    *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir", "black_box")],
     *[("advertise", value, TypeError) for value in (None, 7)],
     *[("advertise", value, ValueError) for value in ("", "host:http", "10.0.0.7:9100", "a b", "http://host", "x" * 254)],
     *[("linger", value, TypeError) for value in (None, True)],
@@ -204,6 +204,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("on_failure", "Raise", OnFailure.RAISE),
     ("sd_dir", "sd", "sd"),
     ("textfile_dir", "prom", "prom"),
+    ("black_box", "boxes", "boxes"),
     ("advertise", "10.1.2.3", "10.1.2.3"),
     *[("linger", text, value) for text, value in (("2.5", 2.5), ("Auto", "auto"))],
     ("rank", "3", 3),
@@ -233,6 +234,7 @@ def test_the_defaults_are_those_documented() -> None:
         "port": 9100, "addr": "", "every": "auto", "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
         "dead_window": 100, "moments": False, "weights": False, "optimizer_state": False, "activations": False,
         "attention": False, "layer_times": False, "local_norm": False, "routers": False, "nan_origin": False, "replicas": False,
+        "black_box": "",
         "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
@@ -244,8 +246,8 @@ def test_the_tables_here_leave_no_setting_out() -> None:
     """The tables of this file have a right and a wrong case for each setting and each variable."""
     names = {f.name for f in fields(Settings)}
     assert all({name for name, *_ in table} == names for table in (RIGHT, WRONG, RIGHT_TEXT))
-    # Any text may be a path; what is wrong with such a file, test_web_config.py tells.
-    assert {name for name, *_ in WRONG_TEXT} == names - {"web_config_file", "sd_dir", "textfile_dir"}
+    # Any text may be a path; what is wrong with such a file, test_web_config.py and test_black_box.py tell.
+    assert {name for name, *_ in WRONG_TEXT} == names - {"web_config_file", "sd_dir", "textfile_dir", "black_box"}
 
 
 def spelled(value: object) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.attention import AttentionTotals
     from torch_grad_exporter.inspection.replica_comparison import ReplicaComparison
 
-# Between two drains of the worker if the origin of a NaN is looked for, which shows only in the next rounds.
+# Between two drains of the worker if the origin of a NaN is looked for, which shows only in the next rounds, or its batch.
 ORIGIN_SECONDS = 0.2
 
 
@@ -215,7 +215,7 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
         stage.mailbox, checked.index.table, stage.errors, layout=stage.layout,
         exponential=checked.push is not None and checked.push.exponential,
         clipped=checked.clip is not None,
-        drain_seconds=ORIGIN_SECONDS if checked.settings.nan_origin else DRAIN_SECONDS,
+        drain_seconds=ORIGIN_SECONDS if checked.settings.nan_origin or checked.settings.black_box else DRAIN_SECONDS,
         periodic=stage.capture.look,
     )  # fmt: skip
     if totals.origins is not None:

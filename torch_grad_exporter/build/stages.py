@@ -32,7 +32,7 @@ SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "optimizer_state", "observe",
     "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "log",
     "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
-    "integration", "timing", "layer_times", "kernels", "attention", "replicas", "routers",
+    "integration", "timing", "layer_times", "kernels", "attention", "replicas", "routers", "black_box",
 )  # fmt: skip
 
 # The end waits at most this long for the job's store.
@@ -81,6 +81,12 @@ class Stages:
         self._worker = build_worker(capturing, totals, checked)
         shown = build_scrape(capturing, totals, self._worker, self.clip, models=models, checked=checked, ending=ending)
         self.scrape, self.view, self._announcement = shown.scrape, shown.view, shown.announcement
+        self._black_box = None
+        if checked.settings.black_box:
+            # Here, since most runs do without.
+            from torch_grad_exporter.build.black_box import build_black_box  # noqa: PLC0415
+
+            self._black_box = build_black_box(capturing, models, totals.origins, shown, checked)
         self._acting = ActionStage(capturing, totals, shown, checked)
         self.act, self.stop_requested = self._acting.act, self._acting.stop_requested
 
@@ -149,6 +155,10 @@ class Stages:
         ending, errors = self._ending, self.errors
         self.at_end(lambda: self._acting.close(hurried=ending.hurried))
         self._acting.start()
+        if (black_box := self._black_box) is not None:
+            # It ends after the history, which judges for the last time.
+            self.at_end(lambda: black_box.close(hurried=ending.hurried))
+            errors.boundary("black_box", limit=None)(black_box.start)
         self.at_end(lambda: self.view.close(ending.error))
         errors.boundary("history", limit=None)(self.view.start)
         if (replicas := self._replicas) is not None:

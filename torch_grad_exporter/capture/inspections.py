@@ -129,7 +129,8 @@ class Inspections:
         start = self._cost.now()
         for guard, handler in handlers:
             guard(functools.partial(handler, *arguments, **named))
-        if event.__name__ in CHARGED:
+        # That of a forward in a round that is not sampled belongs to no sample.
+        if event.__name__ in CHARGED and not (event.__name__ == "forward_began" and named.get("sampled") is False):
             self._cost.charge(start)
 
     def release(self) -> None:

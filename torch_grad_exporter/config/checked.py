@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -103,6 +105,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     web_config = _web_config(settings, given)
     layers = LayerFilter(settings.include, settings.exclude)
     timed = InnerModules(models, layers, ModuleKind.OWNERS, settings.max_layers) if settings.layer_times else None
+    _check_folder(settings, given)
     extra = ExtraRegistries(arguments.extra_registries, REGISTRY.catalogue)
     # Last, since it may open a connection.
     store = JobStore()
@@ -195,6 +198,19 @@ def _check_ownership(index: LayerIndex, named: Mapping[str, torch.optim.Optimize
                 f"optimizers[{name!r}]={type(optimizer).__name__}: owns no parameter that is watched; "
                 "pass the optimizer of this model, made after the model was moved or wrapped"
             )
+
+
+def _check_folder(settings: Settings, given: Mapping[str, object]) -> None:
+    """Make the folder for black boxes, and raise if nothing can be written in it."""
+    if not settings.black_box:
+        return
+    try:
+        Path(settings.black_box).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=settings.black_box) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        where = f"{source(given, 'black_box')}={settings.black_box!r}"
+        raise ValueError(f"{where}: cannot be written to: {error.strerror}; expected a directory with room for batches") from error
 
 
 def _web_config(settings: Settings, given: Mapping[str, object]) -> WebConfigFile | None:

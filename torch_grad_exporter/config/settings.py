@@ -43,7 +43,7 @@ class Settings:
     """The options that have a variable of the exporter, valid.
 
     `run` is empty and `rank` None if not chosen, `collectors` has all of them, and `web_config_file`, `sd_dir`, `advertise`,
-    `textfile_dir` are empty for none.
+    `textfile_dir`, `black_box` are empty for none.
     """
 
     port: Annotated[int, Range(0, 65535)] | None = 9100
@@ -64,6 +64,7 @@ class Settings:
     routers: bool = False
     nan_origin: bool | Literal["always"] = False
     replicas: bool = False
+    black_box: FilePath = NO_PATH
     statistics: Implementation = Implementation.AUTO
     collectors: Annotated[Mapping[str, bool], values.collectors] = field(default_factory=_all_collectors)
     web_config_file: FilePath = NO_PATH
@@ -191,6 +192,8 @@ HELP = {
         '"always" looks in every sampled round, and so finds the first one. See docs/nan-origin.md.'),
     "replicas": Help("compare the gradients, weights and buffers of ranks that hold copies of the model, such as under DDP",
         "By checksums through the job's store, without a collective. See docs/distributed.md."),
+    "black_box": Help("directory for what it takes to see a problem again: the last batches, random states and samples",
+        "Written when a NaN, a spike or an explosion is found, three times at most. See docs/when-a-step-goes-wrong.md.", "none"),
     "statistics": Help("what measures gradients on CUDA devices",
         '"torch": operations of torch, which read each gradient several times; "triton": programs that read it once, if they '
         'pass a comparison in the first samples; "auto": these on NVIDIA\'s GPUs where Triton is installed, as it is with '

@@ -49,10 +49,12 @@ class Origins:
     Attributes:
         steps: By layer, pass and kind of each place the step at which it was last found, the latest at the end. From any thread: it
             is replaced and never changed.
+        latest: The last one that is not what a gradient scaler causes by its search.
     """
 
     def __init__(self, requests: Requests) -> None:
         self.steps: Mapping[tuple[str, str, str], int] = {}
+        self.latest: Origin | None = None
         self._requests = requests
         self._armed_at = -math.inf
         self._losses = 0  # not finite since the last tape
@@ -115,6 +117,8 @@ class Origins:
     def _report(self, origin: Origin) -> None:
         """Show a place, and log it unless it is shown already."""
         place = (origin.layer, origin.stage, origin.kind)
+        if not origin.routine:
+            self.latest = origin
         new = place not in self.steps
         latest = [*((other, step) for other, step in self.steps.items() if other != place), (place, origin.step)]
         self.steps = dict(latest[-PLACES:])

@@ -1,0 +1,123 @@
+"""Suspects: which batches may have caused a problem, as far as the worker sees it while they are still kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_grad_exporter.inspection.black_box.kept import SOURCE, BatchRing
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.requests import Requests
+from torch_grad_exporter.store.baselines import Baseline
+from torch_grad_exporter.store.pending_samples import CountedSample
+from torch_grad_exporter.store.records import Inspected
+
+NONFINITE, LOSS, NORM = "nonfinite", "loss", "norm"
+
+# Seconds for which batches are kept after a NaN or Inf is over, as after a skipped step, and after a spike, of which a rule
+# wants three within ten minutes.
+KEPT_SECONDS = {NONFINITE: 60.0, LOSS: 600.0, NORM: 600.0}
+
+# Forwards after one, until which its sample may still come to be counted.
+LATE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """A moment of the training that something is wrong with. `at`: seconds of the clock when it was last seen."""
+
+    forwards: tuple[int, ...]
+    at: float
+
+
+class Suspects:
+    """Pins the batches of the first non-finite gradient or loss, and of the last jumps. Belongs to the worker, but for `of`.
+
+    Records come in the order in which things happened, so a loss belongs to the last forward before it.
+
+    Args:
+        ring: The batches.
+        requests: Asks for a sample where NaN or Inf begins.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, ring: BatchRing, requests: Requests, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ring, self._requests, self._clock = ring, requests, clock
+        self._suspicions: dict[str, Suspicion] = {}
+        self._baselines = {LOSS: Baseline(loss=True), NORM: Baseline()}
+        self._finite, self._forward, self._began = True, -1, -2
+        self._spiking: set[str] = set()
+
+    def of(self, kind: str) -> tuple[int, ...]:
+        """Return the forwards that are pinned by this reason, none if there are none. From any thread."""
+        suspicion = self._suspicions.get(kind)
+        return () if suspicion is None else suspicion.forwards
+
+    def written(self, kind: str) -> None:
+        """Unpin what was written. From any thread."""
+        self._suspicions.pop(kind, None)
+        self._ring.pins.pop(kind, None)
+
+    def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
+        """Take the number of a forward, or what shows whether the gradients after it are finite."""
+        if not values:
+            self._forward = record.round
+            self._ring.seen = record.round - LATE
+            self._expire()
+        else:
+            self._judge(all(np.isfinite(each).all() for each in values), record.round)
+
+    def observed(self, name: str, value: float) -> None:
+        """Take a loss."""
+        if name == "loss" and not math.isfinite(value):
+            self._judge(False, self._forward)
+        elif name == "loss":
+            self._judge_size(LOSS, value, self._forward)
+
+    def counted(self, sample: CountedSample) -> None:
+        """Take a sample, which shows all gradients of its round."""
+        number = sample.sample.read.round
+        forward = next((batch.number for batch in reversed(tuple(self._ring.batches.values())) if batch.round == number), None)
+        if forward is None:
+            return
+        norm = float(np.sqrt(np.square(sample.sample.norms).sum()))
+        if sample.sample.nonfinite():
+            self._judge(False, forward)
+        elif sample.new and math.isfinite(norm):
+            self._judge_size(NORM, norm, forward)
+
+    def rounds_over(self, rounds: int) -> None:
+        """Do nothing: rounds alone show nothing."""
+
+    def _judge(self, finite: bool, forward: int) -> None:
+        """Pin the batches where NaN or Inf begins: what follows is its consequence."""
+        known = self._suspicions.get(NONFINITE)
+        if not finite and self._finite and forward > self._began + 1:  # else it is the same one, seen by another value
+            self._began = forward
+            self._pin(NONFINITE, forward)
+            self._requests.arm(1, SOURCE)
+        elif not finite and known is not None:
+            self._suspicions[NONFINITE] = Suspicion(known.forwards, self._clock())
+        self._finite = finite
+
+    def _judge_size(self, kind: str, value: float, forward: int) -> None:
+        """Pin the batches where spikes begin: one after the other, they may be consequences of the first."""
+        spike = self._baselines[kind].is_spike(value)
+        if spike and kind not in self._spiking:
+            self._pin(kind, forward)
+        (self._spiking.add if spike else self._spiking.discard)(kind)
+
+    def _pin(self, kind: str, forward: int) -> None:
+        forwards = self._ring.latest(forward)
+        if forwards:
+            self._ring.pins[kind] = forwards
+            self._suspicions[kind] = Suspicion(forwards, self._clock())
+
+    def _expire(self) -> None:
+        for kind, suspicion in tuple(self._suspicions.items()):
+            if self._clock() - suspicion.at > KEPT_SECONDS[kind]:
+                self.written(kind)
