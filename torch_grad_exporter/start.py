@@ -82,7 +82,7 @@ def start_exporter(
     otlp_interval: float | None = None,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] | None = None,
     grad_scaler: Scaler | None = None,
-    clip: Policy | None = None,
+    clip: Policy | Sequence[Policy] | None = None,
     dry_run: Sequence[Policy] | None = None,
     alerts: Notifier | Sequence[Notifier] | None = None,
     registry: prometheus_client.CollectorRegistry | None = None,
@@ -185,9 +185,9 @@ def start_exporter(
         grad_scaler: The `torch.amp.GradScaler` in use; the norms are divided by its scale (default:
             found). One that is not given is found at its first step; give it, so that the first
             steps, which may overflow, have sizes too.
-        clip: Clipping policy, applied before each optimizer's step, which changes the training
-            (default: None). Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See
-            docs/clipping.md.
+        clip: Clipping policy, or a list of policies, applied before each optimizer's step, which
+            changes the training (default: None). Such as `[SkipNonFinite(), MaxNorm(1.0)]` from
+            `torch_grad_exporter.actions`. See docs/clipping.md.
         dry_run: Policies of which it is only shown what each would have done (default: none).
         alerts: Notifiers that report problems when they begin and end (default: none). Such as
             `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.

@@ -30,7 +30,7 @@ def _thresholds() -> Panel:
 
 def _candidates() -> Panel:
     text = (
-        "Share of the steps that each policy of dry_run= would have clipped, or left out, and that the policy of clip= did: over "
+        "Share of the steps that each policy of dry_run= would have clipped, or left out, and that each policy of clip= did: over "
         "all steps, on the same run. MaxValue is counted only as a candidate."
     )
     panel = draw.lines(

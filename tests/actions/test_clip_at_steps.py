@@ -487,7 +487,7 @@ def test_a_memory_in_a_captured_step_is_refused(options: dict[str, Any], clips: 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_skip_above(fused: bool) -> None:
-    """A step above the limit changes neither weights nor momenta, and of a fused optimizer it counts as skipped."""
+    """A step above the limit changes neither weights nor momenta, and counts as skipped."""
     torch.manual_seed(0)
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -503,12 +503,10 @@ def test_skip_above(fused: bool) -> None:
             if step % 2:
                 moments = zip(after[1].values(), before[1].values(), strict=True)
                 assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in moments)
-                if not fused:
-                    assert value(exporter, "torch_grad_global_norm_after_clip") == 0
         assert not hasattr(optimizer, "found_inf")
         assert errors(exporter) == {}
-        assert value(exporter, "torch_train_skipped_steps_total") == (3 if fused else 0)
-        assert value(exporter, "torch_train_steps_total", optimizer="AdamW") == (4 if fused else 7)
+        assert value(exporter, "torch_train_skipped_steps_total") == 3
+        assert value(exporter, "torch_train_steps_total", optimizer="AdamW") == 4
 
 
 # What is remembered

@@ -177,8 +177,8 @@ class Capture:
         self.detection.follow(table, set(range(len(table.tracked))))
         self.detection.arm(sampled=False)
 
-    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
-        """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is to skip the step."""
+    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | bool | None) -> None:
+        """`clip=` has clipped an optimizer's gradients right before its step; `skip`: see `StepHooks.clipped`."""
         self._steps.clipped(optimizer, skip)
 
     def look(self) -> float:

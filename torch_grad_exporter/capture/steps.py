@@ -62,6 +62,7 @@ class StepHooks:
         self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
         self._late_hook: Removable | None = None
         self._found_inf: dict[int, torch.Tensor | None] = {}  # by optimizer, a scaler's answer for the step under way
+        self._emptied: set[int] = set()  # optimizers whose gradients `clip=` removes for the step under way
         self._nested: set[int] = set()  # optimizers whose step calls that of their base class, which PyTorch reports as two
         self._within: tuple[int, set[int]] = -1, set()  # the last backward in which optimizers have stepped, and which
         self._hooked = False  # an optimizer's hook has reported a step since the user last did
@@ -153,12 +154,24 @@ class StepHooks:
         if not closure:
             self._readings.before_step(seen)
 
-    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
-        """`clip=` has clipped gradients right before a step. `skip`: whether the optimizer is to skip it."""
+    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | bool | None) -> None:
+        """`clip=` has clipped gradients right before a step.
+
+        `skip`: whether the optimizer is to skip it, on its device; true if its gradients are about to be removed, None if it takes
+        the step.
+        """
         number, clock = self._optimizers.number(optimizer), self._clock
+        if skip is None and number in self._emptied:  # by an earlier evaluation of the closure
+            self._emptied.discard(number)
+            self._found_inf[number] = None
         if number is None or not (self._rounds.current.sampled or skip is not None):
             return
         start = clock.clock()
+        if isinstance(skip, bool):
+            if self._counted.counting is not None:  # where rounds are only counted, each step counts as taken
+                self.began(optimizer, (optimizer,), {}, over=True)
+            self._emptied.add(number)
+            skip = torch.ones((), device="cpu")
         if skip is not None:
             self._found_inf[number] = skip
         self._readings.clipped(StepView(number, _grad_scale(optimizer), skip))
@@ -217,6 +230,9 @@ class StepHooks:
         found_inf = self._found_inf.pop(number, None)
         seen, late = StepView(number, found_inf=found_inf), number in rounds.closures
         self._fused.stepped(rounds.current.number, number, found_inf)
+        if number in self._emptied:  # other steps of it give no answer
+            self._emptied.discard(number)
+            self._fused.answering.discard(number)
         if late and not sees_backwards:
             self._readings.before_step(seen)
         if rounds.step_taken(number):

@@ -57,7 +57,7 @@ GRAD_LAYER_CLIPPED_STEPS = CLIPPING.counter(
 )
 GRAD_CLIP_POLICY_STEPS = CLIPPING.counter(
     "torch_grad_clip_policy_steps_total",
-    "Steps that the policy of clip= clipped or skipped, over all steps; absent for MaxValue.",
+    "Steps that each policy of clip= clipped or skipped, over all steps; one that several would skip counts for the first; absent for MaxValue.",
     "policy",
     opt_in="clip",
 )
@@ -79,7 +79,7 @@ class ClipReport:
     Attributes:
         optimizer: The optimizer's name.
         thresholds: Policy and layer of each threshold; the layer is empty if the policy has one for all.
-        active: The policy of `clip=`, if its steps are counted.
+        active: The policies of `clip=` whose steps are counted.
         candidates: The policies of `dry_run=`.
         ticket: The thresholds, then for each of these policies the steps that it clipped or would have clipped.
     """

@@ -101,7 +101,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
         say(logger, logging.WARNING, sentence)
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
     _check_ownership(index, arguments.optimizers)
-    clip, modules = _clip(settings, arguments, index), _modules(models, settings, given)
+    clip, modules = _clip(settings, arguments, index, place.world_size), _modules(models, settings, given)
     web_config = _web_config(settings, given)
     layers = LayerFilter(settings.include, settings.exclude)
     timed = InnerModules(models, layers, ModuleKind.OWNERS, settings.max_layers) if settings.layer_times else None
@@ -131,15 +131,16 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     )
 
 
-def _clip(settings: Settings, arguments: Arguments, index: LayerIndex) -> ClipOptions | None:
+def _clip(settings: Settings, arguments: Arguments, index: LayerIndex, world_size: int) -> ClipOptions | None:
     """Return how to clip, None for not at all. Raises on a policy that does not fit, or a duplicate."""
-    options = ClipOptions(policy=arguments.clip, dry_run=arguments.dry_run, raises=settings.on_failure is OnFailure.RAISE)
+    options = ClipOptions(clip=arguments.clip, dry_run=arguments.dry_run, raises=settings.on_failure is OnFailure.RAISE)
     names = [policy_name(policy) for policy in options.dry_run]
     if duplicate := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"dry_run=[...]: duplicate policy {duplicate}; each is shown under its name, so list it once")
     layers = index.all_layers()
     for policy in options.policies:
         policy.check_layers(layers)
+        policy.check_ranks(world_size)
     return options if options.policies else None
 
 

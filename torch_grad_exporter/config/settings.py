@@ -15,7 +15,8 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
-from torch_grad_exporter.actions.clip.policy import OnFailure, Policy, checked_policies, checked_policy
+from torch_grad_exporter.actions.clip.policy import OnFailure, Policy, checked_policies
+from torch_grad_exporter.actions.clip.skipping import checked_clip
 from torch_grad_exporter.actions.notify import notifiers
 from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.capture.loss_scale import Scaler
@@ -102,7 +103,7 @@ class Arguments:
     otlp_interval: float | None = None
     optimizers: Mapping[str, torch.optim.Optimizer] = field(default_factory=dict)
     grad_scaler: Scaler | None = None
-    clip: Policy | None = None
+    clip: tuple[Policy, ...] = ()
     dry_run: tuple[Policy, ...] = ()
     alerts: tuple[notifiers.Notifier, ...] = ()
     registry: prometheus_client.CollectorRegistry | None = None
@@ -134,7 +135,7 @@ class Arguments:
             **{name: given.get(name) for name in ("otlp_endpoint", "otlp_protocol", "otlp_headers", "otlp_interval")},
             optimizers=model_given.optimizers(given.get("optimizers"), otherwise=otherwise),
             grad_scaler=scaler,
-            clip=None if clip is None else checked_policy(clip),
+            clip=checked_clip(clip),
             dry_run=checked_policies(given.get("dry_run")),
             alerts=notifiers.chosen(given.get("alerts")),
             registry=registry,
@@ -231,8 +232,8 @@ HELP = {
     "grad_scaler": Help("the `torch.amp.GradScaler` in use; the norms are divided by its scale",
         "One that is not given is found at its first step; give it, so that the first steps, which may overflow, have sizes too.",
         "found"),
-    "clip": Help("clipping policy, applied before each optimizer's step, which changes the training",
-        "Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See docs/clipping.md."),
+    "clip": Help("clipping policy, or a list of policies, applied before each optimizer's step, which changes the training",
+        "Such as `[SkipNonFinite(), MaxNorm(1.0)]` from `torch_grad_exporter.actions`. See docs/clipping.md.", "None"),
     "dry_run": Help("policies of which it is only shown what each would have done", default="none"),
     "alerts": Help("notifiers that report problems when they begin and end",
         "Such as `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.", "none"),

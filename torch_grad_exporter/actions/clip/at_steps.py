@@ -18,9 +18,9 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_grad_exporter.actions.clip.clipped_optimizers import ClippedOptimizer, ClippedOptimizers
-from torch_grad_exporter.actions.clip.clipping import Clipping, is_fused, remove_gradients
-from torch_grad_exporter.actions.clip.fixed import SkipAbove
-from torch_grad_exporter.actions.clip.policy import ClipOptions, NoClipping, policy_name
+from torch_grad_exporter.actions.clip.clipping import Clipping
+from torch_grad_exporter.actions.clip.policy import ClipOptions, policy_name
+from torch_grad_exporter.actions.clip.skipping import TooManySkippedSteps, is_fused
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReports
@@ -102,6 +102,9 @@ class ClipAtSteps:
         self._losses: deque[tuple[float | torch.Tensor, float | None]] = deque(maxlen=OBSERVED)
         self._epoch: float | None = None
         self._needs_loss = any(policy.needs_loss for policy in options.policies)
+        self._judges_loss = any(policy.judges_loss for policy in options.policies)
+        self._loss: tuple[int, float | torch.Tensor] = (0, 0.0)  # the last one, and how many were observed
+        self._late = False  # whether losses are observed after their steps
 
     @property
     def reports(self) -> ClipReports:
@@ -113,7 +116,7 @@ class ClipAtSteps:
         for hook in (self._begins, self._clips, self._ends):
             hook.connect()
         self._handles = [register_optimizer_step_pre_hook(self._begins)]
-        if isinstance(self._options.policy, SkipAbove):  # only its flags have to be cleared
+        if any(policy.skips for policy in self._options.clip):  # only their flags have to be cleared
             self._handles.append(register_optimizer_step_post_hook(self._ends))  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -139,17 +142,19 @@ class ClipAtSteps:
 
     def observe(self, loss: object, epoch: object) -> None:
         """Take what the loop reports, for policies that follow the loss. A loss belongs to the last epoch that was reported."""
-        if not self._needs_loss:
+        if not (self._needs_loss or self._judges_loss):
             return
         if isinstance(epoch, int | float):
             self._epoch = float(epoch)
-        if self._epoch is None or not isinstance(loss, int | float | torch.Tensor):
+        if not isinstance(loss, int | float | torch.Tensor):
             return
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1 or loss.is_complex():
                 return  # the capture counts that as a failure
             loss = loss.detach().clone()  # the loop may overwrite it
-        self._losses.append((loss, self._epoch))
+        self._loss = self._loss[0] + 1, loss
+        if self._needs_loss and self._epoch is not None:
+            self._losses.append((loss, self._epoch))
 
     def state(self) -> dict[str, Any]:
         """Return what the policies remember, by name of the optimizer."""
@@ -173,6 +178,8 @@ class ClipAtSteps:
         """Let a failure leave the step unclipped, or raise it if the user wants that."""
         try:
             yield
+        except TooManySkippedSteps:
+            raise
         except Exception as error:
             if self._options.raises and not raised_by_handler(error):
                 raise RuntimeError(f"the gradients of this step cannot be clipped: {error}") from error
@@ -247,25 +254,41 @@ class ClipAtSteps:
             raise RuntimeError("a CUDA graph is being captured, in whose replays a policy's memory would stand still")
         # A scaler leaves the division by its scale to fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
-        _, decision = clipping(scale if isinstance(scale, torch.Tensor) else None)
-        skip, policy = None if decision is None else decision.skip, self._options.policy
-        if skip is not None and isinstance(policy, SkipAbove):
-            if is_fused(optimizer) and not clipping.parameters.sharded:
+        record.flag.clear(optimizer)  # a closure may be evaluated several times
+        found_inf = getattr(optimizer, "found_inf", None) if clipping.skipping else None
+        _, skip = clipping(
+            scale if isinstance(scale, torch.Tensor) else None,
+            loss=self._loss_of(record) if self._judges_loss else None,
+            left_out=found_inf > 0 if isinstance(found_inf, torch.Tensor) else None,
+        )
+        skipped: torch.Tensor | bool | None = None
+        if skip is not None:
+            if is_fused(optimizer):
+                clipping.check_in_row(waits=False)
                 record.flag.set(optimizer, skip)
+                skipped = getattr(optimizer, "found_inf", None)
             else:
-                remove_gradients(clipping.parameters, skip, synchronize=policy.synchronize)
+                skipped = clipping.read(skip) or None
         self._guard.succeeded()
-        if decision is not None:
-            clipping.active.count_decision()
         self._optimizers.report(record)
         if self._capture is not None:
-            skipped = getattr(optimizer, "found_inf", None) if record.flag.is_set else None
             self._after_clip(self._capture.clipped, optimizer, skipped)
+        if skipped is True:
+            clipping.remove_gradients()
+
+    def _loss_of(self, record: ClippedOptimizer) -> float | torch.Tensor | None:
+        """Return the last loss since an optimizer's last step, None without one."""
+        number, loss = self._loss
+        # A loop that observes after the step has none before its first, and would be judged by that of the step before.
+        self._late |= number == 0
+        if self._late or number == record.judged:
+            return None
+        record.judged = number
+        return loss
 
     def _first_clipping(self, record: ClippedOptimizer, optimizer: torch.optim.Optimizer) -> Clipping:
         """Return the clipping of an optimizer at its first step, which goes on with what was loaded for it."""
-        policy = self._options.policy or NoClipping()
-        clipping = Clipping(record.tracker, policy, self._options.dry_run, guards=self._candidate_guards)
+        clipping = Clipping(record.tracker, self._options.clip, self._options.dry_run, counts=True, guards=self._candidate_guards)
         saved = self._optimizers.begin(optimizer, record, clipping)
         if saved is not None and self._options.raises:
             clipping.load(saved)

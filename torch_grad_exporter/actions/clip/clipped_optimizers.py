@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.actions.clip.clipping import Clipping, SkipFlag
+from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.parameters import ParameterTracker
 from torch_grad_exporter.actions.clip.policy import NoClipping, policy_name
+from torch_grad_exporter.actions.clip.skipping import SkipFlag
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReport, ClipReports
 from torch_grad_exporter.errors import Guard
@@ -37,6 +38,7 @@ class ClippedOptimizer:
         clipping: Its clipping, None before its first step.
         handle: The hook right before its step.
         report_due: The time of the next report.
+        judged: The number of the last loss by which a step of it was judged.
     """
 
     tracker: ParameterTracker
@@ -45,6 +47,7 @@ class ClippedOptimizer:
     clipping: Clipping | None = None
     handle: Removable | None = None
     report_due: float = 0.0
+    judged: int = 0
 
 
 class ClippedOptimizers:
@@ -113,7 +116,7 @@ class ClippedOptimizers:
         labels: list[tuple[str, str]] = []
         values: list[torch.Tensor] = []
         layers = clipping.parameters.layers
-        active = [] if isinstance(clipping.active.policy, NoClipping) else [clipping.active]
+        active = [*clipping.skipping, *(() if isinstance(clipping.active.policy, NoClipping) else (clipping.active,))]
         for run in (*active, *clipping.candidates):
             threshold = run.shown_threshold()
             if threshold is not None:

@@ -7,28 +7,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from torch_grad_exporter.actions.clip.clipping import Clipping, SkipFlag, is_fused, remove_gradients
-from torch_grad_exporter.actions.clip.fixed import SkipAbove
+from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.parameters import EXPECTED, ParameterTracker, listed
-from torch_grad_exporter.actions.clip.policy import Policy, checked_policies, checked_policy
+from torch_grad_exporter.actions.clip.policy import NoClipping, Policy, checked_policies
 from torch_grad_exporter.actions.clip.policy_run import PolicyRun
+from torch_grad_exporter.actions.clip.skipping import SkipFlag, checked_clip, is_fused
 
 
 class Clipper:
     """Clips gradients by a policy, in place of `clip_grad_norm_`: `norm = clipper()` between the backward and the step.
 
-    With a gradient scaler call `scaler.unscale_(optimizer)` first, as before `clip_grad_norm_`. No call waits for a device. A
-    norm that is not finite changes nothing and enters no history. If parameters are sharded (FSDP2, tensor parallelism), a call
-    is a collective: each rank calls it in each step.
+    With a gradient scaler call `scaler.unscale_(optimizer)` first, as before `clip_grad_norm_`. No call waits for a device, but for
+    what skips steps. A norm that is not finite changes nothing and enters no history. If parameters are sharded (FSDP2, tensor
+    parallelism), a call is a collective: each rank calls it in each step.
 
     Args:
         model_or_parameters: A model, whose parameters may change later; its parameters; or pairs of names and parameters.
             Each bare parameter is its own layer.
-        policy: The policy, such as `MaxNorm(1.0)`.
+        policy: The policy, such as `MaxNorm(1.0)`, or a list of policies, such as `[SkipNonFinite(), MaxNorm(1.0)]`.
         dry_run: Policies that only say what they would have done, see `candidates`.
         foreach: As in `clip_grad_norm_`.
-        optimizers: Fused optimizers, only for `SkipAbove`.
+        optimizers: Fused optimizers, only for policies that skip steps.
 
     Raises:
         TypeError: An argument is of a wrong type.
@@ -38,19 +39,21 @@ class Clipper:
     def __init__(
         self,
         model_or_parameters: torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-        policy: Policy,
+        policy: Policy | Sequence[Policy],
         *,
         dry_run: Sequence[Policy] = (),
         foreach: bool | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        checked_policy(policy, "Clipper(policy={})")
+        if policy is None:
+            raise TypeError("Clipper(policy=None): expected a policy, such as MaxNorm(1.0)")
+        policies = checked_clip(policy, "Clipper(policy={})")
         checked_policies(dry_run, "Clipper(dry_run={})")
         if foreach is not None and not isinstance(foreach, bool):
             raise ValueError(f"Clipper(foreach={foreach!r}): expected True, False or None")
         if isinstance(optimizers, torch.optim.Optimizer):
             raise TypeError(f"Clipper(optimizers={type(optimizers).__name__}(...)): expected a list of optimizers")
-        if optimizers and not isinstance(policy, SkipAbove):
+        if optimizers and not any(each.skips for each in policies):
             raise ValueError(f"Clipper(optimizers=...): {type(policy).__name__} needs none; leave them out")
         is_model = isinstance(model_or_parameters, torch.nn.Module)
         self._models = {"": model_or_parameters} if isinstance(model_or_parameters, torch.nn.Module) else {}  # kept alive
@@ -58,15 +61,24 @@ class Clipper:
         parameters = tracker.current()
         if parameters is None:
             raise ValueError(f"Clipper(model_or_parameters=...): it has no parameters; {EXPECTED}")
-        for each in (policy, *dry_run):
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        for each in (*policies, *dry_run):
             each.check_layers(parameters.layers)
-        self._clipping = Clipping(tracker, policy, dry_run, foreach=foreach, by_flags=bool(optimizers))
+            each.check_ranks(world_size)
+        self._clipping = Clipping(tracker, policies, dry_run, foreach=foreach)
         self._fused = FusedSteps(optimizers) if optimizers else None
+        self._judges_loss = any(each.judges_loss for each in (*policies, *dry_run))
+        self._loss: float | torch.Tensor | None = None
 
     @property
     def policy(self) -> Policy:
-        """The policy that clips."""
-        return self._clipping.active.policy
+        """The policy that changes gradients; if there is none, the last one that skips steps."""
+        return self._shown.policy
+
+    @property
+    def skipping(self) -> tuple[PolicyRun, ...]:
+        """The policies that skip steps, each with the number of them, `clipped_steps`, on the device."""
+        return self._clipping.skipping
 
     @property
     def candidates(self) -> tuple[PolicyRun, ...]:
@@ -81,31 +93,38 @@ class Clipper:
     @property
     def threshold(self) -> torch.Tensor | None:
         """The largest norm, or value, that the last call left alone, on the device; None before the first call."""
-        return self._clipping.active.threshold
+        return self._shown.threshold
 
     @property
     def coefficients(self) -> torch.Tensor | None:
         """The factors of the gradients in the last call, on the device; None if it multiplied nothing, such as `MaxValue`."""
-        return self._clipping.active.coefficients
+        return self._shown.coefficients
 
     def __call__(self) -> torch.Tensor:
         """Clip the gradients that there are now.
 
         Returns:
             Their global norm before clipping, on their device.
+
+        Raises:
+            TooManySkippedSteps: See `SkipNonFinite`.
         """
-        # Without a decision, because there is no gradient, the flags of an earlier call must not hold.
-        norm, decision = self._clipping()
-        skip = None if decision is None else decision.skip
+        loss, self._loss = self._loss, None
+        norm, skip = self._clipping(loss=loss)
         if self._fused is not None:
-            self._fused.skip_next(skip)
-        elif skip is not None:
-            synchronize = isinstance(self.policy, SkipAbove) and self.policy.synchronize
-            remove_gradients(self._clipping.parameters, skip, synchronize=synchronize)
+            self._fused.skip_next(skip)  # None, without a gradient: the flags of an earlier call must not hold
+            self._clipping.check_in_row(waits=False)
+        elif skip is not None and self._clipping.read(skip):
+            self._clipping.remove_gradients()
         return norm
 
+    @property
+    def _shown(self) -> PolicyRun:
+        clipping = self._clipping
+        return clipping.skipping[-1] if isinstance(clipping.active.policy, NoClipping) else clipping.active
+
     def observe(self, loss: float | torch.Tensor, *, epoch: float | None = None) -> None:
-        """Give `Plateau` a loss; other policies need none. A loss on a device stays there.
+        """Give `Plateau` and `SkipAbove(on="loss")` a loss; other policies need none. A loss on a device stays there.
 
         Args:
             loss: A number or a tensor with one element.
@@ -122,6 +141,8 @@ class Clipper:
             raise ValueError(f"observe(loss=...): expected one real number, got a tensor of shape {tuple(loss.shape)}")
         if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float) or not math.isfinite(epoch)):
             raise ValueError(f"observe(epoch={epoch!r}): expected a finite number, such as 3")
+        if self._judges_loss:
+            self._loss = loss.detach().clone() if isinstance(loss, torch.Tensor) else loss
         self._clipping.observe(loss, epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +175,7 @@ class FusedSteps:
             if not isinstance(optimizer, torch.optim.Optimizer) or not is_fused(optimizer):
                 raise ValueError(
                     f"Clipper(optimizers=[{type(optimizer).__name__}]): expected fused optimizers, such as AdamW(..., fused=True);"
-                    " others have no flag on the device: leave optimizers out and see SkipAbove(synchronize=True)"
+                    " others have no flag on the device: leave optimizers out; on a GPU SkipAbove needs synchronize=True then"
                 )
         self._optimizers = tuple(optimizers)
         self._flags = {id(optimizer): SkipFlag() for optimizer in optimizers}

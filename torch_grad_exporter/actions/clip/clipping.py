@@ -10,8 +10,9 @@ import torch
 
 from torch_grad_exporter.actions.clip.gradients import gradients_of
 from torch_grad_exporter.actions.clip.parameters import ParameterSet, ParameterTracker
-from torch_grad_exporter.actions.clip.policy import Decision, Policy
+from torch_grad_exporter.actions.clip.policy import GradientNorms, NoClipping, Policy, policy_name
 from torch_grad_exporter.actions.clip.policy_run import Measurements, PolicyRun
+from torch_grad_exporter.actions.clip.skipping import InRowLimit, SkipNonFinite
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.torch_compat.tensors import local
@@ -22,10 +23,10 @@ class Clipping:
 
     Args:
         tracker: The parameters.
-        policy: The policy that clips.
+        policies: Those that skip steps, then at most one that changes gradients, see `checked_clip`.
         dry_run: The candidates, which change nothing.
         foreach: See `Gradients`.
-        by_flags: Whether fused optimizers skip steps, which they cannot if parameters are sharded.
+        counts: Whether to count the steps in which a gradient was changed.
         guards: One for each candidate, which keeps its failures from the clipping; without them they are raised.
 
     Raises:
@@ -35,19 +36,24 @@ class Clipping:
     def __init__(
         self,
         tracker: ParameterTracker,
-        policy: Policy,
+        policies: Sequence[Policy],
         dry_run: Sequence[Policy] = (),
         *,
         foreach: bool | None = None,
-        by_flags: bool = False,
+        counts: bool = False,
         guards: Sequence[Guard] = (),
     ) -> None:
         parameters = tracker.current()
         if parameters is None:
             raise ValueError("there are no parameters to clip")
-        self._tracker, self._foreach, self._by_flags = tracker, foreach, by_flags
+        self._tracker, self._foreach, self._counts = tracker, foreach, counts
         self.device = local(parameters.entries[0].parameter).device
-        self.active = PolicyRun(policy, self.device)
+        changing = next((policy for policy in policies if not policy.skips), NoClipping())
+        self.active = PolicyRun(changing, self.device)
+        self.skipping = tuple(PolicyRun(policy, self.device) for policy in policies if policy.skips)
+        # A norm that is not finite is no norm for a policy over the model anyway.
+        self._hides_skipped = changing.scope != "model" or not all(isinstance(p, SkipNonFinite) for p in policies if p.skips)
+        self._in_row = InRowLimit()
         self.candidates = tuple(PolicyRun(candidate, self.device) for candidate in dry_run)
         self._guarded = tuple(zip(self.candidates, guards or [Guard(_raised)] * len(dry_run), strict=True))
         self._epoch: int | None = None
@@ -58,16 +64,25 @@ class Clipping:
     @property
     def remembers(self) -> bool:
         """Whether a memory changes from step to step."""
-        return bool(self.active.saved or self.candidates)
+        return bool(self.active.saved or self.candidates or any(run.saved for run in self.skipping))
 
-    def __call__(self, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, Decision | None]:
+    def __call__(
+        self,
+        scale: torch.Tensor | None = None,
+        *,
+        loss: float | torch.Tensor | None = None,
+        left_out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip the gradients that there are now.
 
         Args:
             scale: The loss scale by which gradients are still multiplied. Norms and thresholds are those without it.
+            loss: The loss of this step, for policies that judge it.
+            left_out: Whether a gradient scaler makes the optimizer skip the step.
 
         Returns:
-            The global norm before clipping, on its device, and the decision, None if there is no gradient.
+            The global norm before clipping, on its device, and whether to skip the step, None if no policy skips steps or there
+            is no gradient.
         """
         with torch.no_grad():
             parameters = self._tracker.current()
@@ -78,20 +93,64 @@ class Clipping:
             self._follow(parameters, device)
             if not gradients.parts and not parameters.sharded:
                 return torch.zeros((), device=device, dtype=torch.float32), None
-            measurements: Measurements = {}
-            measured, decision = self.active.decide(gradients, measurements)
+            step = Measurements(gradients, None if loss is None else self._on_device(loss), left_out)
+            measured = self.active.measure(step)
+            skip = self._skip(measured)
+            total = measured.total
+            if skip is not None and self._hides_skipped:  # a skipped step enters no history, and is not clipped as well
+                measured = GradientNorms(torch.where(skip, torch.nan, measured.norms), total, measured.weights)
+            decision = self.active.decide(measured)
+            if self._counts:
+                self.active.count_decision()
             for candidate, guard in self._guarded:  # before anything is changed
-                guard(candidate.count, gradients, measurements, parameters, device)
+                guard(candidate.count, step, parameters, device)
             gradients.clip(decision, parameters, self.active.policy.scope)
-            return measured.total, decision
+            return total, skip
+
+    def _skip(self, measured: GradientNorms) -> torch.Tensor | None:
+        """Return whether to skip the step. It counts for the first policy that wants it."""
+        skip: torch.Tensor | None = None
+        for run in self.skipping:
+            wanted = run.decide(measured).skip
+            if wanted is not None:
+                first = wanted if skip is None else wanted & ~skip
+                run.clipped_steps += first
+                skip = wanted if skip is None else skip | wanted
+        return skip
+
+    def read(self, skip: torch.Tensor) -> bool:
+        """Return whether the step is to be skipped. The only place here that may wait for a device.
+
+        Raises:
+            TooManySkippedSteps: So many steps were skipped in a row.
+            ValueError: It would wait, which no policy allows.
+        """
+        device, waits = skip.device.type, any(run.policy.synchronize for run in self.skipping)
+        if device != "cpu" and not waits:
+            raise ValueError(
+                f"SkipAbove: the gradients are on {skip.device}, so their norm can only be read by waiting for it; allow that by"
+                " SkipAbove(..., synchronize=True), or use fused optimizers, which a Clipper has to know (optimizers=)"
+            )
+        skipped = bool(skip)
+        if skipped:
+            self.check_in_row(waits=True)
+        return skipped
+
+    def remove_gradients(self) -> None:
+        """Remove all gradients, which optimizers take for nothing to do."""
+        for parameter in self.parameters.parameters:
+            parameter.grad = None
+
+    def check_in_row(self, *, waits: bool) -> None:
+        """Raise `TooManySkippedSteps` if so many steps were skipped in a row."""
+        for run in self.skipping:
+            if isinstance(run.policy, SkipNonFinite) and run.in_row is not None:
+                self._in_row.check(run.policy, run.in_row, waits=waits)
 
     def observe(self, loss: float | torch.Tensor, epoch: float | None) -> None:
         """Give all policies a loss; see `Clipper.observe`."""
         with torch.inference_mode(mode=False), torch.no_grad():  # memories are written to later, outside of it
-            if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
-                value = loss.detach().reshape(()).to(self.device, wide(self.device))
-            else:  # a number needs no copy from the host, which would wait
-                value = torch.full((), float(loss), device=self.device, dtype=wide(self.device))
+            value = self._on_device(loss)
             number = None if epoch is None else math.floor(epoch)
             begins = self._epoch is not None and number != self._epoch
             self.active.observe(value, begins, number is None)
@@ -99,10 +158,17 @@ class Clipping:
                 guard(candidate.observe, value, begins, number is None)
             self._epoch = number
 
+    def _on_device(self, loss: float | torch.Tensor) -> torch.Tensor:
+        if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
+            return loss.detach().reshape(()).to(self.device, wide(self.device))
+        # A number needs no copy from the host, which would wait.
+        return torch.full((), float(loss), device=self.device, dtype=wide(self.device))
+
     def state(self, *, copied: bool = True) -> dict[str, Any]:
-        """Return what the policy and the candidates remember; as copies unless nothing else will use it."""
+        """Return what the policies and the candidates remember; as copies unless nothing else will use it."""
         candidates = [run.state(copied=copied) for run in self.candidates]
-        return {**self.active.state(copied=copied), "epoch": self._epoch, "candidates": candidates}
+        skipping = {policy_name(run.policy): run.state(copied=copied) for run in self.skipping}
+        return {**self.active.state(copied=copied), "epoch": self._epoch, "skipping": skipping, "candidates": candidates}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `TypeError` or `ValueError` if a state does not fit."""
@@ -112,83 +178,28 @@ class Clipping:
         if len(candidates) != len(self.candidates):
             raise ValueError(f"load_state_dict(): the state has {len(candidates)} candidates, this clipper {len(self.candidates)}")
         self.active.check(state)
-        for run, its in zip(self.candidates, candidates, strict=True):
+        for run, its in [*zip(self.candidates, candidates, strict=True), *self._skipping_in(state)]:
             run.check(its)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state` returned. Raises if it does not fit, and then nothing has changed."""
         self.check(state)
         self.active.load(state)
-        for run, its in zip(self.candidates, state.get("candidates", ()), strict=True):
+        for run, its in [*zip(self.candidates, state.get("candidates", ()), strict=True), *self._skipping_in(state)]:
             run.load(its)
         self._epoch = state.get("epoch")
 
+    def _skipping_in(self, state: Mapping[str, Any]) -> list[tuple[PolicyRun, Mapping[str, Any]]]:
+        """Return the policies that skip steps with what was saved of each: a run may go on with other ones."""
+        saved = state.get("skipping", {})
+        return [(run, saved[name]) for run in self.skipping if (name := policy_name(run.policy)) in saved]
+
     def _follow(self, parameters: ParameterSet, device: torch.device) -> None:
-        if self._by_flags and parameters.sharded:
-            raise ValueError("Clipper(optimizers=...): parameters are split over ranks; use SkipAbove(synchronize=True) instead")
-        self.active.follow(parameters, device)
+        for run in (self.active, *self.skipping):
+            run.follow(parameters, device)
         self.parameters, self.device = parameters, device
 
 
 def _raised(error: Exception) -> None:
     """Raise a candidate's failure, which the caller is to see."""
     raise error
-
-
-# Skipping a step
-#
-# A hook before an optimizer's step cannot cancel it, and Adam moves the weights on zero gradients too. So there are three ways,
-# none of them a guess. A fused optimizer has a flag on the device, which gradient scalers use as well. On the CPU the norm is read
-# at once and the gradients are removed, which every optimizer takes for nothing to do. On another device this waits for the
-# device, which the user has to allow.
-
-
-class SkipFlag:
-    """The flag `found_inf` of a fused optimizer, which its kernel reads. It does not hold the optimizer."""
-
-    __slots__ = ("_before", "_ours")
-
-    def __init__(self) -> None:
-        self._ours: torch.Tensor | None = None
-        self._before: torch.Tensor | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """Whether a step is to be skipped, or may be."""
-        return self._ours is not None
-
-    def set(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Let the optimizer skip the step that it is about to take, if `skip` is true; joins the flag of a gradient scaler."""
-        self.clear(optimizer)  # a closure may be evaluated several times
-        self._before = before = getattr(optimizer, "found_inf", None)
-        # A scaler's flag stays in force: the step is skipped if either asks for it.
-        ours = skip.to(torch.float32)
-        self._ours = ours if before is None else torch.maximum(before, ours.to(before.device).reshape(before.shape))
-        optimizer.found_inf = self._ours  # type: ignore[attr-defined]
-
-    def clear(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore the flag, unless a gradient scaler has replaced it since. Idempotent."""
-        ours, self._ours = self._ours, None
-        if ours is None or getattr(optimizer, "found_inf", None) is not ours:
-            return
-        if self._before is None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            optimizer.found_inf = self._before  # type: ignore[attr-defined]
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it can skip a step by a flag on the device."""
-    return optimizer.defaults.get("fused") is True
-
-
-def remove_gradients(parameters: ParameterSet, skip: torch.Tensor, *, synchronize: bool) -> None:
-    """Remove all gradients if the step is to be skipped. Reads the decision, the only place here that may wait for a device."""
-    if skip.device.type != "cpu" and not synchronize:
-        raise ValueError(
-            f"SkipAbove: the gradients are on {skip.device}, so their norm can only be read by waiting for it; allow that by"
-            " SkipAbove(..., synchronize=True), or use fused optimizers, which a Clipper has to know (optimizers=)"
-        )
-    if bool(skip):
-        for parameter in parameters.parameters:
-            parameter.grad = None

@@ -139,26 +139,3 @@ class LayerScale(Policy):
     def decide(self, measured: GradientNorms, memory: Memory, /) -> Decision:
         """Multiply by the factors; no norm is too large."""
         return Decision(torch.inf, torch.where(finite(measured.norms), memory["factors"], 1.0))
-
-
-@dataclass(frozen=True)
-class SkipAbove(Policy):
-    """A step whose gradients have a norm above `limit` is skipped; gradients below it are not changed.
-
-    No source: it is a comparison. Fused optimizers that the clipper knows (`optimizers=`) skip the step on the device. For others
-    all gradients are removed, for which the norm has to be read: at once on the CPU, elsewhere by waiting for the device in each
-    step, which `synchronize=True` allows. A norm that is not finite skips nothing: that decision is a gradient scaler's, or the
-    loop's.
-    """
-
-    limit: float
-    synchronize: bool = False
-
-    def __post_init__(self) -> None:
-        check_number(self.shown("limit"), self.limit, above=0.0, example=10.0)
-        if not isinstance(self.synchronize, bool):
-            raise TypeError(f"{self.shown('synchronize')}: expected True or False")
-
-    def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
-        """Skip the step if the norm is above the limit."""
-        return Decision(self.limit, skip=(measured.total > self.limit) & finite(measured.total))

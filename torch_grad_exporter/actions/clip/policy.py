@@ -60,11 +60,15 @@ class GradientNorms:
         norms: The norm of each group; NaN for a group without a gradient.
         total: The norm of all gradients.
         weights: The norm of each group's parameters, if the policy needs it.
+        loss: The loss of the step, if a policy needs it and it was observed.
+        left_out: Whether a gradient scaler makes the optimizer skip the step, None without one.
     """
 
     norms: torch.Tensor
     total: torch.Tensor
     weights: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+    left_out: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -97,12 +101,14 @@ class Policy:
 
     Attributes:
         needs_weights: Whether it needs the norms of the parameters.
-        needs_loss: Whether it needs the loss.
+        needs_loss: Whether it needs the loss of each epoch.
+        skips: Whether it skips steps and changes no gradient.
         settings: The entries of the memory that follow from the settings; they are not saved.
     """
 
     needs_weights: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
+    skips: ClassVar[bool] = False
     settings: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -115,8 +121,21 @@ class Policy:
         """Whether norms are rounded to the type of the gradients like those of `clip_grad_norm_`, else to float32 at least."""
         return False
 
+    @property
+    def synchronize(self) -> bool:
+        """Whether it may wait for a device in order to skip a step."""
+        return False
+
+    @property
+    def judges_loss(self) -> bool:
+        """Whether it needs the loss of each step."""
+        return False
+
     def check_layers(self, layers: Sequence[str], /) -> None:
         """Raise `ValueError` if the policy does not fit a model with these layers."""
+
+    def check_ranks(self, world_size: int, /) -> None:
+        """Raise `ValueError` if ranks of a job of this size would decide differently."""
 
     def start(self, _groups: NormGroups, /) -> Memory:
         """Return the memory before the first step."""
@@ -156,19 +175,19 @@ class ClipOptions:
     """What `clip=`, `dry_run=` and `on_failure=` ask for.
 
     Attributes:
-        policy: The policy that clips, None if others are only tried.
+        clip: The policies that act, those that skip steps first; empty if others are only tried.
         dry_run: The policies that are only tried.
         raises: Whether a step that cannot be clipped raises.
     """
 
-    policy: Policy | None
+    clip: tuple[Policy, ...]
     dry_run: tuple[Policy, ...] = ()
     raises: bool = False
 
     @property
     def policies(self) -> tuple[Policy, ...]:
         """All of them."""
-        return (*(() if self.policy is None else (self.policy,)), *self.dry_run)
+        return (*self.clip, *self.dry_run)
 
 
 def finite(norms: torch.Tensor) -> torch.Tensor:
@@ -205,17 +224,14 @@ def policy_name(policy: object) -> str:
     return f"{type(policy).__name__}({', '.join(parts)})"[:100]
 
 
-def checked_policy(given: object, argument: str = "clip={}") -> Policy:
-    """Return a policy. Raises `TypeError` for anything else; `argument`: how the error shows it."""
-    if not isinstance(given, Policy):
-        raise TypeError(f"{argument.format(shown(given))}: expected a policy, such as MaxNorm(1.0)")
-    return given
-
-
 def checked_policies(given: object, argument: str = "dry_run={}") -> tuple[Policy, ...]:
     """Return policies that are only tried; None stands for none. Raises `TypeError` for anything else."""
     if given is None:
         return ()
     if not isinstance(given, list | tuple):
         raise TypeError(f"{argument.format(shown(given))}: expected a list of policies, such as [ZClip()]")
-    return tuple(checked_policy(policy, argument.replace("{}", "[{}]")) for policy in given)
+    for policy in given:
+        if not isinstance(policy, Policy):
+            fix = "; list each by itself, since candidates change nothing" if isinstance(policy, list | tuple) else ""
+            raise TypeError(f"{argument.format(f'[{shown(policy)}]')}: expected policies, such as [ZClip()]{fix}")
+    return tuple(given)

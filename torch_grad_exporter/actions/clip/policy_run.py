@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +14,22 @@ from torch_grad_exporter.actions.clip.parameters import ParameterSet
 from torch_grad_exporter.actions.clip.policy import Decision, GradientNorms, Memory, NormGroups, Policy
 from torch_grad_exporter.statistics.device import to_device, wide
 
-Measurements = dict[tuple[object, ...], GradientNorms]
-"""What was measured in this step, by scope, weights and precision: policies that need the same share it."""
+
+@dataclass(slots=True)
+class Measurements:
+    """What was measured in this step.
+
+    Attributes:
+        gradients: The gradients of the step.
+        loss: See `GradientNorms`.
+        left_out: See `GradientNorms`.
+        norms: By scope, weights and precision: policies that need the same share it.
+    """
+
+    gradients: Gradients
+    loss: torch.Tensor | None = None
+    left_out: torch.Tensor | None = None
+    norms: dict[tuple[object, ...], GradientNorms] = field(default_factory=dict)
 
 
 class PolicyRun:
@@ -54,21 +69,33 @@ class PolicyRun:
         """The part of the memory that does not follow from the settings."""
         return {name: tensor for name, tensor in self._memory.items() if name not in self.policy.settings}
 
-    def decide(self, gradients: Gradients, measurements: Measurements) -> tuple[GradientNorms, Decision]:
-        """Measure, unless that is done, and decide."""
-        key = (self.policy.scope, self.policy.needs_weights, self.policy.exact)
-        measured = measurements.get(key)
-        if measured is None:  # else another policy has asked for the same, which may have cost a collective
-            measured = measurements[key] = self._meter(gradients)
-        self.decision = decision = self.policy.decide(measured, self._memory)
-        return measured, decision
+    @property
+    def in_row(self) -> torch.Tensor | None:
+        """The steps that it has skipped in a row until now, if that is limited."""
+        return self._memory.get("in_row")
 
-    def count(self, gradients: Gradients, measurements: Measurements, parameters: ParameterSet, device: torch.device) -> None:
+    def measure(self, step: Measurements) -> GradientNorms:
+        """Measure what the policy needs, unless that is done."""
+        if self.policy.skips and step.norms:  # all have the norm of all gradients
+            return next(iter(step.norms.values()))
+        key = (self.policy.scope, self.policy.needs_weights, self.policy.exact)
+        measured = step.norms.get(key)
+        if measured is None:  # else another policy has asked for the same, which may have cost a collective
+            measured = step.norms[key] = self._meter(step.gradients)
+            measured.loss, measured.left_out = step.loss, step.left_out
+        return measured
+
+    def decide(self, measured: GradientNorms) -> Decision:
+        """Decide about a step."""
+        self.decision = decision = self.policy.decide(measured, self._memory)
+        return decision
+
+    def count(self, step: Measurements, parameters: ParameterSet, device: torch.device) -> None:
         """Decide as a candidate, and count the step if the decision would have changed it."""
         self.follow_as_candidate(parameters, device)
-        _, decision = self.decide(gradients, measurements)
+        decision = self.decide(self.measure(step))
         changes = decision.changes
-        self.clipped_steps += _exceeds(gradients, decision) if changes is None else changes
+        self.clipped_steps += _exceeds(step.gradients, decision) if changes is None else changes
 
     def count_decision(self) -> None:
         """Count the last step if the decision changed it, of a policy whose decision says so: `MaxValue` is not counted."""

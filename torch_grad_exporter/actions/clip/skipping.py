@@ -1,0 +1,232 @@
+"""Policies that skip a step, and how an optimizer is made to skip one.
+
+A hook before an optimizer's step cannot cancel it, and Adam moves the weights on zero gradients too. So there are three ways,
+none of them a guess. A fused optimizer has a flag on the device, which gradient scalers use as well. On the CPU the decision is
+read at once and the gradients are removed, which every optimizer takes for nothing to do. On another device this waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from torch_grad_exporter.actions.clip.fixed import MaxNorm
+from torch_grad_exporter.actions.clip.policy import Decision, GradientNorms, Memory, NormGroups, Policy, finite
+from torch_grad_exporter.arguments import check_number, check_whole, shown
+from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
+
+
+class TooManySkippedSteps(RuntimeError):  # noqa: N818 - the name says what happened
+    """`SkipNonFinite(max_in_row=)` has skipped as many steps in a row as it may."""
+
+
+@dataclass(frozen=True)
+class SkipNonFinite(Policy):
+    """A step in which any gradient is NaN or infinite is skipped: weights and the optimizer's state stay as they are.
+
+    No source: it is a comparison of the norm of all gradients, which is not finite if one of them is not, or if they are so large
+    that it overflows. Fused optimizers skip the step on the device. For others all gradients are removed, for which the decision
+    is read: at once on the CPU, elsewhere by waiting for the device in each step. Steps that a gradient scaler skips are not
+    counted here.
+
+    `max_in_row` steps in a row are skipped at most: then `TooManySkippedSteps` is raised before the next such step, whatever
+    `on_failure` says. None skips any number. Fused optimizers on a device have skipped some more by then, as nothing waits.
+    """
+
+    max_in_row: int | None = None
+    skips: ClassVar[bool] = True
+    synchronize: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.max_in_row is not None:
+            check_whole(self.shown("max_in_row"), self.max_in_row, example=10)
+
+    def start(self, groups: NormGroups, /) -> Memory:
+        """Return the number of steps that were skipped in a row, if it is limited."""
+        return {} if self.max_in_row is None else {"in_row": groups.full(0, dtype=torch.int64)}
+
+    def decide(self, measured: GradientNorms, memory: Memory, /) -> Decision:
+        """Skip the step unless the norm of all gradients is finite."""
+        skip = ~finite(measured.total)
+        if measured.left_out is not None:
+            skip = skip & ~measured.left_out.to(skip.device)
+        if self.max_in_row is not None:
+            memory["in_row"] = torch.where(skip, memory["in_row"] + 1, 0)
+        return Decision(math.inf, skip=skip)
+
+
+@dataclass(frozen=True)
+class SkipAbove(Policy):
+    """A step whose gradients have a norm above `limit`, or `on="loss"` a loss above it, is skipped.
+
+    No source: it is a comparison. Fused optimizers skip the step on the device. For others all gradients are removed, for which
+    the decision is read: at once on the CPU, elsewhere by waiting for the device in each step, which `synchronize=True` allows.
+    A norm that is not finite skips nothing, see `SkipNonFinite`. A loss that is not finite is above any limit.
+
+    The loss is the last one that `observe(loss=)` was given since the optimizer's last step, so call it in each step before
+    that. In a job of several ranks it must be the same on all of them, such as its mean; `reduced=True` says that it is.
+    """
+
+    limit: float
+    synchronize: bool = False
+    on: Literal["norm", "loss"] = "norm"
+    reduced: bool = False
+    skips: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number(self.shown("limit"), self.limit, above=0.0, example=10.0)
+        for name in ("synchronize", "reduced"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{self.shown(name)}: expected True or False")
+        if self.on not in ("norm", "loss"):
+            raise ValueError(f'{self.shown("on")}: expected "norm" or "loss"')
+        if self.reduced and self.on == "norm":
+            raise ValueError('SkipAbove(reduced=True): the norm is the same on all ranks; leave it out, or set on="loss"')
+
+    @property
+    def judges_loss(self) -> bool:
+        """Whether it needs the loss of each step."""
+        return self.on == "loss"
+
+    def check_ranks(self, world_size: int, /) -> None:
+        """The loss is the same on all ranks, or there is one rank."""
+        if self.on == "loss" and world_size > 1 and not self.reduced:
+            raise ValueError(
+                f"SkipAbove(on='loss'): this job has {world_size} ranks, each with a loss of its own, so that some would skip a"
+                " step that others take; observe the mean of the loss over ranks and say so by reduced=True, or use on='norm'"
+            )
+
+    def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
+        """Skip the step if the norm or the loss is above the limit."""
+        if self.on == "norm":
+            return Decision(self.limit, skip=(measured.total > self.limit) & finite(measured.total))
+        self.check_ranks(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+        if measured.loss is None:
+            raise RuntimeError(
+                "SkipAbove(on='loss'): no loss was observed for this step; call observe(loss=...) in each step, from the first"
+                " on, after the last optimizer step and before this one"
+            )
+        # Not `>`, which is false for NaN.
+        return Decision(math.inf, skip=~(measured.loss.to(measured.total.device) <= self.limit))
+
+
+def checked_clip(given: object, argument: str = "clip={}") -> tuple[Policy, ...]:
+    """Return the policies of `clip=`: first those that skip steps, then one that changes gradients, if any.
+
+    Raises:
+        TypeError: It is neither a policy nor a list of policies.
+        ValueError: The list is empty, or contradicts itself.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, Policy):
+        return (given,)
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{argument.format(shown(given))}: expected a policy, such as MaxNorm(1.0), or a list of policies")
+    for policy in given:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"{argument.format(f'[{shown(policy)}]')}: expected policies, such as [SkipNonFinite(), MaxNorm(1.0)]")
+    where = argument.format(shown([*given]))
+    if not given:
+        raise ValueError(f"{where}: the list is empty; expected policies, such as [SkipNonFinite(), MaxNorm(1.0)]")
+    _check_order(given, where)
+    return tuple(given)
+
+
+def _check_order(policies: Sequence[Policy], where: str) -> None:
+    changing = [policy for policy in policies if not policy.skips]
+    if len(changing) > 1:
+        first, second = changing[:2]
+        fix = f"keep one of them, and try the other by dry_run=[{second!r}]"
+        raise ValueError(f"{where}: both {first!r} and {second!r} change gradients; {fix}")
+    if changing and policies[-1] is not changing[0]:
+        fix = f"put {changing[0]!r} last"
+        raise ValueError(f"{where}: steps are skipped by the gradients before they are clipped; {fix}")
+    kinds = [(type(policy), getattr(policy, "on", "")) for policy in policies]
+    for number, policy in enumerate(policies):
+        if kinds[number] in kinds[:number]:
+            raise ValueError(f"{where}: two policies skip steps for one reason; leave out {policy!r} or the other")
+    limits = [policy.limit for policy in policies if isinstance(policy, SkipAbove) and policy.on == "norm"]
+    for policy in changing:
+        if limits and isinstance(policy, MaxNorm) and policy.scope == "model" and limits[0] <= policy.max_norm:
+            fix = "set a limit above max_norm, or leave out one of them"
+            raise ValueError(f"{where}: {policy!r} would never clip, since all norms above {limits[0]:g} are skipped; {fix}")
+
+
+class SkipFlag:
+    """The flag `found_inf` of a fused optimizer, which its kernel reads. It does not hold the optimizer."""
+
+    __slots__ = ("_before", "_first", "_ours")
+
+    def __init__(self) -> None:
+        self._ours: torch.Tensor | None = None
+        self._first = False
+        self._before: torch.Tensor | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a step is to be skipped, or may be."""
+        return self._ours is not None
+
+    def set(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+        """Let the optimizer skip the step that it is about to take, if `skip` is true; joins the flag of a gradient scaler."""
+        self.clear(optimizer)  # a closure may be evaluated several times
+        self._before = before = getattr(optimizer, "found_inf", None)
+        # A scaler's flag stays in force: the step is skipped if either asks for it.
+        ours = skip.to(torch.float32)
+        self._ours = ours if before is None else torch.maximum(before, ours.to(before.device).reshape(before.shape))
+        optimizer.found_inf = self._ours  # type: ignore[attr-defined]
+        self._first = isinstance(optimizer, torch.optim.SGD) and not optimizer.state
+
+    def clear(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the flag, unless a gradient scaler has replaced it since. Idempotent."""
+        ours, self._ours = self._ours, None
+        flag: object = getattr(optimizer, "found_inf", None)
+        if ours is None or flag is not ours:
+            return
+        if self._before is None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.found_inf = self._before  # type: ignore[attr-defined]
+        if self._first:  # a first step that is skipped leaves PyTorch's momenta as they were allocated
+            buffers = [state.get("momentum_buffer") for state in optimizer.state.values()]
+            for momenta in buffers:
+                if isinstance(momenta, torch.Tensor):
+                    momenta.copy_(torch.where(ours.to(momenta.device) > 0, 0.0, momenta))
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it can skip a step by a flag on the device. Capturable ones that are not fused refuse the flag."""
+    return optimizer.defaults.get("fused") is True and all(group.get("fused") is True for group in optimizer.param_groups)
+
+
+class InRowLimit:
+    """Raises once `SkipNonFinite` has skipped too many steps in a row."""
+
+    def __init__(self) -> None:
+        self._transfer = HostTransfer()
+        self._under_way: deque[Ticket] = deque()  # as many as `HostTransfer` allows
+
+    def check(self, policy: SkipNonFinite, in_row: torch.Tensor, *, waits: bool) -> None:
+        """Raise `TooManySkippedSteps` if the number of steps is above the limit; `waits`: now, and not once it has arrived."""
+        if waits:
+            self._judge(policy, int(in_row))
+        elif (ticket := self._transfer.send(in_row.reshape(1))) is not None:
+            self._under_way.append(ticket)
+        while self._under_way and (values := self._under_way[0].ready()) is not None:
+            self._under_way.popleft()
+            self._judge(policy, int(values[0]))
+
+    def _judge(self, policy: SkipNonFinite, in_row: int) -> None:
+        if policy.max_in_row is not None and in_row > policy.max_in_row:
+            self._under_way.clear()
+            raise TooManySkippedSteps(
+                f"{policy!r}: {in_row} steps in a row had gradients that are not finite, and none of them was taken; go back to a"
+                " checkpoint, or find out where they come from, see docs/clipping.md"
+            )
