@@ -11,7 +11,7 @@ import torch
 from torch_grad_exporter.actions.clip.gradients import gradients_of
 from torch_grad_exporter.actions.clip.parameters import ParameterSet, ParameterTracker
 from torch_grad_exporter.actions.clip.policy import GradientNorms, NoClipping, Policy, policy_name
-from torch_grad_exporter.actions.clip.policy_run import Measurements, PolicyRun
+from torch_grad_exporter.actions.clip.policy_run import PolicyRun, StepNorms
 from torch_grad_exporter.actions.clip.skipping import InRowLimit, SkipNonFinite
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.statistics.device import wide
@@ -93,7 +93,7 @@ class Clipping:
             self._follow(parameters, device)
             if not gradients.parts and not parameters.sharded:
                 return torch.zeros((), device=device, dtype=torch.float32), None
-            step = Measurements(gradients, None if loss is None else self._on_device(loss), left_out)
+            step = StepNorms(gradients, None if loss is None else self._on_device(loss), left_out)
             measured = self.active.measure(step)
             skip = self._skip(measured)
             total = measured.total
@@ -122,7 +122,7 @@ class Clipping:
         """Return whether the step is to be skipped. The only place here that may wait for a device.
 
         Raises:
-            TooManySkippedSteps: So many steps were skipped in a row.
+            TooManySkippedSteps: Too many steps were skipped in a row.
             ValueError: It would wait, which no policy allows.
         """
         device, waits = skip.device.type, any(run.policy.synchronize for run in self.skipping)
@@ -142,7 +142,7 @@ class Clipping:
             parameter.grad = None
 
     def check_in_row(self, *, waits: bool) -> None:
-        """Raise `TooManySkippedSteps` if so many steps were skipped in a row."""
+        """Raise `TooManySkippedSteps` if more steps were skipped in a row than allowed."""
         for run in self.skipping:
             if isinstance(run.policy, SkipNonFinite) and run.in_row is not None:
                 self._in_row.check(run.policy, run.in_row, waits=waits)

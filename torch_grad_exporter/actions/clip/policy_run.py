@@ -16,7 +16,7 @@ from torch_grad_exporter.statistics.device import to_device, wide
 
 
 @dataclass(slots=True)
-class Measurements:
+class StepNorms:
     """What was measured in this step.
 
     Attributes:
@@ -74,7 +74,7 @@ class PolicyRun:
         """The steps that it has skipped in a row until now, if that is limited."""
         return self._memory.get("in_row")
 
-    def measure(self, step: Measurements) -> GradientNorms:
+    def measure(self, step: StepNorms) -> GradientNorms:
         """Measure what the policy needs, unless that is done."""
         if self.policy.skips and step.norms:  # all have the norm of all gradients
             return next(iter(step.norms.values()))
@@ -90,7 +90,7 @@ class PolicyRun:
         self.decision = decision = self.policy.decide(measured, self._memory)
         return decision
 
-    def count(self, step: Measurements, parameters: ParameterSet, device: torch.device) -> None:
+    def count(self, step: StepNorms, parameters: ParameterSet, device: torch.device) -> None:
         """Decide as a candidate, and count the step if the decision would have changed it."""
         self.follow_as_candidate(parameters, device)
         decision = self.decide(self.measure(step))
