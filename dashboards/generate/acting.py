@@ -1,10 +1,10 @@
-"""The row of the dashboard "Exporter" about what it does itself: actions, notifications, the problems that runs have found."""
+"""The row of the dashboard "Exporter" about what it does itself: actions, rollbacks, notifications, problems that were found."""
 
 from __future__ import annotations
 
 from dashboards.generate import panels as draw
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import equal, events, highest, of_rank
+from dashboards.generate.queries import equal, events, highest, of_rank, of_run
 
 SEVERITIES = {3: ("Critical", "red"), 2: ("Warning", "orange"), 1: ("Info", "blue")}
 
@@ -43,6 +43,13 @@ def _problems() -> Panel:
     return draw.timeline("Problems found by processes", text, Query(each, "{{run}} {{alert}}"), SEVERITIES, nothing)
 
 
+def _rollbacks() -> Panel:
+    query = Query(events(of_run("torch_train_rollbacks_total"), "run, reason", "max"), "{{run}} {{reason}}")
+    text = "How often Rollback took a training back to a copy, in each interval, by what was wrong. All ranks go back together."
+    nothing = "Nothing went back, or no run has exporter.on(Rollback(...))"
+    return draw.bars(draw.lines("Rollbacks", text, "short", query, nothing=nothing, many=True))
+
+
 def row() -> list[Panel]:
     """All of them."""
-    return [_actions(), _notifications(), _problems()]
+    return [_actions(), _notifications(), _problems(), _rollbacks()]

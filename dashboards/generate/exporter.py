@@ -169,6 +169,6 @@ def dashboard() -> Dashboard:
         Row("Cost and sampling", [panel.span(12) for panel in cost]),
         Row("Collectors and layers", [panel.span(12) for panel in health]),
         Row("Scraping", [*scraping, _versions().span(24).height(7)]),
-        Row("Actions and notifications", [panel.span(8) for panel in acting.row()], collapsed=True),
+        Row("Actions and notifications", [panel.span(12) for panel in acting.row()], collapsed=True),
     ]
     return board(UID, "Exporter", "What the exporter costs, and whether it sees the training.", content)

@@ -292,6 +292,7 @@ EXPORTER: dict[str, list[Shows]] = {
     "Actions": [Shows(frozenset({"explodes"}), 1, 3)],
     "Notifications": [Shows(frozenset({"nan"}), 1, 10)],
     "Problems found by processes": [Shows(frozenset({"nan"}), 1, 3)],
+    "Rollbacks": [NOTHING],
 }
 LEARNING: dict[str, list[Shows]] = {
     "Alerts about the policy": [Shows(GPU, 1, 2)],

@@ -72,7 +72,8 @@ class Loop:
 
     def step(self, number: int, rank: int = 0, *, only_first: bool = False) -> None:
         """Train on the batch of this number. `only_first`: the second optimizer does not step."""
-        batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank))
+        batch = torch.randn(3, 4, generator=torch.Generator("cpu").manual_seed(2 * number + rank), device="cpu")
+        batch = batch.to(next(self.net.parameters()).device, non_blocking=True)
 
         def backward() -> torch.Tensor:
             for optimizer in self.optimizers:

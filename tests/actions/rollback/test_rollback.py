@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.actions.rollback.loops import BACK, DONE, GOOD, KINDS, Loop, flat, went_back
+from tests.capture.test_cuda import nothing_waits
 from tests.support.scrape import OFF, errors, value
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
@@ -21,6 +22,11 @@ start = functools.partial(start_exporter, port=None, every=1, collectors=OFF)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_as_if_restarted(kind: str) -> None:
     """After going back a training has the bits of one that was restarted from that step on the same data, in the same tensors."""
+    compare(kind)
+
+
+def compare(kind: str) -> None:
+    """Compare a training that goes back with one that is restarted."""
     loop = Loop(kind)
     with start(loop.net) as exporter:
         last = went_back(exporter, loop, Rollback(every=5))
@@ -38,6 +44,28 @@ def test_it_is_as_if_restarted(kind: str) -> None:
     for number in range(last + 1, last + 6):
         reference.step(number)
     assert flat(loop.kept()) == flat(reference.kept())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_nothing_waits() -> None:
+    """On a GPU it is the same to the bit, and a step that makes a copy waits for nothing."""
+    copies = "torch_train_rollback_copies_total"
+    with torch.device("cuda"):
+        compare("fused")
+        loop, numbers = Loop("fused"), iter(range(1, 10**9))
+        with start(loop.net) as exporter:
+            exporter.on("TrainingFailed", Rollback(every=1))
+            # The first two allocate their memory, which may wait.
+            assert eventually(lambda: loop.step(next(numbers)) or value(exporter, copies) == 2)
+
+            def more() -> bool:
+                with nothing_waits():
+                    loop.step(next(numbers))
+                return value(exporter, copies) > 2
+
+            assert eventually(more)
+            assert "action" not in errors(exporter)
 
 
 def test_a_nan_is_undone() -> None:

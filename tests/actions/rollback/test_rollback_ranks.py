@@ -1,4 +1,4 @@
-"""Rollback in jobs of two ranks: all go back after the same step, FSDP2's shards by themselves."""
+"""Rollback in jobs of two ranks: all go back after the same step, shards by themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.actions.rollback.loops import BACK, Loop, Net, flat, went_back
@@ -30,9 +30,13 @@ def _sharded(net: nn.Module) -> nn.Module:
     return net
 
 
+def _flat(net: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+
+
 def _rank(rank: int, kind: str) -> tuple[int, int, bool]:
     """Go back, and compare with a job that was restarted; return the last batch, the step gone back to, and if they agree."""
-    wrap = _sharded if kind == "fsdp" else _replicated
+    wrap = {"ddp": _replicated, "fsdp": _sharded, "fsdp1": _flat}[kind]
     loop = Loop(wrap=wrap)
     # Copies are made while rank 0 and then the others learn what to do, about two seconds: more of them are kept.
     with start_exporter(loop.net, None, run=kind, every=1, collectors=OFF) as exporter:
@@ -51,7 +55,7 @@ def _rank(rank: int, kind: str) -> tuple[int, int, bool]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp1"])
 def test_ranks_go_back_together(kind: str) -> None:
     """Both ranks go back to the same step after the same batch, and have the bits of a job that was restarted from there."""
     (last, step, equal), other = of_ranks(_rank, kind)

@@ -159,6 +159,33 @@ def test_progress_begins_the_count_again(run: Run) -> None:
     assert not run.stopped
 
 
+def test_another_copy_begins_the_count_again(run: Run) -> None:
+    """Going back to an older copy does not count for a later one."""
+    run.on(Rollback(every=10, most=2), None)
+    for well in (18, 38, 1):  # to the copy of step 10, then twice to a later one
+        run.until(max(well, run.step + 1))
+        run.train(NONFINITE)
+        run.train()
+    assert run.rollbacks.done["nonfinite_gradients"] == 3
+    assert not run.stopped
+    run.train()
+    run.train(NONFINITE)
+    run.train()
+    assert run.stopped
+
+
+def test_late_news_of_the_fault_do_not_count(run: Run) -> None:
+    """What was measured before going back, and is known only afterwards, is no reason to go back again."""
+    run.on(Rollback(every=10), None)
+    run.until(27)
+    run.train(NONFINITE)
+    run.train(NONFINITE, NORMS)
+    for _ in range(3):
+        run.train(NONFINITE, NORMS, sample=29)
+    run.until(40)
+    assert run.rollbacks.done == {"nonfinite_gradients": 1, "nonfinite_loss": 0, "loss_spikes": 0, "norm_spikes": 0}
+
+
 def test_copies_are_forgotten_at_the_end(run: Run) -> None:
     """After `remove` nothing is copied, and the action can be used again with copies of its own."""
     action = Rollback(every=10)

@@ -77,6 +77,7 @@ class HostCopy:
         state: Where its tensors belong.
         tensors: The tensors on the host.
         layout: Of those.
+        size: The bytes that they take.
         events: One for each CUDA device, after which its tensors are there.
     """
 
@@ -86,6 +87,7 @@ class HostCopy:
     state: PackedState | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)
     layout: Layout = ()
+    size: int = 0
     events: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
 
 
@@ -106,7 +108,7 @@ class HostCopies:
     @property
     def held_bytes(self) -> int:
         """The memory that copies take now."""
-        return sum(bytes_of(copy.layout) for copy in self._copies)
+        return sum(copy.size for copy in self._copies)
 
     def hold(self, step: int | None) -> bool:
         """Keep the copy of this step until `hold` is called again; None holds none. Returns whether it is there."""
@@ -125,8 +127,8 @@ class HostCopies:
             copy = min(free, key=lambda copy: -1 if copy.step is None else copy.step)
             copy.step, copy.state = None, None
         if copy.layout != layout:
-            copy.tensors, copy.layout = [], ()  # frees it first
-            copy.tensors, copy.layout = _allocated(layout, tensors), layout
+            copy.tensors, copy.layout, copy.size = [], (), 0  # frees it first
+            copy.tensors, copy.layout, copy.size = _allocated(layout, tensors), layout, bytes_of(layout)
         with torch.no_grad():
             for there, tensor in zip(copy.tensors, tensors, strict=True):
                 there.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -52,7 +52,7 @@ class TensorForm:
     def new(self, copies: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return a new tensor on the device, of the next copies."""
         if self.kind is None:
-            return next(copies).to(self.device, copy=True)
+            return next(copies).to(self.device, non_blocking=True, copy=True)
         inner = {name: form.new(copies) if isinstance(form, TensorForm) else form for name, form in self.inner.items()}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, *self.context)
         return tensor
