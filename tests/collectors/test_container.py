@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.collected import series
 from torch_grad_exporter.collectors.container import ContainerCollector
+from torch_grad_exporter.resources.host_memory import available_memory
 
 LIMIT = ("torch_container_memory_limit_bytes",)
 WORKING_SET = ("torch_container_memory_working_set_bytes",)
@@ -165,3 +166,13 @@ def test_a_process_that_is_moved(tmp_path: Path) -> None:
     assert series(collector)[LIMIT] == GIB
     write(tmp_path, {"proc/self/cgroup": "0::/b"})
     assert series(collector)[LIMIT] == 2 * GIB
+
+
+def test_available_memory_is_what_the_group_leaves(tmp_path: Path) -> None:
+    """What a process may still take is the limit of its group without what that uses; without a limit, what the host has."""
+    write(tmp_path, {"proc/self/cgroup": "0::/job"})
+    write(tmp_path / "sys/fs/cgroup", {"cgroup.controllers": "cpu memory", **group_2("job", memory_max=1000)})
+    assert available_memory(root=tmp_path) == 200
+    host = available_memory(root=tmp_path / "nowhere")
+    assert host is not None
+    assert host > 2**20
