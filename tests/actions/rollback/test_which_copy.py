@@ -176,10 +176,14 @@ def test_another_copy_begins_the_count_again(run: Run) -> None:
 
 def test_late_news_of_the_fault_do_not_count(run: Run) -> None:
     """What was measured before going back, and is known only afterwards, is no reason to go back again."""
-    run.on(Rollback(every=10), None)
+    action = Rollback(every=10)
+    run.on(action, None)
     run.until(27)
     run.train(NONFINITE)
-    run.train(NONFINITE, NORMS)
+    run.step += 1
+    run.runner.reported()
+    assert run.rollbacks.step == 20
+    assert action.choose(None, ()) is None  # an evaluation may have begun before
     for _ in range(3):
         run.train(NONFINITE, NORMS, sample=29)
     run.until(40)

@@ -142,6 +142,8 @@ class Rollback(StepAction):
 
     def choose(self, _training: Training, _problems: Sequence[Problem]) -> str | None:
         """Return the copy's step and the reason, as JSON."""
+        if self._signs.stale:  # it has just gone back
+            return None
         well, reason = self._signs.well, self._signs.reason
         older = [copy for copy in self._copies.whole() if well is not None and copy.shown < well]
         copy = self._good() or (older[-1] if older else None)
@@ -213,13 +215,13 @@ class Rollback(StepAction):
             training.stop.set()
             warn("Rollback: %s again after going back %d times to the same step: should_stop is true", reason, self.most)
             return
+        now = training.step
+        self._signs.restart(now)
         copy = self._copies.write(self._state, step)
         self._copies.drop_after(step)
         self._copies.hold(None)
         self._in_row = self._in_row + 1 if step == self._last else 1
         self._last = step
-        now = training.step
-        self._signs.restart(now)
         seconds = time.monotonic() - copy.at
         if training.rollbacks is not None:
             training.rollbacks.went_back(reason, copy.shown, self._steps - step, seconds)

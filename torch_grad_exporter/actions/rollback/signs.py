@@ -50,6 +50,11 @@ class FaultSigns:
         """Forget what was seen up to this step: the training went back. From any thread."""
         self._restart = step
 
+    @property
+    def stale(self) -> bool:
+        """Whether the training went back since the last evaluation that tells anything."""
+        return self._restart is not None
+
     def look(self, values: Values, step: int, given: str | None) -> None:
         """Take an evaluation.
 
