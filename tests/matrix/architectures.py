@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from tests.matrix.changing import Language, tokens
@@ -61,26 +60,6 @@ def convolutions(run: Run, layout: torch.memory_format) -> None:
 # Attention
 
 
-@regime()
-def transformer(run: Run) -> None:
-    """A small transformer encoder with dropout and a mask, seen through an ordinary loop."""
-
-    class Transformer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(13, 8, padding_idx=0)
-            self.places = nn.Parameter(torch.randn(1, 5, 8) / 10)
-            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
-            self.head = nn.Linear(8, 13)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(5)
-            return self.head(self.encoder(self.tokens(x) + self.places, mask=mask, is_causal=True))
-
-    train(run, Transformer(), lambda: torch.randint(0, 13, (2, 5)))
-
-
 # Recurrence
 
 
@@ -128,15 +107,6 @@ class Experts(nn.Module):
                 out = out.index_put((here.nonzero()[:, 0],), expert(x[here]) * weight[here].unsqueeze(-1))
         self.idle = [f"experts.{i}" for i in range(len(self.experts)) if not (chosen == i).any()]
         return self.head(x + out)
-
-
-@regime()
-def mixture_of_experts(run: Run) -> None:
-    """Experts without a token in a step are missing, and their old gradients, zeroed in place, are not read."""
-    model = Experts()
-    for _ in run.rounds(model, 6, set_to_none=False):
-        loss = model(batch(3)).square().mean()
-        run.backward(loss, unused=parameters_of(model, *model.idle))
 
 
 @regime()
@@ -309,12 +279,6 @@ def inputs_before_outputs(run: Run) -> None:
 # Parametrizations
 
 
-@regime(kind=[parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
-def parametrized(run: Run, kind: Callable[[nn.Module], nn.Module]) -> None:
-    """Layers whose weight is computed from other parameters, which are those that have the gradients."""
-    train(run, nn.Sequential(kind(nn.Linear(6, 8)), nn.ReLU(), kind(nn.Linear(8, 3))))
-
-
 # Parameters in unusual places and of unusual shapes
 
 
@@ -345,22 +309,6 @@ def odd_parameters(run: Run) -> None:
 
 
 @regime()
-def empty_layer(run: Run) -> None:
-    """A layer without any element, and one whose gradient has elements in only one of its parameters."""
-
-    class Empty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.void = nn.ParameterList([torch.zeros(0), torch.zeros(3, 0)])
-            self.part = nn.ParameterList([torch.zeros(0, 2), torch.ones(6)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.part[1] + sum(p.sum() for p in (*self.void, self.part[0]))
-
-    train(run, Empty())
-
-
-@regime()
 def parameters_shared_as_views(run: Run) -> None:
     """Parameters that are views of one flat buffer, and gradients that are views of another."""
     model = Perceptron()
@@ -388,26 +336,3 @@ def data_parallel(run: Run, inner: bool) -> None:
     model = nn.DataParallel(Perceptron())
     for _ in run.rounds(model, 5, watched=model.module if inner else model):
         run.backward(model(batch()).square().mean())
-
-
-@regime(watched=[True, False])
-def averaged_model(run: Run, watched: bool) -> None:
-    """An average of the weights kept by `AveragedModel`, which is evaluated in the loop and may be watched too."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    average.requires_grad_(False)
-    optimizer = sgd(model)
-    with run.watching({"model": model, "average": average} if watched else model, optimizer):
-        rates = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
-        for _ in range(6):
-            optimizer.zero_grad()
-            with torch.no_grad():
-                target = average(batch())
-            run.backward((model(batch()) - target).square().mean())
-            run.step(optimizer)
-            average.update_parameters(model)
-            rates.step()
-            run.check()
-        torch.optim.swa_utils.update_bn([batch() for _ in range(3)], average)
-        run.check()
-    run.state += [t.clone() for t in average.state_dict().values()]

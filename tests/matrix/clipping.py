@@ -70,17 +70,6 @@ def clip_of_more_than_is_watched(run: Run, options: dict[str, list[str]]) -> Non
             run.shows(None if step else 1.0, "torch_grad_clip_coefficient")
 
 
-@regime(set_to_none=[True, False])
-def accumulation_that_clips(run: Run, set_to_none: bool) -> None:
-    """Clipping once, after the last of three backwards: the sample is the whole sum, unclipped."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    for _ in run.rounds(model, 10, optimizer, clear="after", set_to_none=set_to_none):
-        for _ in range(3):
-            run.backward(model(batch()).square().mean())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
 @regime()
 def accumulation_with_a_shorter_last_round_that_clips(run: Run) -> None:
     """The first round that is shorter than all before and clips is lost, which shows; the ones after it are right."""
@@ -106,17 +95,6 @@ def accumulation_that_clips_each_backward(run: Run, set_to_none: bool) -> None:
         for _ in range(3):
             run.backward(model(batch()).square().mean())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-@regime()
-def mean_of_an_accumulation(run: Run) -> None:
-    """Gradients that are divided by hand before the step are shown as the backwards left them, without a coefficient."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        for _ in range(3):
-            run.backward(model(batch()).square().mean())
-        for parameter in model.parameters():
-            parameter.grad.div_(3)
 
 
 def divide(model: torch.nn.Module, divisor: float) -> None:
@@ -219,13 +197,3 @@ def gradients_replaced_before_the_step(run: Run) -> None:
         run.backward(model(batch()).square().mean())
         for parameter in model.parameters():
             parameter.grad = parameter.grad * 0.5
-
-
-@regime()
-def clipped_by_a_hook(run: Run) -> None:
-    """Clipping in a hook on the parameter is part of the backward: norms are those that it leaves."""
-    model = Perceptron()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    for _ in run.rounds(model, 5):
-        run.backward(model(batch()).square().mean())

@@ -109,29 +109,6 @@ def lbfgs(run: Run, search: str | None) -> None:
 
 
 @regime()
-def closure_and_steps_by_turns(run: Run) -> None:
-    """A loop in which every second step has a closure shows the gradient of each step."""
-    model = Perceptron()
-    optimizer = sgd(model)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(batch()).square().mean()
-        run.backward(loss)
-        run.stepping()
-        return loss
-
-    with run.watching(model, optimizer):
-        for step in range(8):
-            if step % 2:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-            run.check()
-
-
-@regime()
 def closure_that_raises_before_its_backward(run: Run) -> None:
     """A closure that raises before its backward ends its step, and the loop goes on."""
     model = Perceptron()

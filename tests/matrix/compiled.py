@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
-from torch.utils.checkpoint import checkpoint
 
 from tests.matrix.harness import AFTER, CUMULATIVE, UNSEEN, Run, regime
 from tests.support.models import Perceptron, batch, sgd
@@ -113,22 +112,6 @@ def compiled_and_watched(run: Run) -> None:
         compiled = torch.compile(model, backend=EAGER, fullgraph=True)
         with run.watching(model, optimizer, watched=compiled):
             run.train(compiled, optimizer, STEPS, of=model, clip=0.5, factor=10)
-
-
-@regime(in_place=[False, True])
-def compiled_submodules(run: Run, in_place: bool) -> None:
-    """Only the layers are compiled, the root runs eagerly."""
-    with compiling(run):
-        model = Perceptron()
-        if in_place:
-            model.first.compile(backend=EAGER)
-            model.second.compile(backend=EAGER)
-        else:
-            model.first = torch.compile(model.first, backend=EAGER)
-            model.second = torch.compile(model.second, backend=EAGER)
-        optimizer = sgd(model)
-        with run.watching(model, optimizer):
-            run.train(model, optimizer, STEPS, clip=0.5, factor=10)
 
 
 def settled(run: Run, step: int) -> None:
@@ -268,33 +251,6 @@ def compiled_optimizer(run: Run, told: bool) -> None:
         # is unknown, and the first two rounds might have been passes of one step: their samples are not shown.
         unknown = (*CUMULATIVE, *AFTER, "torch_train_steps_total", "torch_grad_sample_step", "torch_grad_clipped_steps_total")
         run.check(without=() if told else unknown)
-
-
-class Blocks(torch.nn.Module):
-    """Two blocks, the first of which is recomputed in the backward, under autocast if told, the second not compiled."""
-
-    def __init__(self, *, recompute: bool = False, autocast: bool = False, break_graph: bool = False) -> None:
-        super().__init__()
-        self.first = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU())
-        self.second = torch.nn.Linear(8, 3)
-        self.recompute, self.autocast = recompute, autocast
-        self.last = torch.compiler.disable(self.second) if break_graph else self.second
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            x = checkpoint(self.first, x, use_reentrant=False) if self.recompute else self.first(x)
-            return self.last(x).float()
-
-
-@regime(what=["recompute", "autocast", "break_graph"])
-def compiled_blocks(run: Run, what: str) -> None:
-    """Activation checkpointing, autocast, and a part that is not to be compiled, all inside of the compiled model."""
-    with compiling(run):
-        model = Blocks(**{what: True})
-        optimizer = sgd(model)
-        compiled = torch.compile(model, backend=EAGER)
-        with run.watching(model, optimizer):
-            run.train(compiled, optimizer, STEPS, of=model, clip=0.5, factor=10)
 
 
 @regime(stance=[False, True])

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.matrix.harness import CUMULATIVE, Regime, Run, regime
 from tests.support.models import Perceptron, sgd
 from tests.support.record import norm, wide
-from tests.support.torch_versions import CPUOffloadPolicy, MixedPrecisionPolicy, Replicate, Shard, fully_shard, need
+from tests.support.torch_versions import CPUOffloadPolicy, Replicate, Shard, fully_shard, need
 
 REGIMES: dict[str, Regime] = {}
 
@@ -393,16 +393,6 @@ def fsdp_checkpointed(run: Run, kind: str) -> None:
         with warning_of_torch(".*reentrant.*"):
             output = model(data(step).requires_grad_())
         run.backward(output.square().mean())
-
-
-@two_ranks()
-def fsdp_mixed_precision(run: Run) -> None:
-    """bfloat16 in forward and backward, float32 in the reduction: the gradients are float32."""
-    model = even()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard(model, [model.first, model.second], mp_policy=policy)
-    for step in run.rounds(model, 5):
-        run.backward(model(data(step)).float().square().mean())
 
 
 @two_ranks(kind=["synchronised", "not synchronised", "not synchronised, kept"])

@@ -138,18 +138,6 @@ def double_backward(run: Run, set_to_none: bool) -> None:
         optimizer.zero_grad()
 
 
-@regime()
-def accumulation_with_create_graph(run: Run) -> None:
-    """Gradients that are added up with a graph are new tensors each time, in an accumulation that begins after calm steps."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    for step in run.rounds(model, 12, optimizer):
-        for _ in range(3):
-            with cycles():
-                run.backward(model(batch()).square().mean(), create_graph=step >= 4)
-    optimizer.zero_grad()
-
-
 # Who starts a backward, and from where
 
 
@@ -166,18 +154,6 @@ def backward_into_some(run: Run) -> None:
         loss.backward(inputs=list(chosen.parameters()))
         used = [name for name, p in model.named_parameters() if any(p is own for own in chosen.parameters())]
         run.passed(unused=parameters_but(model, *used))
-
-
-@regime()
-def backward_into_each_in_turn(run: Run) -> None:
-    """Several backwards of one graph, each into one parameter, as memory-saving loops have it."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        loss = model(batch()).square().mean()
-        names = dict(model.named_parameters())
-        for position, parameter in enumerate(names.values()):
-            loss.backward(inputs=[parameter], retain_graph=True)
-            run.passed(unused=list(names)[position + 1 :])
 
 
 class Outside(nn.Module):
@@ -279,18 +255,6 @@ def functional_call_with_replaced_parameters(run: Run, mixed: bool) -> None:
 # Hooks of the user's own
 
 
-@regime()
-def tensor_hook_that_scales(run: Run) -> None:
-    """What a user's hook on a parameter makes of a gradient is what is shown."""
-    model = Perceptron()
-    for step in run.rounds(model, 8):
-        if step == 0:
-            handle = model.first.weight.register_hook(lambda gradient: gradient * 3)
-        if step == 5:
-            handle.remove()
-        run.backward(model(batch()).square().mean())
-
-
 @regime(replace=[True, False])
 def post_accumulate_hook_that_changes(run: Run, replace: bool) -> None:
     """A user's post-accumulate hook that changes or replaces `.grad`: its result is what is shown."""
@@ -309,23 +273,6 @@ def post_accumulate_hook_that_changes(run: Run, replace: bool) -> None:
 
 
 @regime()
-def post_accumulate_hook_that_collects(run: Run) -> None:
-    """A hook that moves a gradient elsewhere and clears it leaves a parameter without one at the end of the backward."""
-    model = Perceptron()
-    collected = []
-
-    def collect(parameter: torch.Tensor) -> None:
-        collected.append(parameter.grad)
-        parameter.grad = None
-
-    for step in run.rounds(model, 6):
-        if step == 0:
-            model.first.bias.register_post_accumulate_grad_hook(collect)
-        run.backward(model(batch()).square().mean())
-    assert collected
-
-
-@regime()
 def tensor_hook_that_clears(run: Run) -> None:
     """A user's hook that drops the old gradient right before the new one, which may get its address, is written."""
     model = nn.Linear(6, 6, bias=False)
@@ -333,17 +280,6 @@ def tensor_hook_that_clears(run: Run) -> None:
         if step == 0:
             model.weight.register_hook(lambda _gradient: setattr(model.weight, "grad", None))
         run.backward(model(batch()).square().mean())
-
-
-@regime()
-def backward_hooks_on_modules(run: Run) -> None:
-    """A user's own full backward hooks, which change a gradient on its way, stand beside the exporter's."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    for step in run.rounds(model, 6):
-        if step == 0:
-            model[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 2 for g in inputs))
-            model.register_full_backward_pre_hook(lambda module, outputs: tuple(g * 3 for g in outputs))
-        run.backward(model(batch().requires_grad_()).square().mean())
 
 
 # Functions and forwards of all sorts
@@ -355,19 +291,6 @@ def inplace_activations(run: Run) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.ReLU(inplace=True))
     for _ in run.rounds(model, 5):
         run.backward((model(batch()) - 1).square().mean())
-
-
-@regime()
-def output_changed_in_place(run: Run) -> None:
-    """A loop that writes into the model's output before it computes the loss."""
-    model = Perceptron()
-    for step in run.rounds(model, 6):
-        out = model(batch())
-        out[:, 0] = 0
-        out.mul_(2)
-        if step % 2:
-            out.relu_()
-        run.backward((out - 1).square().mean())
 
 
 @regime()
@@ -392,21 +315,6 @@ def siamese(run: Run) -> None:
     for step in run.rounds(model, 8):
         outs = [model(batch()) for _ in range(2 + step % 3)]
         run.backward((outs[0] - outs[1]).square().mean() + sum(out.mean() for out in outs[2:]))
-
-
-@regime()
-def without_gradients_first(run: Run) -> None:
-    """Forwards under `no_grad` and `inference_mode`, and one whose graph is dropped, before the one that is trained on."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        with torch.no_grad():
-            target = model(batch())
-        with torch.inference_mode():
-            model(batch())
-        model(batch())
-        run.backward((model(batch()) - target).square().mean())
-        with torch.no_grad():
-            model(batch())
 
 
 # What a root returns

@@ -31,17 +31,6 @@ def zero_grad_after_the_step(run: Run, set_to_none: bool) -> None:
 
 
 @regime()
-def zero_grad_before_the_backward(run: Run) -> None:
-    """Gradients that are cleared between the forward and the backward."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    for _ in run.rounds(model, 5, optimizer, clear=False):
-        loss = model(batch()).square().mean()
-        optimizer.zero_grad()
-        run.backward(loss)
-
-
-@regime()
 def never_cleared(run: Run) -> None:
     """Without any `zero_grad` each gradient is the sum of all before, and each step is a round of its own."""
     model = Perceptron()
@@ -107,17 +96,6 @@ def a_backward_for_each_graph_at_once(run: Run) -> None:
 
 
 @regime()
-def retain_graph(run: Run) -> None:
-    """Three backwards through one graph, two of which keep it, are one sample."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        out = model(batch())
-        run.backward(out.square().mean(), retain_graph=True)
-        run.backward(out.abs().mean(), retain_graph=True)
-        run.backward(out.exp().mean())
-
-
-@regime()
 def untouched_modules(run: Run) -> None:
     """Of a part that a backward does not reach the zeros that `zero_grad(set_to_none=False)` left are no gradient."""
     model = TwoHeads()
@@ -127,15 +105,6 @@ def untouched_modules(run: Run) -> None:
             run.backward(left.square().mean(), unused=RIGHT)
         else:
             run.backward(left.square().mean() + right.square().mean())
-
-
-@regime()
-def zero_gradients(run: Run) -> None:
-    """A part whose loss has a factor of zero got a gradient, which is zero."""
-    model = TwoHeads()
-    for step in run.rounds(model, 8):
-        left, right = model(batch())
-        run.backward(left.square().mean() + (step % 2) * right.square().mean())
 
 
 # Between steps
@@ -158,18 +127,6 @@ def evaluation_between_epochs(run: Run, evaluation: type) -> None:
                 for _ in range(2):
                     run.losses.append(model(batch(7)).square().mean().detach())
             run.check()
-
-
-@regime()
-def evaluation_before_the_backward(run: Run) -> None:
-    """An evaluation forward with gradients on, between forward and backward of training, changes nothing."""
-    model = Perceptron()
-    for _ in run.rounds(model, 5):
-        loss = model(batch()).square().mean()
-        model.eval()
-        model(batch(7))
-        model.train()
-        run.backward(loss)
 
 
 @regime()
@@ -231,23 +188,6 @@ def optimizer_around_another(run: Run) -> None:
             run.step(optimizer)
             run.check()
             run.shows(step, "torch_train_steps_total", optimizer="Wrapper")
-
-
-@regime(kind=[torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.OneCycleLR])
-def scheduler(run: Run, kind: type) -> None:
-    """A learning-rate scheduler replaces the optimizer's `step` by a wrapper; hooks run all the same."""
-    model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    rates = kind(optimizer, 2) if kind is torch.optim.lr_scheduler.StepLR else kind(optimizer, 0.1, total_steps=10)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            rate = optimizer.param_groups[0]["lr"]
-            run.step(optimizer)
-            rates.step()
-            run.check()
-            run.shows(rate, "torch_train_learning_rate", optimizer="SGD", group="0")
 
 
 @regime(around=[True, False])
@@ -317,23 +257,6 @@ def by_hand(run: Run) -> None:
         written_by_hand(run, model, model(batch()).square().mean())
     run.shows(None, "torch_grad_clipped_steps_total")
     run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
-
-
-@regime()
-def by_hand_with_a_duck_typed_optimizer(run: Run) -> None:
-    """Where neither a backward nor a step is seen, `exporter.step()` alone reports both: gradients are read there."""
-    model = Perceptron()
-    optimizer = HandMade(model)
-    with run.watching(model, sgd(model)):
-        for step in range(8):
-            written_by_hand(run, model, model(batch()).square().mean())
-            run.stepping()
-            optimizer.step()
-            run.stepped()
-            if step >= 5:  # as above
-                run.check(without=[*UNSEEN, *CUMULATIVE])
-            run.shows(step + 1, "torch_train_steps_total", optimizer="manual")
-        run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
 
 
 # Two passes to a step

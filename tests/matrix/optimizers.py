@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.matrix.harness import AFTER, CUMULATIVE, OF_THE_STEP, UNSEEN, Run, regime
-from tests.matrix.loops import written_by_hand
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_versions import need
 
@@ -220,20 +217,6 @@ def clipping_in_a_hook(run: Run, registered: str) -> None:
         clipped_in_a_hook(run, model, optimizer)
 
 
-@regime(registered=["before", "after"])
-def clipping_in_a_hook_of_all_optimizers(run: Run, registered: str) -> None:
-    """A pre-hook of all optimizers that clips, and was registered before or after the exporter was started."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with contextlib.ExitStack() as stack:
-        if registered == "after":
-            stack.enter_context(run.watching(model, optimizer))
-        stack.callback(register_optimizer_step_pre_hook(clipping(run, model)).remove)
-        if registered == "before":
-            stack.enter_context(run.watching(model, optimizer))
-        clipped_in_a_hook(run, model, optimizer)
-
-
 def clipped_in_a_hook(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """A loop that leaves clipping to the hook."""
     for _ in range(5):
@@ -241,6 +224,21 @@ def clipped_in_a_hook(run: Run, model: torch.nn.Module, optimizer: torch.optim.O
         run.backward(model(batch()).square().mean())
         optimizer.step()
         run.check(optional=AFTER)
+
+
+@regime(steps=[2, 4])
+def several_steps_to_a_backward(run: Run, steps: int) -> None:
+    """Steps that follow a step use the same gradients again: they count as steps, and as samples no more."""
+    model = Perceptron()
+    optimizer = sgd(model, lr=0.01)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for _ in range(steps):
+                run.step(optimizer)
+                run.check()
 
 
 # Steps in odd places
@@ -266,38 +264,6 @@ def steps_without_a_backward(run: Run, cleared: bool) -> None:
             optimizer.zero_grad()
             run.step(optimizer)
             run.check()
-
-
-@regime()
-def steps_by_hand(run: Run) -> None:
-    """A loop that subtracts gradients itself, and says so."""
-    model = Perceptron()
-    with run.watching(model, sgd(model)):
-        for _ in range(5):
-            run.backward(model(batch()).square().mean())
-            step_by_hand(run, model)
-            run.check()
-
-
-@regime()
-def gradients_by_hand(run: Run) -> None:
-    """Gradients by `torch.autograd.grad`, which is no backward, and updates by hand: steps count by `exporter.step()`."""
-    model = Perceptron()
-    with run.watching(model, sgd(model)):
-        for step in range(6):
-            written_by_hand(run, model, model(batch()).square().mean())
-            step_by_hand(run, model)
-            run.shows(step + 1.0, "torch_train_steps_total", optimizer="manual")
-            if step >= 4:  # the exporter tries two other ways first, for two rounds each: totals lack those rounds
-                run.check(without=[*CUMULATIVE, "torch_train_backward_passes_total"], optional=OF_THE_STEP)
-
-
-def step_by_hand(run: Run, model: torch.nn.Module) -> None:
-    """A step of gradient descent by hand that is reported."""
-    run.stepping()
-    update(model)
-    run.stepped()
-    model.zero_grad()
 
 
 @regime()
@@ -500,33 +466,3 @@ def switches(run: Run, switch: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with run.watching(model, optimizer), SWITCHES[switch]():
         run.train(model, optimizer, 5, lambda: torch.randn(5, 6, device="cpu"), clip=0.1)
-
-
-@regime()
-def anomaly_that_is_found(run: Run) -> None:
-    """Anomaly detection raises in the middle of a backward: what was measured then is no sample of a step."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer), anomaly_detection():
-        for _ in range(2):
-            run.train(model, optimizer, 2, clip=0.1)
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Error detected in")
-                (loss - loss.detach()).sqrt().mul(0.0).backward()
-        run.train(model, optimizer, 2, clip=0.1)
-
-
-@regime()
-def optimizer_restored(run: Run) -> None:
-    """An optimizer that takes its state from a checkpoint, and a copy of it that takes its place, are the one that was there."""
-    model = Perceptron()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        run.train(model, optimizer, 2, clip=0.1)
-        saved = copy.deepcopy(optimizer.state_dict())
-        run.train(model, optimizer, 2, clip=0.1)
-        optimizer.load_state_dict(saved)
-        run.train(model, optimizer, 2, clip=0.1)
-        run.shows(6.0, "torch_train_steps_total", optimizer="Adam")

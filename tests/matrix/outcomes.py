@@ -60,16 +60,6 @@ def steps_skipped_at_the_start(run: Run) -> None:
 
 
 @regime(set_to_none=[True, False])
-def steps_skipped_by_turns(run: Run, set_to_none: bool) -> None:
-    """A loop that skips every second step for three steps, twice: those are no two passes to a step."""
-    model = Perceptron()
-    for step in run.rounds(model, 14, set_to_none=set_to_none):
-        run.backward(model(batch()).square().mean())
-        if step in (1, 3, 5, 8, 10, 12):
-            run.skipped()
-
-
-@regime(set_to_none=[True, False])
 def accumulation_that_is_skipped(run: Run, set_to_none: bool) -> None:
     """A NaN in the second of three micro-batches, after which the round has no step: one skipped step, one sample."""
     model = Perceptron()
@@ -235,18 +225,3 @@ def a_step_that_raises(run: Run) -> None:
             with contextlib.suppress(Failure):
                 optimizer.step()
             run.skipped()
-
-
-@regime()
-def a_loop_that_ends_after_a_backward(run: Run) -> None:
-    """The last backward of a loop that ends before its step is a sample, and its step is a skipped one."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * (math.nan if step == 4 else 1.0))
-            if step < 4:
-                run.step(optimizer)
-        run.skipped()
-    run.check()

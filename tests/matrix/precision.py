@@ -124,20 +124,6 @@ def scaler_and_clipping(run: Run, told: str) -> None:
         run.stepping()
 
 
-@regime(told=TOLD)
-def scaler_and_accumulation(run: Run, told: str) -> None:
-    """Three scaled backwards to a step, one of which overflows now and then."""
-    model = TwoParts()
-    optimizer = sgd(model)
-    scaler = new_scaler(growth_interval=2)
-    for step in rounds(run, model, optimizer, scaler, 8, told=told, reports=True):
-        overflow = step in (3, 6)
-        for part in range(3):
-            backward(run, scaler, model(batch(), overflow=overflow and part == 1) / 3)
-        scaler.unscale_(optimizer)
-        run.skipped() if overflow else run.stepping()
-
-
 def overflowing(run: Run, told: str, at: str) -> None:
     """A loop some of whose steps overflow in one of two parts."""
     model = TwoParts()
@@ -377,16 +363,6 @@ def norms_beyond_the_type(run: Run, dtype: torch.dtype) -> None:
     for step in run.rounds(model, len(sizes), optimizer):
         model(torch.ones(1, 40, dtype=dtype)).backward(signs * sizes[step])
         run.passed()
-
-
-@regime()
-def constant_gradients(run: Run) -> None:
-    """Elements that are all, or nearly, the same have no spread, or hardly any."""
-    model = torch.nn.Linear(40, 30, bias=False)
-    constants = ((1.0, 0.0), (0.3, 0.0), (0.7, 0.0), (0.3, 1e-3))
-    for step in run.rounds(model, len(constants)):
-        constant, spread = constants[step]
-        run.backward(model(constant + spread * torch.randn(1, 40)).sum())
 
 
 # Master weights: the optimizer owns float32 copies of the model's parameters

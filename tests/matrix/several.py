@@ -116,21 +116,6 @@ def models_with_a_backward_each(run: Run) -> None:
         run.backward(models["right"](batch()).square().mean())
 
 
-@regime()
-def models_by_turns(run: Run) -> None:
-    """Two models, each with forward, backward and step in turn; gradients of the other are left from before."""
-    models = {"left": Perceptron(), "right": Perceptron()}
-    optimizers = {name: sgd(model) for name, model in models.items()}
-    with run.watching(models, optimizers, optimizers=optimizers):
-        for step in range(8):
-            name, other = ("right", "left") if step % 2 else ("left", "right")
-            optimizers[name].zero_grad()
-            run.backward(models[name](batch()).square().mean(), unused=all_of(models, other))
-            run.step(optimizers[name], name)
-            if step:
-                run.check()
-
-
 # Generative adversarial networks
 
 
