@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from opentelemetry.metrics import NoOpMeterProvider
-from torch.optim import optimizer as torch_optimizer
 
 from tests.support.models import Perceptron
+from tests.support.programs import Starter
 from tests.support.tools import eventually, lasting_threads
 from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import start_exporter
@@ -108,19 +105,6 @@ def test_a_failed_start_of_a_model_that_is_freed() -> None:
     assert parameter() is None
 
 
-class RefusingHooks(OrderedDict[int, Any]):
-    def __setitem__(self, key: int, value: Any) -> None:  # noqa: ANN401 - a hook
-        """Take no hook."""
-        raise RuntimeError("no more hooks")
-
-
-def test_a_refused_hook_takes_back_the_one_before(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where PyTorch takes the hook before each step and not the one after it, the first one is removed."""
-    monkeypatch.setattr(torch_optimizer, "_global_optimizer_post_hooks", RefusingHooks())
-    with pytest.raises(RuntimeError, match="no more hooks"):
-        start_exporter(model, 0, addr="127.0.0.1")
-
-
 INTERRUPTED = """
 import logging, os, threading
 import torch
@@ -141,7 +125,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.process
-def test_an_interrupted_start_closes_the_server() -> None:
+def test_an_interrupted_start_closes_the_server(starter: Starter) -> None:
     """Ctrl-C right after the port was opened leaves neither the port nor a thread."""
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, capture_output=True, text=True)
-    assert ended.stdout == "['MainThread'] []\n"
+    ended = starter.start(INTERRUPTED)
+    assert (ended.wait(), ended.out.read_text()) == (0, "['MainThread'] []\n")

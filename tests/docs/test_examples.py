@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.pages import DOCS, cells, run_page
+from tests.support.programs import Starter
 
 EXAMPLES = {page: found for path in DOCS.rglob("*.md") if (found := cells(page := path.relative_to(DOCS).as_posix()))}
 """The examples in Python, by page."""
@@ -45,15 +44,14 @@ def test_marked_examples_are_few() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("page", "section"), [*((page, "") for page in PAGES), ("frameworks.md", "A loop of your own")])
-def test_a_page_runs_from_nothing(page: str, section: str, tmp_path: Path) -> None:
+def test_a_page_runs_from_nothing(page: str, section: str, starter: Starter, tmp_path: Path) -> None:
     """The examples of a page run one after the other in a process that knows nothing else, and print what the page shows."""
-    run_page(page, section, folder=tmp_path)
+    run_page(starter, page, section, folder=tmp_path)
 
 
 @pytest.mark.process
-def test_the_example_for_pytest_passes(tmp_path: Path) -> None:
+def test_the_example_for_pytest_passes(starter: Starter, tmp_path: Path) -> None:
     """The test of docs/in-ci.md passes in pytest."""
     (tmp_path / "test_training.py").write_text(cells("in-ci.md")[0].code)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_training.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
-    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
+    done = starter.pytest(tmp_path)
+    assert (done.wait(), "1 passed" in done.out.read_text()) == (0, True), done.out.read_text()

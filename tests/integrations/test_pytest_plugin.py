@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import Starter
 from tests.support.tools import REPOSITORY
 
 PLUGIN = "torch_grad_exporter.integrations.pytest_plugin"
@@ -32,18 +33,8 @@ def model():
 """
 
 
-def outcome(tmp_path: Path, text: str, *arguments: str) -> tuple[int, str]:
-    """Return the exit code and the output of pytest with a file of tests, in a process of its own."""
-    (tmp_path / "test_it.py").write_text(textwrap.dedent(text))
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    options = ["-p", PLUGIN, "-p", "no:cacheprovider", "-W", "error", "-q", *arguments]
-    command = [sys.executable, "-m", "pytest", *options, "test_it.py"]
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    return found.returncode, found.stdout + found.stderr
-
-
 @pytest.mark.process
-def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
+def test_healthy_trainings_pass_and_others_fail(starter: Starter, tmp_path: Path) -> None:
     """A healthy training passes, and a NaN, a limit, no samples, an exception and wrong options each fail their test."""
     text = HEAD + textwrap.dedent(
         """
@@ -86,7 +77,9 @@ def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
                 raise AssertionError("never reached")
         """
     )
-    code, out = outcome(tmp_path, text, "-rA")
+    (tmp_path / "test_it.py").write_text(text)
+    done = starter.pytest(tmp_path, "-p", PLUGIN, "-W", "error", "-rA", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    code, out = done.wait(), done.out.read_text()
     assert code == 1, out
     results = {line.split("::")[1].split(" ")[0]: line for line in out.splitlines() if line.startswith(("PASSED", "FAILED"))}
     assert {name for name, line in results.items() if line.startswith("PASSED")} == {"test_healthy", "test_noted"}, out
@@ -100,17 +93,19 @@ def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
     assert "never reached" not in results["test_wrong"]
 
 
+OTHER = """
+import sys
+
+def test_other():
+    assert not {"torch", "numpy"} & set(sys.modules)
+    assert "torch_grad_exporter.integrations.pytest_plugin" in sys.modules
+"""
+
+
 @pytest.mark.process
 def test_nothing_is_imported_before_a_test_uses_it(tmp_path: Path) -> None:
     """A test without the fixture runs without PyTorch and NumPy."""
-    code, out = outcome(
-        tmp_path,
-        """
-        import sys
-
-        def test_other():
-            assert not {"torch", "numpy"} & set(sys.modules)
-            assert "torch_grad_exporter.integrations.pytest_plugin" in sys.modules
-        """,
-    )
-    assert code == 0, out
+    (tmp_path / "test_it.py").write_text(OTHER)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-W", "error", "-q"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.programs import Starter
 from tests.support.tools import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -20,13 +18,15 @@ CELL = re.compile(
 )
 
 PROGRAM = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
 
+os.chdir(os.path.dirname(sys.argv[0]))
 names = {"__name__": "__main__"}
-for code in json.load(sys.stdin):
+for code in json.load(open("cells.json")):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(code, "train.py", "exec"), names)
-    sys.stdout.write(json.dumps(out.getvalue()) + "\\n")
+    with open("printed", "a") as file:
+        file.write(json.dumps(out.getvalue()) + "\\n")
 """
 
 
@@ -59,16 +59,14 @@ def cells(page: str, section: str = "") -> list[Cell]:
     return [Cell(cell["code"], cell["printed"] or "", cell["reason"] or "") for cell in found]
 
 
-def run_page(page: str, section: str = "", *, folder: Path, before: str = "") -> None:
+def run_page(starter: Starter, page: str, section: str = "", *, folder: Path, before: str = "") -> None:
     """Run the examples of a page one after the other in a process that knows nothing else, and compare what they print."""
     program = [Cell(before, "", ""), *(cell for cell in cells(page, section) if not cell.reason)]
-    path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", "")))
-    there = {"TORCH_GRAD_EXPORTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=json.dumps([cell.code for cell in program]), cwd=folder, env={**os.environ, **there},
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    printed = [json.loads(line) for line in done.stdout.splitlines()]
+    (folder / "cells.json").write_text(json.dumps([cell.code for cell in program]))
+    (folder / "page.py").write_text(PROGRAM)
+    done = starter.start_file(folder / "page.py", variables={"TORCH_GRAD_EXPORTER_ADDR": "127.0.0.1"})
+    status, errors = done.wait(), done.err.read_text()
+    assert (status, "Traceback" in errors) == (0, False), errors
+    printed = [json.loads(line) for line in (folder / "printed").read_text().splitlines()]
     for cell, text in zip(program, printed, strict=True):
         assert not cell.printed or text.rstrip() == cell.printed.rstrip(), f"{cell.code}\nprinted\n{text}"

@@ -123,6 +123,12 @@ class Starter:
         print(json.dumps([str(path), arguments, str(out), str(err), run, variables or {}]), file=self._process.stdin, flush=True)
         return Program(int(self._process.stdout.readline()), self._process, out, err)
 
+    def pytest(self, folder: Path, *arguments: str, **variables: str) -> Program:
+        """Runs the tests of a folder."""
+        path = folder / "run.py"
+        path.write_text("import os, sys, pytest\nos.chdir(sys.path[0])\nsys.exit(pytest.main(sys.argv[1:]))\n")
+        return self.start_file(path, "-q", "-p", "no:cacheprovider", *arguments, variables=variables)
+
     def close(self) -> None:
         """Ends it."""
         assert self._process.stdin is not None

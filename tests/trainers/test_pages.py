@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.pages import cells, run_page, text_of
+from tests.support.programs import Starter
 from tests.trainers import test_mmengine
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.integrations.mmengine import GradExporterHook
@@ -18,9 +19,9 @@ SECTIONS = [("frameworks.md", section) for section in ("Accelerate", "MMEngine",
 
 
 @pytest.mark.parametrize(("page", "section"), [("lightning.md", ""), ("transformers.md", ""), *SECTIONS])
-def test_a_page_runs_from_nothing(page: str, section: str, tmp_path: Path) -> None:
+def test_a_page_runs_from_nothing(page: str, section: str, starter: Starter, tmp_path: Path) -> None:
     """The examples run one after the other in a process that knows nothing else."""
-    run_page(page, section, folder=tmp_path, before="import tests.trainers")
+    run_page(starter, page, section, folder=tmp_path, before="import tests.trainers")
 
 
 def test_mmengine_by_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

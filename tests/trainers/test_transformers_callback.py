@@ -6,8 +6,6 @@ import json
 import math
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tests.matrix.harness import Way
+from tests.support.programs import Starter
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
@@ -180,10 +179,10 @@ trainer_of(llama(), sys.argv[1], [callback, Fails(callback, Broken())]).train()
 """
 
 
-def test_a_failing_process(tmp_path: Path) -> None:
+def test_a_failing_process(starter: Starter, tmp_path: Path) -> None:
     """The last values of a failing process say that the training has failed."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.stderr.rstrip().endswith("Broken"), done.stderr
+    done = starter.start(SCRIPT, str(tmp_path))
+    assert (done.wait(), done.err.read_text().rstrip()[-6:]) == (1, "Broken")
     (text,) = [file.read_text() for file in tmp_path.glob("*.prom")]
     assert re.search(r'^torch_train_state\{.*state="failed"\} 1', text, re.MULTILINE)
     assert re.search(r"^torch_train_steps_total\{.*\} 3", text, re.MULTILINE)

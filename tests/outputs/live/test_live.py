@@ -10,8 +10,6 @@ import math
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ import torch
 
 from tests.outputs.live.support import Json, decoded, strict
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.programs import Starter
 from tests.support.scrape import Key, errors, key, value, values
 from tests.support.tools import PATIENCE, eventually, full_disk
 from torch_grad_exporter import Exporter, start_exporter
@@ -299,18 +298,17 @@ def test_save_keeps_a_symbolic_link(tmp_path: Path) -> None:
 
 
 KILLED = """
-import resource, signal
+import resource, signal, sys, torch
 from torch_grad_exporter import start_exporter
 exporter = start_exporter(torch.nn.Linear(2, 2), None)
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-exporter.save("run.json")
+exporter.save(sys.argv[1])
 """
 
 
 @pytest.mark.process
-def test_a_killed_save_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_save_leaves_nothing(starter: Starter, tmp_path: Path) -> None:
     """A process that is killed in the middle of writing leaves no part of a file."""
-    done = subprocess.run([sys.executable, "-c", f"import torch{KILLED}"], cwd=tmp_path, timeout=PATIENCE, check=False)
-    assert done.returncode == -signal.SIGXFSZ
+    assert starter.start(KILLED, str(tmp_path / "run.json")).wait() == -signal.SIGXFSZ
     assert [*tmp_path.iterdir()] == []
