@@ -10,14 +10,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, PeftConfig, PrefixTuningConfig
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 from transformers import Trainer
 
 from tests.support.scrape import key, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
 from tests.trainers.training import Training, compared
 
-MODULES = ["c_attn", "c_proj", "c_fc"]
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 ACCUMULATED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
 
@@ -33,9 +32,7 @@ def adapted(run: Training, where: Path, made: Callable[[], Any], config: PeftCon
 
 
 ADAPTERS = {
-    "lora": partial(LoraConfig, r=4, target_modules=MODULES, fan_in_fan_out=True),
     "lora with embeddings": partial(LoraConfig, r=4, target_modules=["c_attn", "wte"], fan_in_fan_out=True),
-    "dora": partial(LoraConfig, r=4, target_modules=MODULES, fan_in_fan_out=True, use_dora=True),
     "ia3": partial(IA3Config, target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"], fan_in_fan_out=True),
 }
 
@@ -52,7 +49,6 @@ def test_adapters_of_gpt2(tmp_path: Path, name: str) -> None:
 LINEAR_ADAPTERS = {
     "dora": partial(LoraConfig, r=4, target_modules=LINEAR, use_dora=True),
     "adalora": partial(AdaLoraConfig, init_r=4, target_r=2, tinit=2, tfinal=2, total_step=8, target_modules=LINEAR),
-    "loha": partial(LoHaConfig, r=2, target_modules=LINEAR),
     "prefix": partial(PrefixTuningConfig, num_virtual_tokens=3),
 }
 
@@ -97,46 +93,6 @@ def test_switched_adapters() -> None:
     compared(train, optional=["torch_grad_norm_recent_max"])  # of one that is frozen for now there may be none
     assert seen[-1] >= set().union(*seen)
     assert key("torch_grad_captures_total", layer="base_model.model.transformer.h.0.attn.c_proj.lora_A.other") in seen[-1]
-
-
-def test_two_adapters_in_a_round() -> None:
-    """Two adapters with a backward each in one round have their norms."""
-
-    def train(run: Training) -> None:
-        torch.manual_seed(0)
-        config = LoraConfig(r=4, target_modules=LINEAR, task_type="CAUSAL_LM")
-        model = peft.get_peft_model(llama(), config)
-        model.add_adapter("other", config)
-        optimizer = torch.optim.AdamW([p for n, p in model.named_parameters() if "lora" in n], lr=0.01)
-        with run.watching(model):
-            for batch in torch.utils.data.DataLoader(Sentences(16), 2):
-                optimizer.zero_grad()
-                for adapter in ("default", "other"):
-                    model.set_adapter(adapter)
-                    model(**batch).loss.backward()
-                optimizer.step()
-
-    compared(train, gauges=True)
-
-
-def test_a_reference_without_the_adapter() -> None:
-    """Numbers are right if the base model runs first without the adapter, like in DPO."""
-
-    def train(run: Training) -> None:
-        torch.manual_seed(0)
-        model = peft.get_peft_model(llama(), LoraConfig(r=4, target_modules=LINEAR, task_type="CAUSAL_LM"))
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        with run.watching(model):
-            for batch in torch.utils.data.DataLoader(Sentences(16), 2):
-                with torch.no_grad(), model.disable_adapter():
-                    reference = model(**batch).logits
-                optimizer.zero_grad()
-                out = model(**batch)
-                (out.loss + (out.logits - reference).square().mean()).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-
-    compared(train)
 
 
 def test_added_and_removed_adapters() -> None:

@@ -81,10 +81,9 @@ def trained(
             run.told += [float(tensor.double().sum()) for tensor in average.module.state_dict().values()]
 
 
-@pytest.mark.parametrize("name", ["test_efficientnet", "test_convnext"])
-def test_models(name: str) -> None:
+def test_depthwise_convolutions() -> None:
     """Numbers are right for plain and depthwise convolutions."""
-    compared(partial(trained, made=partial(convolutions, name), steps=3), between=0)
+    compared(partial(trained, made=partial(convolutions, "test_efficientnet"), steps=3), between=0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_averaged_weights_and_mixup() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["lookahead_adamw", "lamb", "adamp", "muon", "adafactorbv"])
+@pytest.mark.parametrize("kind", ["lookahead_adamw", "adafactorbv"])
 def test_optimizers(kind: str) -> None:
     """Numbers are right for optimizers that wrap another one or edit the gradients."""
     compared(partial(trained, made=vit, kind=kind, clip=("norm", 0.5), weight_decay=0.05))
@@ -141,12 +140,6 @@ def scaled(run: Training, clip: tuple[str, float], *, overflow: int | None = Non
                 run.heard.skipped()
             optimizer.zero_grad()
             run.told.append((float(loss.detach()), inner.get_scale()))
-
-
-@pytest.mark.parametrize("clip", [("norm", 0.5), ("agc", 0.01)], ids=lambda clip: clip[0])
-def test_scaler(clip: tuple[str, float]) -> None:
-    """Norms are those of the unscaled gradients."""
-    compared(partial(scaled, clip=clip, given=True), by_limit=clip[0] == "norm")
 
 
 def test_scaler_with_an_overflow() -> None:

@@ -110,7 +110,7 @@ def finetune(
     run.told += [(one.get("loss"), one.get("grad_norm"), one.get("eval_loss")) for one in trainer.state.log_history]
 
 
-@pytest.mark.parametrize(("made", "accumulation", "limit"), [(gpt2, 1, 0.5), (llama, 4, 0.0), (llama, 4, 0.5)])
+@pytest.mark.parametrize(("made", "accumulation", "limit"), [(gpt2, 1, 0.5), (llama, 4, 0.5)])
 def test_accumulation_and_clipping(tmp_path: Path, made: Any, accumulation: int, limit: float) -> None:
     """Norms are those before clipping, and the loss of a round is the logged one."""
     compared(partial(finetune, where=tmp_path, made=made, gradient_accumulation_steps=accumulation, max_grad_norm=limit))
@@ -123,10 +123,9 @@ def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
     compared(partial(finetune, where=tmp_path, made=llama, gradient_accumulation_steps=2, max_grad_norm=0.5, **how))
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.5])
-def test_a_shorter_round_ends_an_epoch(tmp_path: Path, limit: float) -> None:
+def test_a_shorter_round_ends_an_epoch(tmp_path: Path) -> None:
     """Rounds of 4, 4 and 2 batches are measured, and the first short round is counted as lost."""
-    train = partial(finetune, where=tmp_path, made=llama, count=20, gradient_accumulation_steps=4, max_grad_norm=limit)
+    train = partial(finetune, where=tmp_path, made=llama, count=20, gradient_accumulation_steps=4, max_grad_norm=0.5)
     run = compared(partial(train, num_train_epochs=3), gauges=True)
     assert run.exporter is not None
     assert sum(lost(run.exporter).values()) == 1
