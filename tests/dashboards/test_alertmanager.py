@@ -144,21 +144,6 @@ def test_ranks_of_a_run_are_one_page(served: Served) -> None:
     assert [sorted(found["labels"]["rank"] for found in page.alerts) for page in pages] == [list("01234567")] * 2
 
 
-@pytest.mark.server
-def test_severities_reach_their_receivers(served: Served) -> None:
-    """Critical goes to the pager, warning to the team, info to neither; the end of an alert is sent too."""
-    running, receiver = served
-    three = [alert("GpuEccErrors", "critical", "s"), alert("LayerDead", "warning", "s"), alert("CudaMemoryFragmented", "info", "s")]
-    running.post(*three)
-    expected = [("pager", "GpuEccErrors", "s"), ("team", "LayerDead", "s")]
-    assert eventually(lambda: len(told(receiver, "s")) >= 2)
-    states = {each["labels"]["alertname"]: each["receivers"] for each in running.alerts() if each["labels"].get("run") == "s"}
-    assert states["CudaMemoryFragmented"] == [{"name": "nobody"}]
-    running.post(*three, ends="2020-01-01T00:00:00Z")
-    assert eventually(lambda: sorted(each for each in receiver.resolved() if each[2] == "s") == expected)
-    assert told(receiver, "s") == expected
-
-
 SILENCED = {
     "TrainingFailed": [
         *("TrainingTargetDown", "TrainingPushStopped", "TrainingStalled"),

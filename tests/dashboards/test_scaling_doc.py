@@ -46,13 +46,13 @@ def series_per_layer(recording: Recording) -> dict[str, int]:
     return {name: count // LAYERS for name, count in found.items() if count}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def replicated() -> Recording:
     """What rank 0 of a real job under DDP shows."""
     return recordings(LAYERS, SCRAPES, sharded=False)[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sharded() -> Recording:
     """What a rank of a real job under FSDP2 shows."""
     return recordings(LAYERS, SCRAPES, sharded=True)[0]
