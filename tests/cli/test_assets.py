@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -32,44 +28,6 @@ def repository_files() -> dict[str, bytes]:
 def files_below(directory: Path) -> dict[str, bytes]:
     """All files of a directory by their paths in it."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-INSTALLED = """
-import torch_grad_exporter
-from torch_grad_exporter.cli.main import main
-print(torch_grad_exporter.__file__)
-main(["assets", "--out", "monitoring"])
-"""
-
-
-@pytest.mark.full
-def test_wheel_writes_the_repository_files(tmp_path: Path) -> None:
-    """An installed wheel writes the files of the repository, two more for Kubernetes, and no secret; the sdist has them too."""
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--target", "sdist", "--directory", str(tmp_path)]
-    done = subprocess.run(build, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
-    shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
-    (secrets,) = (tmp_path / "installed").rglob("alertmanager/secrets")
-    (secrets / "training-alerts").mkdir()
-    (secrets / "training-alerts" / "pager-url").write_text("https://example.org/secret")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    command = [sys.executable, "-c", INSTALLED]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    place, *lines = ran.stdout.splitlines()
-    assert Path(place).parent == tmp_path / "installed" / "torch_grad_exporter"
-    assert len(lines) == 3
-    written = files_below(tmp_path / "monitoring")
-    for made in ("kubernetes/rules.yaml", "kubernetes/dashboards.yaml"):
-        assert written.pop(made)
-    expected = repository_files()
-    assert sorted(written) == sorted(expected)
-    assert [path for path in written if written[path] != expected[path]] == []
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {path if path == "docs/runbook.md" else f"dashboards/{path}" for path in expected if path != "runbook.md"}
-    assert (wanted | {"docs/runbook.md"}) - names == set()
 
 
 @pytest.mark.process

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_assets import files_below, repository_files
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter.version import __version__
 
@@ -72,6 +73,7 @@ def test_make_builds_both(built: Path) -> None:
     assert "torch_grad_exporter/py.typed" in shipped
     assert not [name for name in shipped if name.startswith("tests/")]
     assert {"Makefile", "CONTRIBUTING.md", "tests/release/test_release.py", "scripts/metrics_doc.py"} <= set(sources)
+    assert {"docs/runbook.md", *(f"dashboards/{path}" for path in repository_files() if path != "runbook.md")} <= set(sources)
 
 
 def test_installs_soundly(installed: Path, tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ print(json.dumps(sorted([point.group, point.name] for point in mine)))
 
 
 def test_trains_and_serves(installed: Path, tmp_path: Path) -> None:
-    """Metrics, the live page with its files, the runbook, assets and plots work from the wheel."""
+    """Metrics, the live page with its files, the runbook, plots and all assets, without secrets, are in the wheel."""
     script = """
 import torch, urllib.request
 from torch_grad_exporter import start_exporter
@@ -118,8 +120,12 @@ with start_exporter(model, port=0, addr="127.0.0.1", every=1) as exporter:
 print("trained")
 """
     assert said(installed / "python", "-c", script, cwd=tmp_path).strip() == "trained"
+    (secrets,) = installed.parent.rglob("alertmanager/secrets")
+    (secrets / "pager-url").write_text("https://example.org/secret")
     said(installed / "torch-grad-exporter", "assets", "--out", "monitoring", cwd=tmp_path)
-    assert (tmp_path / "monitoring" / "grafana").is_dir()
+    written = files_below(tmp_path / "monitoring")
+    assert written.keys() - repository_files().keys() == {"kubernetes/rules.yaml", "kubernetes/dashboards.yaml"}
+    assert repository_files().items() <= written.items()
     said(installed / "torch-grad-exporter", "plot", "run.json.gz", "--out", "run.html", cwd=tmp_path)
     assert "<html" in (tmp_path / "run.html").read_text(encoding="utf-8")
 
