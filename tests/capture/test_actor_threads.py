@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.capture.recorded_loop import RecordedLoop
-from tests.capture.scenes import BACKWARDS, REGIMES, all_regimes, watching
+from tests.capture.scenes import BACKWARDS, REGIMES, each_regime, watching
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
 from tests.support.tools import PATIENCE
@@ -139,7 +139,7 @@ class Met(RecordedLoop):
 
 
 @pytest.mark.slow
-@all_regimes
+@each_regime
 @pytest.mark.parametrize("first", MOMENTS)
 def test_an_actor_from_one_moment_to_another(first: str, regime: str, actor: ThreadPoolExecutor) -> None:
     """Whatever begins at one moment of a round and ends at this one or a later one changes no count and no norm."""
@@ -157,7 +157,7 @@ def test_an_actor_from_one_moment_to_another(first: str, regime: str, actor: Thr
 
 
 @pytest.mark.slow
-@all_regimes
+@each_regime
 @pytest.mark.parametrize("moments", CHAINS, ids=", ".join)
 def test_an_actor_that_never_rests(moments: Sequence[str], regime: str, actor: ThreadPoolExecutor) -> None:
     """An actor that is always within a forward changes no count and no norm, from the first round on."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.capture.recorded_loop import RecordedLoop
-from tests.capture.scenes import REGIMES, all_regimes, watching, whole
+from tests.capture.scenes import REGIMES, each_regime, watching, whole
 from tests.support.models import batch
 
 ROUNDS = 24
@@ -95,7 +95,7 @@ def seen(look: Callable[[RecordedLoop], object], regime: str | None) -> list[obj
 
 
 @pytest.mark.slow
-@all_regimes
+@each_regime
 @pytest.mark.parametrize("look", [logged, counted, counted_whole, traced])
 def test_the_user_sees_what_he_sees_without(look: Callable[[RecordedLoop], object], regime: str) -> None:
     """A log of operations, counts of them and a traced graph are those without an exporter, in sampled rounds as well."""

@@ -86,7 +86,7 @@ def test_the_first_rounds_are_sampled(cost: float, first: list[int]) -> None:
     assert len(sampled) > len(first) + 2
 
 
-def test_samples_go_on_where_following_takes_the_budget() -> None:
+def test_samples_go_on_where_hooks_take_the_budget() -> None:
     """Rounds that cost three times the budget without a sample, as of several optimizers, leave samples a quarter of it."""
     schedule, taken = SamplingSchedule(), []
     for number in range(20_000):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.capture.recorded_loop import RecordedLoop
-from tests.capture.scenes import REGIMES, STEPS, all_regimes
+from tests.capture.scenes import REGIMES, STEPS, each_regime
 from tests.support.models import batch
 from tests.support.scrape import OFF, errors, value
 from tests.support.torch_hooks import all_hooks
@@ -36,7 +36,7 @@ def reference() -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@all_regimes
+@each_regime
 @pytest.mark.parametrize("started", MOMENTS)
 @pytest.mark.parametrize("closed", MOMENTS)
 def test_at_each_moment_of_a_round(started: str, closed: str, regime: str, other: ThreadPoolExecutor) -> None:
@@ -73,7 +73,7 @@ def test_at_each_moment_of_a_round(started: str, closed: str, regime: str, other
 
 
 @pytest.mark.slow
-@all_regimes
+@each_regime
 def test_again_and_again(regime: str) -> None:
     """Twenty exporters, one after the other, while the training never waits."""
     loop, over = RecordedLoop(), threading.Event()
