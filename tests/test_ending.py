@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from tests.support.loops import train
 from tests.support.models import Perceptron
 from tests.support.scrape import errors, value
 from tests.support.tools import FOREVER, PATIENCE, eventually, get, threads_of_ours
@@ -85,27 +82,6 @@ def closing(exporter: Exporter) -> Iterator[threading.Thread]:
     assert not thread.is_alive()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reads", [pytest.param(True, marks=pytest.mark.full), False])
-def test_a_large_answer_under_way_at_the_end(reads: bool) -> None:
-    """At `close` a client that reads a large scrape gets all of it, and one that does not read holds nothing up."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(200)))
-    exporter = started(model, labels={"long": "x" * 4000})
-    train(model)
-    client = Client(exporter)
-    client.read_some()
-    with closing(exporter):
-        if reads:
-            client.read_all()
-    if reads:
-        assert len(client.received) > 15 * 2**20  # more than the sockets hold, so it was under way
-    else:
-        with contextlib.suppress(ConnectionError):
-            client.read_all()
-    assert client.is_whole() == reads
-    assert errors(exporter) == {}
-
-
 @contextlib.contextmanager
 def hanging_collector(monkeypatch: pytest.MonkeyPatch, exporter: Exporter) -> Iterator[tuple[Client, threading.Event]]:
     """Let a scrape hang in a collector until the event is set."""
@@ -122,18 +98,6 @@ def hanging_collector(monkeypatch: pytest.MonkeyPatch, exporter: Exporter) -> It
     assert entered.wait(PATIENCE)
     yield client, may_go_on
     may_go_on.set()
-
-
-@pytest.mark.slow
-def test_a_scrape_that_hangs_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a collector hangs in a scrape, `close` returns, and the client gets a whole answer or none."""
-    exporter = started()
-    with hanging_collector(monkeypatch, exporter) as (client, _), closing(exporter) as thread:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()  # though the collector hangs
-        client.read_all()
-        assert not client.received or client.is_whole()
-    assert set(errors(exporter)) <= {"collector_process"}
 
 
 @pytest.mark.slow
@@ -228,21 +192,3 @@ def test_many_threads_close_at_once() -> None:
         thread.join()
     assert eventually(lambda: refuses(port))
     assert (handle.removed, errors(exporter)) == (1, {})
-
-
-def test_nothing_holds_a_closed_exporter() -> None:
-    """While its trained model is alive, a closed exporter is freed when it is no longer referenced."""
-    model = Perceptron()
-    exporter = started(model)
-    train(model, steps=3)
-    assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3
-    exporter.close()
-    held = weakref.ref(exporter)
-    del exporter
-
-    def is_gone() -> bool:
-        gc.collect()
-        return held() is None
-
-    assert eventually(is_gone)
-    train(model)

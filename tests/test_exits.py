@@ -74,14 +74,6 @@ def program(here: str = "pass", before: str = "") -> str:
 
 KILL = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(10)"
 
-FAIL_AGAIN = """
-def fail_again():
-    try:
-        fail()
-    except ValueError as error:
-        raise OSError from error
-"""
-
 OUTLIVED = """
     if os.fork() == 0:
         sys.exit(7)
@@ -101,11 +93,8 @@ ENDINGS: dict[str, tuple[int, str]] = {
     "by an exception in the forward": (
         1, program("model[1].register_forward_hook(lambda *_: fail())", "model.register_forward_hook(lambda *_: None)"),
     ),
-    "by an exception from another": (1, program("fail_again()", FAIL_AGAIN)),
-    "by an exception in a thread": (0, program("thread = threading.Thread(target=fail); thread.start(); thread.join()")),
     "by sys.exit": (5, program("sys.exit(5)")),
     "by os._exit": (4, program("os._exit(4)")),
-    "by os.abort": (-signal.SIGABRT, program("os.abort()")),
     "with what goes on after it": (0, program(f"exec(textwrap.dedent({OUTLIVED!r}))", "import atexit, textwrap")),
 }  # fmt: skip
 OFTEN = ("by SIGTERM", "by SIGINT in the backward", "by an exception in the backward", "with what goes on after it")

@@ -184,12 +184,6 @@ def test_a_late_process_group_is_logged_once(caplog: pytest.LogCaptureFixture) -
     assert logged == [0, 1, 1]
 
 
-# Registries
-
-
-# Serving
-
-
 def test_an_interrupted_hook_leaves_the_traceback() -> None:
     """Ctrl-C while autograd runs is raised in the first hook behind it; the traceback ends before that, in PyTorch."""
     model = Perceptron()

@@ -228,7 +228,7 @@ HOSTILE = {
     "escaped": (HEAD + b'"' + b"a" * 2**23 + b"\\ud83d\\ude00", "has a text of more than 64 KiB"),
     "deep": (HEAD + b"[" * 10**5, "is not a history"),
     "cut": (gzip.compress(HEAD * 1000)[:-9], "is not a history"),
-    "empty parts": (gzip.compress(b"") * 10**5, "is not a history"),
+    "empty parts": (gzip.compress(b"") * 10**4, "is not a history"),
     "terminal": (HEAD.replace(b": 1,", b': "\\u001b[2J",') + b"1}", "has version"),
 }
 

@@ -25,9 +25,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 import torch_grad_exporter
 from tests.support.certificates import authority
@@ -489,13 +487,6 @@ def test_actions_are_marked(tmp_path: Path) -> None:
     assert "Dashed: 3 earlier ones, GradientExploding" in " ".join(figure_of(tmp_path, content).get_supxlabel().split())
 
 
-def acting(marks: list[dict[str, object]]) -> plot.Saved:
-    """What is saved of a run in which actions did this."""
-    content = saved(made(12, 3))
-    content["status"]["actions"] = marks
-    return content
-
-
 def lines_of_actions(figure: Figure) -> list[tuple[float, object]]:
     """Where they are, and their colours, panel by panel."""
     return [
@@ -504,55 +495,6 @@ def lines_of_actions(figure: Figure) -> list[tuple[float, object]]:
         for line in axes.get_lines()
         if line.get_gid() == "action"
     ]
-
-
-def texts(figure: Figure) -> list[Text]:
-    """All that is written in a picture."""
-    labels = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in axis.get_ticklabels(which="both")}
-    hidden = labels - {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in labels_of(axis)}
-    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible() and text not in hidden]
-
-
-def labels_of(axis: Axis) -> list[Text]:
-    """Those that are in view: an axis has more."""
-    low, high = sorted(axis.get_view_interval())
-    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-    slack = 1e-6 * (high - low)
-    return [
-        text
-        for tick in ticks
-        if low - slack <= tick.get_loc() <= high + slack
-        for text in (tick.label1, tick.label2)
-        if text.get_visible()
-    ]
-
-
-LEGIBLE = {
-    "300 layers": saved(made(30, 300), [f"model.layers.{number}.weight" for number in range(300)]),
-    "names": saved(made(2, len(HOSTILE)), HOSTILE, run="x" * 200),
-    "actions": acting([{**ACTS[k % 2], "step": k, "name": "n" * 200} for k in range(1, 13)]),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", LEGIBLE)
-def test_texts_do_not_overlap(name: str, tmp_path: Path) -> None:
-    """All texts lie within the picture and do not overlap."""
-    content: plot.Saved = flagged(LEGIBLE[name], [(1, 0)])
-    run = content["run"]["whole"]
-    run["norm"] = [value * 10 ** (number % 5) for number, value in enumerate(run["norm"])]
-    run["nonfinite"] = {"norm": [0], "loss": [1]}
-    figure = figure_of(tmp_path, content)
-    figure.draw_without_rendering()
-    found = texts(figure)
-    boxes = [text.get_window_extent() for text in found]
-    for text, box in zip(found, boxes, strict=True):
-        assert box.x0 >= 0, text
-        assert box.x1 <= figure.bbox.x1, text
-        assert box.y0 >= 0, text
-        assert box.y1 <= figure.bbox.y1, text
-    for (one, a), (other, b) in itertools.combinations(zip(found, boxes, strict=True), 2):
-        assert not a.padded(-0.5).overlaps(b.padded(-0.5)), (one, other)
 
 
 ODD = {

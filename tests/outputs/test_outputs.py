@@ -72,17 +72,6 @@ def test_a_hanging_name_service_delays_no_start(monkeypatch: pytest.MonkeyPatch)
         over.set()
 
 
-@pytest.mark.parametrize(("status", "state"), [(0, "finished"), ("no data", "failed")])
-def test_an_exit_status_decides_the_state(status: int | str | None, state: str, tmp_path: Path) -> None:
-    """`sys.exit` out of the `with` ends the run as its status says."""
-    with pytest.raises(SystemExit), started(sd_dir=tmp_path / "sd", textfile_dir=tmp_path):  # noqa: PT012 - what is in it is the run
-        assert eventually(lambda: bool(entries(tmp_path / "sd")))
-        sys.exit(status)
-    assert eventually(lambda: bool(entries(tmp_path / "sd")) is (state == "failed"))
-    file = text_file(tmp_path)
-    assert f'state="{state}"}} 1' in file.read_text()
-
-
 PROGRAM = """
 import os, sys, time, torch
 from torch_grad_exporter import start_exporter
@@ -99,27 +88,6 @@ def test_what_is_left_when_the_process_ends(starter: Starter, ending: str, statu
     """Without `with`, a program that ends removes its file; one ended by an exception leaves it."""
     assert starter.start(PROGRAM + ending, str(tmp_path)).wait() == status
     assert len(entries(tmp_path)) == stays
-
-
-@pytest.mark.slow
-def test_the_end_waits_for_one_more_scrape(tmp_path: Path) -> None:
-    """With `linger` the end writes the text file and waits for a scrape that has its state; then the port is free at once."""
-    exporter = started(linger=FOREVER, textfile_dir=tmp_path)
-    get(exporter.url)  # one from before does not count
-    url = exporter.url
-    closing = threading.Thread(target=exporter.close)
-    closing.start()
-
-    def scraped() -> bool:
-        assert closing.is_alive()
-        return 'state="finished"} 1.0' in get(url)
-
-    text_file(tmp_path)
-    assert eventually(scraped)  # the first ones may get what was scraped within the second before
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    with pytest.raises(OSError, match="refused"):
-        get(url)
 
 
 def test_the_text_file_has_the_last_values(tmp_path: Path) -> None:
@@ -216,16 +184,6 @@ def test_a_run_that_nobody_saw_says_how_to_keep_it(
         if saved:
             exporter.save(tmp_path / "run.json")
     assert caplog.text.count("exporter.save(path) keeps") == (not read and not saved)
-
-
-@pytest.mark.slow
-def test_an_exporter_in_the_place_of_another(caplog: pytest.LogCaptureFixture) -> None:
-    """An exporter that another one replaces, as where a notebook's cell runs again, does not wait for a scrape."""
-    model = Perceptron()
-    with start_exporter(model, 0, addr="127.0.0.1") as first:
-        scrape_like_prometheus(first)
-        start_exporter(model, 0, addr="127.0.0.1").close()
-    assert "waiting" not in caplog.text
 
 
 @pytest.mark.slow

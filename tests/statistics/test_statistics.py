@@ -89,13 +89,6 @@ def test_a_sparse_gradient_has_units() -> None:
     assert_measured(Bare((4, 3)), [gradient.to_dense().to_sparse_csr()])
 
 
-def test_a_norm_of_equal_elements_is_precise() -> None:
-    """The norm of a big gradient of equal elements, whose rounding errors have one sign, has five digits."""
-    gradient = torch.full((3_000_000,), 0.3)
-    (row,) = rows_of(EagerStatistics(9), plan_of(Bare(gradient.shape)), [gradient]).values()
-    assert row[Column.NORM] == pytest.approx(float(gradient.double().norm()), rel=1e-5)
-
-
 def test_a_nan_in_one_part_of_a_wide_row() -> None:
     """A unit larger than a block with a NaN anywhere in it counts neither as silent nor as alive."""
     statistics, table = EagerStatistics(2), plan_of(Bare((2, 700_000)))

@@ -65,18 +65,6 @@ def test_a_limit_is_known_when_it_repeats(size: float) -> None:
     assert short > 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("divisors", ["varying", "constant with equal gradients"])
-def test_a_division_is_not_clipping(divisors: str) -> None:
-    """Gradients divided by a number of tokens have neither a coefficient nor clipped steps; the norm after it is shown."""
-    generator = random.Random(1)
-    with Training() as training:
-        for norm in norms(12):
-            divisor = generator.randint(100, 5000) | 1 if divisors == "varying" else 113
-            whole = 2.0 if "equal" in divisors else norm
-            assert edited(training, whole, 1 / divisor) == (pytest.approx(whole), None, pytest.approx(whole / divisor), None)
-
-
 @pytest.mark.parametrize("divisions", [0, 1, 20])
 def test_what_stays_unknown_stays_absent(divisions: int) -> None:
     """A limit that repeats does not say what an earlier division was: the number of clipped steps stays unknown."""
@@ -124,14 +112,3 @@ def test_a_late_step_is_clipped_once() -> None:
 
 
 # Norms that the loop gives
-
-
-def test_a_given_norm_shows_a_clipping_at_once() -> None:
-    """Where the given norm is that of the backward, a common factor is a clipping."""
-    with Training() as training:
-        for number, norm in enumerate(norms(4), 1):
-            training.backward(a=norm)
-            training.exporter.observe(grad_norm=norm)
-            training.multiply(0.5)
-            training.step()
-            assert shown(training) == pytest.approx((norm, 0.5, norm / 2, number))

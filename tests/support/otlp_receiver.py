@@ -410,4 +410,3 @@ def cut_body(liar: Liar, connection: socket.socket) -> None:
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
 
 ENDLESS_BODY = drips(OK + b"\r\n", bytes(65536), 0)
-ENDLESS_HEADERS = drips(b"HTTP/1.1 200 OK\r\n", b"X-A: " + 1000 * b"a" + b"\r\n", 0)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import abuse_crowd, abuse_storm
-from benchmarks.abuse_clients import Manner, exchange
 from benchmarks.abuse_victim import Victim, kept, settled
 from benchmarks.scraper import Scraper, outcome
 from tests.support.tools import eventually
-
-SEND_BUFFER = Path("/proc/sys/net/ipv4/tcp_wmem")
-"""The smallest, usual and largest size of what the kernel takes of an answer before the client reads it."""
 
 PACE = 0.005
 """Seconds between two steps of a victim, which leave the core to its server and to other tests."""
@@ -49,20 +44,6 @@ def test_heads_of_a_megabyte_are_refused(victim: Victim) -> None:
     assert abuse_storm.complaints(storm) == []
     assert "200" not in storm.tally.answers
     assert storm.after.resident - storm.before.resident < 8 * 2**20
-
-
-@pytest.mark.full
-def test_clients_that_hang_up_leave_nothing() -> None:
-    """Clients reset the connection while an answer that no buffer holds is on its way, and nothing of ours is left."""
-    with Victim(label=abuse_storm.LONG_LABEL, pace=PACE) as victim:
-        largest = int(SEND_BUFFER.read_text().split()[2]) if SEND_BUFFER.exists() else 4 * 2**20
-        assert len(exchange(victim.port, abuse_storm.GET) or b"") > largest
-        storm = abuse_storm.resets(victim, 7)
-        assert abuse_storm.complaints(storm) == []
-        assert set(storm.tally.answers) == {Manner.RESETS_ANSWER.value, Manner.RESETS_AT_ONCE.value}
-        closed = victim.close_exporter()
-        assert (closed.ours, closed.connections, closed.errors) == (0, 0, 0)
-        assert victim.log() == ""
 
 
 # Clients that never end
