@@ -309,6 +309,18 @@ def converted_in_the_run(run: Run, dtype: torch.dtype) -> None:
 
 
 @regime()
+def tensors_swapped(run: Run) -> None:
+    """A parameter whose content is exchanged by `torch.utils.swap_tensors` stays the same object and is still read."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        run.train(model, optimizer)
+        optimizer.zero_grad()
+        torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.randn(8, 6)))
+        run.train(model, optimizer)
+
+
+@regime()
 def data_replaced(run: Run) -> None:
     """A parameter whose `.data` is set to another tensor is the same parameter."""
     model = Perceptron()
