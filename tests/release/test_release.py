@@ -121,7 +121,8 @@ print("trained")
 """
     assert said(installed / "python", "-c", script, cwd=tmp_path).strip() == "trained"
     (secrets,) = installed.parent.rglob("alertmanager/secrets")
-    (secrets / "pager-url").write_text("https://example.org/secret")
+    (secrets / "training-alerts").mkdir()
+    (secrets / "training-alerts" / "pager-url").write_text("https://example.org/secret")
     said(installed / "torch-grad-exporter", "assets", "--out", "monitoring", cwd=tmp_path)
     written = files_below(tmp_path / "monitoring")
     assert written.keys() - repository_files().keys() == {"kubernetes/rules.yaml", "kubernetes/dashboards.yaml"}
