@@ -27,8 +27,8 @@ pytestmark = pytest.mark.process
 STEPS = 9
 """Of these, at least the first, the fifth and the ninth are compared, with weights and buffers in the first and the ninth."""
 
-KEYS = "torch_grad_exporter/replicas/x"
-"""Where the keys of the run are in the job's store."""
+KEYS = "torch_grad_exporter/replicas"
+"""Where the keys of each run are in the job's store."""
 
 ODD = 2
 """The rank with a fault, among four; of two it is the second."""
@@ -180,15 +180,29 @@ def train(rank: int, case: Case, odd: int, model: torch.nn.Module) -> None:
         scaler.update()
 
 
-def work(rank: int, group: str, name: str, ranks: int, watched: bool = True) -> Shown:
+def work(rank: int, ranks: int, cases: Mapping[str, Case], *, watched: bool = True) -> dict[str, Shown]:
+    """Return what one rank shows at the end of each training."""
+    return {name: trained(rank, ranks, name, case, watched=watched) for name, case in cases.items()}
+
+
+def healthy(rank: int) -> list[dict[str, Shown]]:
+    """Train with an exporter and without."""
+    return [work(rank, 2, HEALTHY, watched=watched) for watched in (True, False)]
+
+
+def faulty(rank: int, ranks: int) -> dict[str, Shown]:
+    """Train with each of the faults."""
+    return work(rank, ranks, {name: case for name, (case, _) in FAULTY.items()})
+
+
+def trained(rank: int, ranks: int, name: str, case: Case, *, watched: bool) -> Shown:
     """Train one rank, and on rank 0 wait until what all ranks have sent is compared."""
-    case = HEALTHY[name] if group == "healthy" else FAULTY[name][0]
     torch.manual_seed(0)
     model, shown = case.model(), Shown()
     with contextlib.ExitStack() as stack:
         shown.logged = stack.enter_context(logged())
         if watched:
-            exporter = stack.enter_context(start_exporter(model, port=None, every=1, run="x", replicas=True, collectors=OFF))
+            exporter = stack.enter_context(start_exporter(model, port=None, every=1, run=name, replicas=True, collectors=OFF))
         train(rank, case, min(ODD, ranks - 1), model)
         if watched:
 
@@ -200,38 +214,54 @@ def work(rank: int, group: str, name: str, ranks: int, watched: bool = True) -> 
             shown.errors = errors(exporter)
         dist.barrier()
     dist.barrier()
-    shown.left = [key for key in ("1", *(f"1/{rank}" for rank in range(ranks))) if default_store().check([f"{KEYS}/{key}"])]
+    shown.left = [key for key in ("1", *(f"1/{rank}" for rank in range(ranks))) if default_store().check([f"{KEYS}/{name}/{key}"])]
     state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
     shown.state = hashlib.sha256(state).hexdigest()
     return shown
 
 
+@pytest.fixture(scope="module")
+def all_healthy() -> list[list[dict[str, Shown]]]:
+    """What each rank shows of all trainings without a fault, with an exporter and without."""
+    return of_ranks(healthy)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> int:
+    """Their number."""
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def all_faulty(ranks: int) -> dict[str, Shown]:
+    """What rank 0 shows of all trainings with a fault."""
+    return of_ranks(faulty, ranks, ranks=ranks)[0]
+
+
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_replicas_are_equal(name: str) -> None:
+def test_healthy_replicas_are_equal(name: str, all_healthy: list[list[dict[str, Shown]]]) -> None:
     """Nothing differs under DDP with buffers that are broadcast, accumulation, a skipped step; the training is bit-identical."""
-    first, second = of_ranks(work, "healthy", name, 2)
+    first, second = (watched[name] for watched, _ in all_healthy)
     assert first.differing == first.odd == set()
     assert all(("torch_replicas_differ_total", layer, "gradient") in first.series for layer in ("first", "second"))
     assert second.series == {}
     assert first.logged == second.logged == []
     assert first.errors == second.errors == {}
     assert first.left == second.left == []
-    alone = of_ranks(work, "healthy", name, 2, False)
-    assert [rank.state for rank in alone] == [first.state, second.state]
+    assert [alone[name].state for _, alone in all_healthy] == [first.state, second.state]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", FAULTY)
-def test_fault_of_one_rank_is_found(name: str, ranks: int) -> None:
+def test_fault_of_one_rank_is_found(name: str, ranks: int, all_faulty: dict[str, Shown]) -> None:
     """Rank 0 names the layers that differ and no other, and of four ranks the one with the fault."""
-    first = of_ranks(work, "faulty", name, ranks, ranks=ranks)[0]
-    expected = FAULTY[name][1]
+    first, expected = all_faulty[name], FAULTY[name][1]
     assert first.differing == set(expected)
-    assert first.odd == ({str(ODD)} if ranks == 4 and all(expected.values()) else first.odd)
-    if ranks == 4 and any(expected.values()):
-        assert str(ODD) in first.odd
     if ranks == 2:
         assert first.odd == set()
+    elif all(expected.values()):
+        assert first.odd == {str(ODD)}
+    elif any(expected.values()):
+        assert str(ODD) in first.odd
     assert first.errors == {}
 
 
