@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -192,7 +193,8 @@ def test_nothing_is_left_of_a_closed_server(training: Training, site: Site) -> N
             exchange(server, GET_METRICS)
             reset(connect(server))
         assert eventually(lambda: process.num_fds() <= before + 12)
-    assert eventually(lambda: (process.num_fds(), lasting_threads()) == (before, threads))
+    # What an earlier test of this process left may be gone as well by now.
+    assert eventually(lambda: process.num_fds() <= before and not Counter(lasting_threads()) - Counter(threads))
 
 
 def test_a_slow_disk_holds_up_no_other_client(training: Training, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
