@@ -78,7 +78,6 @@ class Replicas:
 
 DDP_OPTIONS = {
     "plain": {},
-    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "static_graph": {"static_graph": True},
     "buckets_as_views": {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True},
 }
@@ -239,21 +238,20 @@ def ddp_compressed(run: Run, hook: str) -> None:
 class Checkpointed(torch.nn.Module):
     """Layers whose activations are computed again in the backward."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(6, 8)
         self.second = torch.nn.Linear(8, 4)
-        self._use_reentrant = use_reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(lambda x: self.first(x).relu(), x.requires_grad_(), use_reentrant=self._use_reentrant)
-        return checkpoint(self.second, x, use_reentrant=self._use_reentrant)
+        x = checkpoint(lambda x: self.first(x).relu(), x.requires_grad_(), use_reentrant=True)
+        return checkpoint(self.second, x, use_reentrant=True)
 
 
-@two_ranks(use_reentrant=[True, False])
-def ddp_checkpointed(run: Run, use_reentrant: bool) -> None:
+@two_ranks()
+def ddp_checkpointed(run: Run) -> None:
     """Backwards within the backward, as checkpoints run them, are no samples of their own."""
-    wrapped = DistributedDataParallel(Checkpointed(use_reentrant=use_reentrant))
+    wrapped = DistributedDataParallel(Checkpointed())
     for step in run.rounds(wrapped, 5):
         run.backward(wrapped(data(step)).square().mean())
 
@@ -350,7 +348,7 @@ def even() -> Perceptron:
     return Perceptron(6, 8, 4)
 
 
-@two_ranks(kind=["resharded", "kept", "root only", "root only, kept"])
+@two_ranks(kind=["resharded", "root only, kept"])
 def fsdp(run: Run, kind: str) -> None:
     """Each rank shows its part; whether the parameters are given back after the forward makes no difference."""
     model = even()
@@ -376,18 +374,14 @@ def fsdp_started_before(run: Run, layerwise: bool) -> None:
                 run.check(without=[*CUMULATIVE, "torch_train_backward_passes_total"])
 
 
-@two_ranks(kind=["wrapper", "reentrant wrapper", "function", "reentrant function"])
+@two_ranks(kind=["wrapper", "reentrant function"])
 def fsdp_checkpointed(run: Run, kind: str) -> None:
     """Layers whose parameters are gathered again within the backward, for the activations to be computed again."""
-    reentrant = kind.startswith("reentrant")
-    if kind.endswith("wrapper"):
+    if kind == "wrapper":
         model = even()
-        implementation = wrappers.CheckpointImpl.REENTRANT if reentrant else wrappers.CheckpointImpl.NO_REENTRANT
-        with warning_of_torch(".*reentrant.*"):
-            model.first = wrappers.checkpoint_wrapper(model.first, checkpoint_impl=implementation)
-            model.second = wrappers.checkpoint_wrapper(model.second, checkpoint_impl=implementation)
+        model.first, model.second = wrappers.checkpoint_wrapper(model.first), wrappers.checkpoint_wrapper(model.second)
     else:
-        model = Checkpointed(use_reentrant=reentrant)
+        model = Checkpointed()
     shard(model, [model.first, model.second])
     for step in run.rounds(model, 5):
         with warning_of_torch(".*reentrant.*"):
@@ -395,7 +389,7 @@ def fsdp_checkpointed(run: Run, kind: str) -> None:
         run.backward(output.square().mean())
 
 
-@two_ranks(kind=["synchronised", "not synchronised", "not synchronised, kept"])
+@two_ranks(kind=["synchronised", "not synchronised"])
 def fsdp_accumulation(run: Run, kind: str) -> None:
     """Three backwards to a step are one sample, whether each is reduced or only the last one is."""
     model = even()
@@ -404,8 +398,6 @@ def fsdp_accumulation(run: Run, kind: str) -> None:
         for part in range(3):
             if kind != "synchronised":
                 model.set_requires_gradient_sync(part == 2)
-            if kind.endswith("kept"):
-                model.set_reshard_after_backward(part == 2)
             run.backward(model(data(3 * step + part)).square().mean() / 3)
 
 
@@ -485,8 +477,6 @@ def fsdp_beside_replicated(run: Run) -> None:
 FLAT = {
     "flat": {},
     "original": {"use_orig_params": True},
-    "flat, after forward": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "original, after forward": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     "flat, whole": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "original, whole": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.NO_SHARD},
 }
@@ -563,7 +553,7 @@ def fsdp1_started_before(run: Run, kind: str) -> None:
             run.shows(float(not seen), "torch_grad_exporter_captures_skipped_total", reason="gathered")
 
 
-@two_ranks(kind=["flat, reduced", "flat, not reduced", "original, not reduced", "original, whole, reduced"])
+@two_ranks(kind=["flat, reduced", "original, not reduced"])
 def fsdp1_accumulation(run: Run, kind: str) -> None:
     """Three backwards to a step are one sample, also where FSDP reduces the last one only."""
     wrapped = flatten(even(), **FLAT[kind.rpartition(", ")[0]])
@@ -654,7 +644,7 @@ class Stages:
         return norms[dist.get_rank()]
 
 
-@two_ranks(kind=["gpipe, divided", "gpipe, divided, clipped", "1f1b, divided, clipped", "1f1b, summed"])
+@two_ranks(kind=["gpipe, divided, clipped", "1f1b, summed"])
 def pipeline(run: Run, kind: str) -> None:
     """Norms are those of the mean over the micro-batches, by which the schedule has divided, and before clipping."""
     need(2, 6, "the division of gradients by a schedule")

@@ -44,7 +44,7 @@ REPRESENTATIVES = {
     "fsdp_accumulation[kind=not synchronised]", "fsdp_clip_grad_norm", "fsdp_offloaded", "fsdp_uneven[layerwise=True]",
     "fsdp1[kind=flat]", "pipeline[kind=gpipe, divided, clipped]", "tensor_parallel",
     "ddp_each_backward_reduced", "ddp_averaged_by_the_user", "ddp_thrown_away", "ddp_an_old_gradient", "ddp_sparse",
-    "ddp_no_sync_of_a_large_layer", "ddp_checkpointed[use_reentrant=True]",
+    "ddp_no_sync_of_a_large_layer", "ddp_checkpointed",
 }  # fmt: skip
 """The regimes that `make test` runs."""
 
