@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors, values
 from tests.support.tools import eventually
 from torch_grad_exporter import load_black_box, start_exporter
+from torch_grad_exporter.rules import RULES, Finding, Rule, RuleContext, rule
+from torch_grad_exporter.rules.context import GOING
 
 AUTO: dict[str, object] = {}
 
@@ -69,10 +73,10 @@ def test_training_is_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alert", ["LossSpike", "GradientExploding"])
 def test_the_batch_of_a_spike(alert: str, tmp_path: Path) -> None:
-    """The last batch is that of the last spike, though the rule fires later."""
+    """The last batch is that of the last spike, though the rule fires later; one right after another is its consequence."""
     trained = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(trained.parameters(), 1e-12)
-    spikes = (60, 70, 80)
+    spikes = (60, 70, 80, 81)
     with start_exporter(trained, None, every=1, black_box=tmp_path) as exporter:
         for step in range(120):
             data = torch.full((4, 8), 1e3 + step) if step in spikes else torch.rand(4, 8) + 1
@@ -134,6 +138,32 @@ def test_at_most_three_in_a_run(tmp_path: Path) -> None:
         load_black_box(tmp_path)
 
 
+def test_rules_of_others(tmp_path: Path) -> None:
+    """Rules that users register write boxes of the newest batches, one each, and three in all."""
+
+    def rule_of(number: int) -> Rule:
+        @rule(f"Own{number}", GOING)
+        def own(_context: RuleContext) -> Iterator[Finding]:
+            yield Finding("warning", f"Number {number} holds.")
+
+        return own
+
+    with contextlib.ExitStack() as registered:
+        for number in range(4):
+            registered.enter_context(RULES.register(rule_of(number)))
+        trained = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(trained.parameters(), 0.0)
+        with start_exporter(trained, None, every=1, black_box=tmp_path) as exporter:
+            for step in range(30):
+                trained(torch.full((4, 8), 100.0 + step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            exporter.problems()
+    boxes = [load_black_box(path.parent) for path in sorted(tmp_path.glob("*/*/about.json"))]
+    assert [box.problem.alert for box in boxes] == ["Own0", "Own1", "Own2"]
+    assert all([kept.args[0][0, 0].item() - 100 for kept in box.batches] == [box.step - 1, box.step] for box in boxes)
+
+
 def test_a_healthy_run_writes_none(tmp_path: Path) -> None:
     """Without a problem the folder stays empty, and says so."""
     trained = nn.Linear(8, 1)
@@ -168,7 +198,9 @@ def test_written_while_the_training_goes_on(tmp_path: Path) -> None:
         steps(torch.rand(1, 64))
         steps(torch.zeros(1, 64))
         assert eventually(is_there)
-    assert load_black_box(tmp_path).step == 10
+    box = load_black_box(tmp_path)
+    assert box.step == 10
+    assert not box.samples["norm"][-1].isfinite().any()
 
 
 def in_a_job(rank: int, folder: str) -> tuple[int, float]:
