@@ -20,7 +20,6 @@ from torch_grad_exporter.inspection.black_box.kept import SOURCE, WRITTEN, Batch
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.requests import Requests
-from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
@@ -100,13 +99,15 @@ class BatchKeeper(Inspection):
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Send the largest magnitude in the gradients of a few parameters, which is not finite if one of theirs is not."""
         self._end_round(current)
-        gradients = [dense(gradient) for tracked in self._chosen(current.table) if (gradient := tracked.gradient()) is not None]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            if gradient is not None:
-                largest = torch.linalg.vector_norm(gradient, torch.inf).to(wide(gradient.device))
-                by_device.setdefault(gradient.device, []).append(largest)
-        tickets = [self._transfer.send(torch.stack(largest)) for largest in by_device.values()]
+        for tracked in self._chosen(current.table):
+            gradient = tracked.gradient()
+            part = None if gradient is None else dense(gradient)
+            if part is not None:
+                by_device.setdefault(part.device, []).append(part.reshape(-1))
+        # The largest magnitude does not overflow, as a norm of float16 would.
+        largest = [torch.linalg.vector_norm(torch.cat(parts), torch.inf).reshape(1) for parts in by_device.values()]
+        tickets = [self._transfer.send(each) for each in largest]
         sent = tuple(ticket for ticket in tickets if ticket is not None)
         if sent:
             self._mailbox.append(Inspected(SOURCE, self._number, sent))
