@@ -48,12 +48,12 @@ def build_black_box(
 def _about(checked: Checked) -> dict[str, object]:
     """Return the process and its options; not those that may hold secrets, which are addresses and headers to push to."""
     settings = {field.name: _plain(getattr(checked.settings, field.name)) for field in dataclasses.fields(checked.settings)}
-    clip = checked.arguments.clip
+    settings["clip"] = [policy_name(policy) for policy in checked.arguments.clip]
     process = {
         "run": checked.run, "rank": checked.rank, "world_size": checked.identity.world_size, "host": hostname(),
         "torch": torch.__version__, "python": platform.python_version(), "torch_grad_exporter": __version__,
     }  # fmt: skip
-    return {"options": settings | {"clip": None if clip is None else policy_name(clip)}, "process": process}
+    return {"options": settings, "process": process}
 
 
 def _plain(value: object) -> object:

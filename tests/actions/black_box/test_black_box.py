@@ -17,6 +17,7 @@ from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors, values
 from tests.support.tools import eventually
 from torch_grad_exporter import load_black_box, start_exporter
+from torch_grad_exporter.actions import MaxNorm, SkipNonFinite
 from torch_grad_exporter.rules import RULES, Finding, Rule, RuleContext, rule
 from torch_grad_exporter.rules.context import GOING
 
@@ -127,6 +128,23 @@ def test_a_loop_that_skips_at_once(tmp_path: Path) -> None:
     box = load_black_box(tmp_path)
     assert (box.step, box.problem.alert) == (40, "TrainingNonFiniteLoss")
     assert not box.batches[-1].args[0].any()
+
+
+def test_a_step_that_is_skipped(tmp_path: Path) -> None:
+    """With `SkipNonFinite` the run stays well, and the loss that was observed names the batch."""
+    trained = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(trained.parameters(), 1e-3)
+    with start_exporter(trained, None, every=64, black_box=tmp_path, clip=[SkipNonFinite(), MaxNorm(1.0)]) as exporter:
+        for step in range(60):
+            optimizer.zero_grad()
+            loss = trained(torch.full((4, 8), torch.nan if step == 30 else float(step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            exporter.observe(loss=loss)
+    box = load_black_box(tmp_path)
+    assert (box.step, box.problem.alert, box.options["clip"]) == (30, "TrainingNonFiniteLoss", ["SkipNonFinite()", "MaxNorm(1.0)"])
+    assert box.batches[-1].args[0].isnan().all()
+    assert trained.weight.isfinite().all()
 
 
 def test_at_most_three_in_a_run(tmp_path: Path) -> None:
