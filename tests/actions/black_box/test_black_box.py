@@ -53,6 +53,7 @@ def test_what_is_in_a_box(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING):
         given = train(tmp_path, 40, 20, every=1, otlp_endpoint="http://127.0.0.1:9/secret", otlp_headers={"key": "secret"})
     box = load_black_box(tmp_path)
+    assert (box.lost, box.found_at_step > box.step) == (0, True)
     assert box.path.parent == tmp_path / "planted-0"
     assert str(box.path) in caplog.text
     assert box.problem.alert == "TrainingNonFiniteGradients"

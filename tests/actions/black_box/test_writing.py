@@ -21,7 +21,7 @@ import pathlib, sys, torch
 from torch_grad_exporter.actions.black_box.writing import FORMAT, write
 content = {"batches": [], "samples": {"norm": torch.rand(1 << 22)}}
 about = {**FORMAT, "problem": dict(alert="a", severity="critical", text="t", layer=None, others=[], first_steps="", value=None),
-         "step": 1, "time": 0.0, "options": {}, "process": {}}
+         "step": 1, "found_at_step": 2, "lost": 0, "time": 0.0, "options": {}, "process": {}}
 while True:
     write(pathlib.Path(sys.argv[1]), "box", about, content)
 """

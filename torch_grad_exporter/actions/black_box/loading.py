@@ -67,6 +67,7 @@ class BlackBox:
         path: The folder.
         problem: What was wrong, as the rule or `nan_origin` named it.
         step: Optimizer steps before the last of `batches`.
+        found_at_step: Optimizer steps when the problem was found, which is later.
         batches: The last two that a model was given until it went wrong, the latest last. If values were not finite, the last one
             is that after which the first of them was seen.
         samples: The last 600 samples of all layers: `steps` and `times`, shape (n,); `layers`, their names; and quantities such as
@@ -74,16 +75,20 @@ class BlackBox:
             run, such as `loss`, likewise.
         options: The options of the exporter.
         process: The run, the rank, the host and the versions.
+        lost: Batches of the run that were dropped, as memory is limited, before it was known whether they were sound. If there are
+            any, `batches` may be others than those that went wrong.
         time: Unix time at which it was written.
     """
 
     path: Path
     problem: Problem
     step: int
+    found_at_step: int
     batches: tuple[KeptForward, ...] = field(repr=False)
     samples: Mapping[str, Any] = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
     process: Mapping[str, Any] = field(repr=False)
+    lost: int
     time: float
 
 
@@ -108,10 +113,12 @@ def load_black_box(path: str | os.PathLike[str]) -> BlackBox:
             path=folder,
             problem=Problem(**{**wrong, "others": tuple(wrong["others"])}),
             step=about["step"],
+            found_at_step=about["found_at_step"],
             batches=tuple(KeptForward(**{**batch, "args": tuple(batch["args"])}) for batch in content["batches"]),
             samples=content["samples"],
             options=about["options"],
             process=about["process"],
+            lost=about["lost"],
             time=about["time"],
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError) as error:

@@ -127,9 +127,9 @@ class BlackBoxRecorder:
         batches = [ring[number] for number in forwards or self._ring.latest() if number in ring]
         self._wait_for(batches)
         content = {"batches": [plain_batch(batch) for batch in batches], "samples": samples_of(self._view.history)}
-        step = batches[-1].step if batches else step
-        about = {**FORMAT, "problem": asdict(problem), "step": step, "time": time.time(), **self._about}
-        path = write(self._folder, f"{problem.alert}-step-{step}", about, content)
+        about = {**FORMAT, "problem": asdict(problem), "found_at_step": step, "lost": self._ring.lost, "time": time.time()}
+        step = about["step"] = batches[-1].step if batches else step
+        path = write(self._folder, f"{problem.alert}-step-{step}", {**about, **self._about}, content)
         self._left -= 1
         self._nonfinite_written |= kind == NONFINITE
         self._suspects.written(kind)
