@@ -20,7 +20,7 @@ from tests.support.models import Perceptron, batch
 from tests.support.scrape import OFF, errors, value, values
 from tests.support.torch_hooks import all_hooks, optimizer_hooks
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.actions import AGC, AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, SkipAbove, ZClip
+from torch_grad_exporter.actions import AGC, AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, SkipAbove, SkipNonFinite, ZClip
 
 POLICIES: dict[str, tuple[Any, Callable[[], Any]]] = {
     "MaxNorm": (MaxNorm(0.1), lambda: references.MaxNorm(0.1)),
@@ -466,10 +466,14 @@ def test_steps_within_the_backward_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "clips"),
-    [({"clip": MaxNorm(1e-3)}, True), ({"clip": MaxNorm(1e-3), "dry_run": [AGC()]}, False)],
+    [
+        ({"clip": MaxNorm(1e-3)}, True),
+        ({"clip": MaxNorm(1e-3), "dry_run": [AGC()]}, False),
+        ({"clip": [SkipNonFinite(), MaxNorm(1e-3)]}, False),
+    ],
 )
 def test_a_memory_in_a_captured_step_is_refused(options: dict[str, Any], clips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a CUDA graph is captured, only a policy without a memory clips, and others count as failures."""
+    """While a CUDA graph is captured, only a policy without a memory clips; others count as failures, and so does reading."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     torch.manual_seed(0)

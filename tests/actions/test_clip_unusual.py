@@ -15,7 +15,7 @@ from tests.actions import references
 from tests.actions.test_clip_at_steps import Loop, Training, plain, scaled_and_fused, start
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import errors, value
-from torch_grad_exporter.actions import AGC, AutoClip, LayerScale, MaxNorm, MaxValue, Plateau, SkipAbove, ZClip
+from torch_grad_exporter.actions import AGC, AutoClip, LayerScale, MaxNorm, MaxValue, Plateau, SkipAbove, SkipNonFinite, ZClip
 
 # Optimizers around others
 
@@ -239,6 +239,7 @@ class NoRead(TorchDispatchMode):
         (LayerScale({"first": 0.25}), scaled_and_fused),
         (AGC(0.02), scaled_and_fused),
         (SkipAbove(0.1), scaled_and_fused),
+        ([SkipNonFinite(max_in_row=3), SkipAbove(9.0, on="loss"), ZClip()], scaled_and_fused),
     ],
     ids=lambda case: getattr(case, "__name__", type(case).__name__),
 )

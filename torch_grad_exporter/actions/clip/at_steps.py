@@ -252,6 +252,8 @@ class ClipAtSteps:
                 each.observe(loss, epoch)
         if capturing_graph() and clipping.remembers:
             raise RuntimeError("a CUDA graph is being captured, in whose replays a policy's memory would stand still")
+        if capturing_graph() and clipping.skipping and not is_fused(optimizer):
+            raise RuntimeError("a CUDA graph is being captured, in which no decision can be read; steps are skipped if fused=True")
         # A scaler leaves the division by its scale to fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         record.flag.clear(optimizer)  # a closure may be evaluated several times
