@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import OFF, errors, outcomes, value
@@ -364,6 +365,31 @@ def test_each_skipped_step_has_one_reason() -> None:
     assert counted("candidates", "SkipNonFinite()") == 1
     assert counted("candidates", "SkipAbove(5.0, on='loss')") == 3
     assert value(exporter, "torch_train_skipped_steps_total") == 3
+
+
+class Norms(TorchDispatchMode):
+    """Counts the norms of all gradients that are measured within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - PyTorch's
+        self.number += "_foreach_norm" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "policies", [SkipNonFinite(), [SkipNonFinite(), MaxNorm(1.0)], [SkipNonFinite(), SkipAbove(9.0), ZClip()]], ids=repr
+)
+def test_gradients_are_measured_once(policies: Any) -> None:  # noqa: ANN401 - a policy or a list
+    """All policies of a list, and candidates that skip, share one measurement of the gradients."""
+    model = Perceptron()
+    model(batch()).square().mean().backward()
+    clipper = Clipper(model, policies, dry_run=[SkipNonFinite(), SkipAbove(1.0)])
+    with Norms() as norms:
+        clipper()
+    assert norms.number == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.actions.test_clipper_ranks import REGIMES, prepared
+from tests.actions.test_clipper_ranks import REGIMES, Collectives, prepared
 from tests.support.models import Perceptron
 from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors, value
@@ -83,7 +83,9 @@ def clippers(rank: int) -> None:
         if bad and rank == 0:
             next(model.parameters()).grad.to_local().view(-1)[0] = math.inf
         clipper.observe(loss)
-        clipper()
+        with Collectives() as collectives:
+            clipper()
+        assert collectives.number == 1
         before = [local(p).clone() for p in model.parameters()]
         optimizer.step()
         skipped = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
