@@ -25,8 +25,8 @@ from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.actions.rollback.rollback import Rollback
 from torch_grad_exporter.arguments import check_whole, shown
 from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
+from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
-from torch_grad_exporter.capture.values import Number
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import Guard, leave_traceback

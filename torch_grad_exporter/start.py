@@ -14,12 +14,12 @@ from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.actions import Notifier
 from torch_grad_exporter.actions.clip.policy import Policy
-from torch_grad_exporter.capture.loss_scale import Scaler
 from torch_grad_exporter.config.checked import Checked, check
 from torch_grad_exporter.config.option import UNSET, Unset, check_names, with_shown_defaults
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.exporter import Exporter, open_exporters
 from torch_grad_exporter.model import given
+from torch_grad_exporter.torch_compat.optimizers import Scaler
 
 logger = logging.getLogger("torch_grad_exporter")
 

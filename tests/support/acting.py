@@ -15,7 +15,7 @@ from torch_grad_exporter.actions.act.reports import ActionReports
 from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.rollback.state import TrainingState
-from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.outcomes import ActionTotals
 from torch_grad_exporter.collectors.rollbacks import RollbackTotals

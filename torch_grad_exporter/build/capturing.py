@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
-from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -26,6 +25,7 @@ from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Mailbox
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch_grad_exporter.build.acting import ActionStage
 from torch_grad_exporter.build.capturing import build_capture
 from torch_grad_exporter.build.inspecting import RouterStage, WatchStage, add_inspections, build_worker
 from torch_grad_exporter.build.scraping import build_scrape
-from torch_grad_exporter.capture.values import ValueLog
+from torch_grad_exporter.capture.observations import ValueLog
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.config.checked import Checked

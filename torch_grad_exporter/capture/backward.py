@@ -21,8 +21,8 @@ import torch
 from torch_grad_exporter.capture.armed_round import Lost
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.inspections import First, Inspection, Inspections
-from torch_grad_exporter.capture.module_hooks import differentiable
-from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
+from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE
+from torch_grad_exporter.capture.torch_hooks import differentiable
 from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced
 from torch_grad_exporter.torch_compat.autograd import (

@@ -14,22 +14,20 @@ from torch_grad_exporter.capture.counted_rounds import CountedRounds
 from torch_grad_exporter.capture.detection import BackwardDetection, Mode
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.loss_scale import FusedStepCounter, LossScale
-from torch_grad_exporter.capture.observations import Observations
+from torch_grad_exporter.capture.observations import Number, Observations
 from torch_grad_exporter.capture.progress import StepClock, TrainingThread
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.capture.step_readings import StepReadings
 from torch_grad_exporter.capture.steps import StepHooks
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.capture.values import Number
 from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Reductions
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.records import Mailbox
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 
 class Capture:
@@ -69,10 +67,9 @@ class Capture:
         self._index, self._schedule, self._reader, self._hooks = index, schedule, reader, hooks
         self.reductions, thread = Reductions(), TrainingThread()
         self._inspections = inspections = Inspections(cost)
-        self._fused = fused = FusedStepCounter(clock)
         self.rounds = rounds = RoundTracker(
             index=index, optimizers=optimizers, schedule=schedule, clock=clock, cost=cost, mailbox=mailbox, reader=reader,
-            inspections=inspections, fused=fused,
+            inspections=inspections,
         )  # fmt: skip
         self.detection = detection = BackwardDetection(index, optimizers, cost, inspections)
         self._counted = counted = CountedRounds(
@@ -91,18 +88,12 @@ class Capture:
             periodic=periodic,
         )  # fmt: skip
         self.observations = Observations(
-            optimizers=optimizers, clock=clock, mailbox=mailbox, reader=reader, loss_scale=loss_scale, rounds=rounds,
-            detection=detection, counted=counted, thread=thread,
-        )  # fmt: skip
-        readings = StepReadings(
-            index=index, optimizers=optimizers, cost=cost, reader=reader, rounds=rounds, detection=detection, forwards=forwards,
-            backward=backward,
+            clock=clock, mailbox=mailbox, reader=reader, rounds=rounds, detection=detection, counted=counted, thread=thread,
         )  # fmt: skip
         self._steps = StepHooks(
-            optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks,
-            loss_scale=loss_scale, inspections=inspections, rounds=rounds, detection=detection, fused=fused,
-            counted=counted, forwards=forwards, backward=backward, readings=readings, observations=self.observations,
-            thread=thread, periodic=periodic,
+            index=index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule, mailbox=mailbox, reader=reader,
+            hooks=hooks, loss_scale=loss_scale, inspections=inspections, rounds=rounds, detection=detection, counted=counted,
+            forwards=forwards, backward=backward, observations=self.observations, thread=thread, periodic=periodic,
         )  # fmt: skip
 
     def inspect(self, inspection: Inspection, guard: Guard) -> None:
@@ -193,7 +184,7 @@ class Capture:
 
     def close(self, *, failed: bool) -> None:
         """Hand over what is still open and remove the hooks of this round; idempotent. `failed`: like in `settle`."""
-        self._fused.settle(-1)
+        self.rounds.fused.settle(-1)
         self.rounds.training_over(failed=failed)
         self.release()
         self._inspections.tell(Inspection.training_over)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_grad_exporter.capture.armed_round import Lost
+from torch_grad_exporter.capture.armed_round import ClearingEvidence, Lost
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.module_hooks import batch_size
-from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE, main_device
-from torch_grad_exporter.capture.round_pattern import ClearingEvidence
+from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, main_device
+from torch_grad_exporter.capture.torch_hooks import batch_size
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
 from torch_grad_exporter.torch_compat.replicas import PIPELINES, calling_pipeline
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from torch_grad_exporter.capture.cost import SampleCost
     from torch_grad_exporter.capture.counted_rounds import CountedRounds
     from torch_grad_exporter.capture.detection import BackwardDetection
-    from torch_grad_exporter.capture.loss_scale import LossScale
     from torch_grad_exporter.capture.progress import StepClock, TrainingThread
     from torch_grad_exporter.capture.rounds import RoundTracker
     from torch_grad_exporter.capture.torch_hooks import Hooks
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.model.parameters import ParameterTable
     from torch_grad_exporter.model.replicas import Reductions
     from torch_grad_exporter.requests import Requests
+    from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"
 

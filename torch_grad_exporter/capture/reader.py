@@ -15,18 +15,17 @@ from typing import Concatenate, ParamSpec
 import numpy as np
 import torch
 
-from torch_grad_exporter.capture.armed_round import ArmedRound
+from torch_grad_exporter.capture.armed_round import ArmedRound, RoundPattern
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.gradient_versions import GradientsAsRead, PresentGradients
-from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.round_pattern import RoundPattern
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.store.host_transfer import HostTransfer, Tail, Ticket
 from torch_grad_exporter.store.records import Mailbox, OptimizerView, Outcome, RoundEnded, SamplePart, SampleRead
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 IN_FULL = 8
 """Of this many samples of an optimizer, one is measured again at the step although nothing seems to have written to it."""

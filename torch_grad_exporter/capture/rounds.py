@@ -1,27 +1,86 @@
-"""RoundTracker: the rules of rounds, steps and skipped steps. It measures nothing and calls no torch.
+"""RoundTracker: the rules of rounds, steps and skipped steps. It measures nothing.
 
-It holds the current round and what is usual for rounds (`round_pattern.py`). Its methods are called with what happens in the
+It holds the current round and what is usual for rounds (`armed_round.py`). Its methods are called with what happens in the
 training; nothing else ends a round.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from torch_grad_exporter.capture.armed_round import ArmedRound, Lost
+import torch
+
+from torch_grad_exporter.capture.armed_round import ArmedRound, ClearingEvidence, Lost, RoundPattern
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.loss_scale import FusedStepCounter
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.store.records import Mailbox, Outcome, RoundEnded
 
 PASSES = 2
 """Clearings in a round after each of which parameters have changed, as in SAM; more are those of steps that nothing reports."""
+
+
+UNDECIDED = 64
+"""Rounds at most whose answers are waited for."""
+
+
+@dataclass(slots=True)
+class _UndecidedRound:
+    """What its optimizers found: the answers under way, and how many of them were steps after all."""
+
+    number: int
+    waiting: dict[int, Ticket] = field(default_factory=dict)
+    took_place: int = 0
+
+
+@dataclass(slots=True)
+class FusedStepCounter:
+    """Corrects the clock's counts of steps and of skipped steps."""
+
+    clock: StepClock
+    transfer: HostTransfer = field(default_factory=lambda: HostTransfer(ring=UNDECIDED))
+    answering: set[int] = field(default_factory=set)
+    """The optimizers that were ever given an answer."""
+    undecided: deque[_UndecidedRound] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
+    """Rounds whose answers may still come; empty where no optimizer was given any."""
+
+    def stepped(self, round_number: int, optimizer: int, found_inf: torch.Tensor | None) -> None:
+        """Count the step of an optimizer in a round with answers; `found_inf`: a scaler's one, not zero if nothing was done."""
+        ticket = None if found_inf is None else self.transfer.send(found_inf.detach().reshape(1))
+        answer = None if ticket is None else ticket.ready()
+        if answer is None or not answer[0]:
+            self.clock.step_done(optimizer)
+        if found_inf is not None:
+            self.answering.add(optimizer)
+        if not self.undecided or self.undecided[-1].number != round_number:
+            self.undecided.append(_UndecidedRound(round_number))
+        current = self.undecided[-1]
+        if ticket is not None and answer is None:
+            current.waiting[optimizer] = ticket
+        else:
+            current.took_place += answer is None or not answer[0]
+
+    def settle(self, current_round: int) -> bool:
+        """Take in the answers that have come, up to the current round; return whether a round before it was skipped."""
+        for earlier in self.undecided:
+            for optimizer, answer in [(o, a) for o, ticket in earlier.waiting.items() if (a := ticket.ready()) is not None]:
+                del earlier.waiting[optimizer]
+                if answer[0]:
+                    self.clock.step_undone(optimizer)
+                else:
+                    earlier.took_place += 1
+        skipped = 0
+        while self.undecided and self.undecided[0].number != current_round and not self.undecided[0].waiting:
+            skipped += not self.undecided.popleft().took_place
+        self.clock.skipped += skipped
+        return bool(skipped)
 
 
 class RoundTracker:
@@ -34,6 +93,7 @@ class RoundTracker:
         closures: Those of them whose backward comes within the step.
         samples: Rounds whose gradients were read.
         lost: Rounds that were due and were not read, by the reason.
+        fused: Corrects counts of steps that a fused optimizer may have skipped.
         inputs_wanted: Whether the last forward of a root got an input that is to have a gradient.
     """
 
@@ -48,11 +108,10 @@ class RoundTracker:
         mailbox: Mailbox,
         reader: GradientReader,
         inspections: Inspections,
-        fused: FusedStepCounter,
     ) -> None:
         self._index, self._optimizers, self._schedule = index, optimizers, schedule
         self._clock, self._cost, self._mailbox, self._reader = clock, cost, mailbox, reader
-        self._inspections, self._fused = inspections, fused
+        self._inspections, self.fused = inspections, FusedStepCounter(clock)
         self.current = ArmedRound(0, sampled=schedule.next_due(0) == 0, table=index.table)
         self.pattern = RoundPattern()
         self.stepping: set[int] = set()
@@ -234,7 +293,7 @@ class RoundTracker:
             self._lose(Lost.EDITED)
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         # The answer of a fused optimizer comes late: the step before may turn out to be a skipped one now.
-        late = bool(self._fused.undecided) and self._fused.settle(number)
+        late = bool(self.fused.undecided) and self.fused.settle(number)
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled
         sampled = due or ((surprising or self._postponed) and self._schedule.shown_interval is not None)
         self._skipped_unseen = self._postponed = False

@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from torch_grad_exporter.capture.phases import DATA, OUTSIDE
-from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.progress import DATA, OUTSIDE, StepClock
 from torch_grad_exporter.errors import ErrorLog
 
 _Batch = TypeVar("_Batch")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torch_grad_exporter.capture.phases import PHASES
+from torch_grad_exporter.capture.progress import PHASES
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.distributed.identity import hostname
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS

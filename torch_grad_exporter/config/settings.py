@@ -19,7 +19,6 @@ from torch_grad_exporter.actions.clip.policy import OnFailure, Policy, checked_p
 from torch_grad_exporter.actions.clip.skipping import checked_clip
 from torch_grad_exporter.actions.notify import notifiers
 from torch_grad_exporter.arguments import shown
-from torch_grad_exporter.capture.loss_scale import Scaler
 from torch_grad_exporter.capture.schedule import LONGEST
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config import values
@@ -27,7 +26,7 @@ from torch_grad_exporter.config.values import NO_PATH, FilePath, Range
 from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.model.replicas import Ranks
 from torch_grad_exporter.statistics.kernels.choice import Implementation
-from torch_grad_exporter.torch_compat.optimizers import has_scale
+from torch_grad_exporter.torch_compat.optimizers import Scaler, has_scale
 
 # Of the exporter's variables; the rest is the option's name in capital letters.
 PREFIX = "TORCH_GRAD_EXPORTER_"

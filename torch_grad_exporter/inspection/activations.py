@@ -17,7 +17,6 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
 from torch_grad_exporter.inspection.modules import InnerModules, LayerRows
@@ -28,6 +27,7 @@ from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 # Samples without any call of a layer's modules after which its gauges vanish.
 KEPT = 8

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.module_hooks import ModuleHooks
-from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
+from torch_grad_exporter.capture.torch_hooks import Hooks, ModuleHooks, Removable
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.modules import InnerModule, InnerModules
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, capturing_graph, graph_task, within_transform

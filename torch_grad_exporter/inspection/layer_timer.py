@@ -18,9 +18,8 @@ from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool, Timeline
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.module_hooks import differentiable
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.torch_hooks import Hooks, differentiable
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
 from torch_grad_exporter.inspection.layer_times import BACKWARD, FORWARD, LayerTimes, Pass, RoundTimes, TimedCall
 from torch_grad_exporter.inspection.modules import InnerModules

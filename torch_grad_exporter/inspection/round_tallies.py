@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from torch_grad_exporter.capture.cost import Begun, SampleCost
-from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.inspection.tallies import SentTallies, Tally, packed, without_autocast
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import graph_task
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 # Backwards at most of which something is kept before it is known whether they are of the round.
 TASKS = 4

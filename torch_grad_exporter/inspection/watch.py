@@ -17,7 +17,6 @@ from torch_grad_exporter.arguments import check_number, shown
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, TallyKey
@@ -29,6 +28,7 @@ from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 # Names that are shown, at most, and the name under which all others are shown together.
 NAMES, FOLDED = 100, "(folded)"

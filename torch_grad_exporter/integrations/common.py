@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 import torch
 
-from torch_grad_exporter.capture.values import Number
+from torch_grad_exporter.capture.observations import Number
 
 # How the names of the exporter's own metrics begin.
 OURS = ("torch_grad_", "torch_train_")

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.arguments import near
-from torch_grad_exporter.capture.values import Number
+from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.integrations.common import TrainingInterrupted
 from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 

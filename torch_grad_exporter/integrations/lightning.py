@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.capture.module_hooks import batch_size
+from torch_grad_exporter.capture.torch_hooks import batch_size
 from torch_grad_exporter.integrations.common import RoundLosses, require
 from torch_grad_exporter.integrations.session import Session, SessionOwner
 

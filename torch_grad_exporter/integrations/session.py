@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import torch
 
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.capture.values import Number
+from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments
 from torch_grad_exporter.errors import Guard, warn

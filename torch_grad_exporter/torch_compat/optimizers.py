@@ -7,9 +7,10 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -110,6 +111,62 @@ def has_scale(scaler: object) -> bool:
     """Return whether it is a gradient scaler, or has the interface of one."""
     # A disabled one has no scale.
     return hasattr(scaler, "_scale") or isinstance(scaler, torch.amp.GradScaler)
+
+
+NEAREST = 12
+"""Callers of an optimizer's step that are searched for a gradient scaler."""
+
+
+class Scaler(Protocol):
+    """A `torch.amp.GradScaler`: `_scale` is a tensor, `None` before its first use; a disabled one has none."""
+
+    def is_enabled(self) -> bool:
+        """Return whether it scales."""
+
+
+class LossScale:
+    """Finds the scaler, and holds it weakly. Belongs to the training thread.
+
+    Args:
+        scaler: One that the user has named.
+    """
+
+    def __init__(self, scaler: Scaler | None = None) -> None:
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+        self._searched = False
+
+    def search(self, frame: types.FrameType | None) -> None:
+        """Search the callers of an optimizer's step for a scaler whose `step` called it."""
+        self._searched = True
+        for _ in range(NEAREST):
+            if frame is None:
+                return
+            if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+                scaler = frame.f_locals.get("self")
+                if scaler is not None:
+                    self._scaler = weakref.ref(scaler)
+                return
+            frame = frame.f_back
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """The scaler, if one was given or found, and is alive."""
+        return None if self._scaler is None else self._scaler()
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a scaler was given or found, and is alive."""
+        return self.scaler is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known if there is a scaler, as it is from the first step on."""
+        return self._searched or self.has_scaler
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The loss scale now, if there is a scaler that has one."""
+        return None if self._scaler is None else scale_of(self._scaler())
 
 
 _STEPS_ARE_MARKED = find("torch.optim.Optimizer._patch_step_function") is not None

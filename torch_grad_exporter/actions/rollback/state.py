@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.actions.rollback.packing import SavedTensor, StatePacking, StateWriting
-from torch_grad_exporter.capture.loss_scale import LossScale
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat.optimizers import scaler_state

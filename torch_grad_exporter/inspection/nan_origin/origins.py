@@ -16,7 +16,6 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.loss_scale import LossScale
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import inform, warn
@@ -32,6 +31,7 @@ from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import Inspected, Mailbox, Outcome
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 # Rounds that an alarm arms, and seconds between two alarms that arm: while it goes on, more rounds show the same.
 ROUNDS, AGAIN_SECONDS = 4, 5.0
