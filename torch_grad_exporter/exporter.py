@@ -168,7 +168,7 @@ class Exporter:
         values = iter([(name, value) for name, value in given.items() if value is not None])
         # A value that fails costs itself alone: those behind it are taken.
         for _ in given:
-            if self._ending.closed or self._guards["observe"](self._stages.capture.observe, values):
+            if self._ending.closed or self._guards["observe"](self._stages.capture.observations.observe, values):
                 break
         if self._stages.clip is not None:
             self._guards["observe"](self._stages.clip.observe, loss, epoch)

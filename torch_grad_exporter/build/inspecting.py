@@ -164,7 +164,7 @@ class WatchStage:
             stage = self._stage
             self._watch = WatchedTensors(
                 hooks=stage.hooks, loss_scale=stage.loss_scale, cost=stage.cost, mailbox=stage.mailbox, totals=self._totals,
-                errors=stage.errors, sampled=stage.capture.is_sampled,
+                errors=stage.errors, sampled=stage.capture.rounds.next_is_sampled,
             )  # fmt: skip
             stage.capture.inspect(self._watch, stage.errors.boundary("watch"))
         return self._watch.watch(name, tensor, max_norm)
@@ -203,7 +203,7 @@ class RouterStage:
         stage = self._stage
         routers = Routers(
             modules=modules, counting=counting, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox,
-            sampled=stage.capture.is_sampled,
+            sampled=stage.capture.rounds.next_is_sampled,
         )  # fmt: skip
         stage.capture.inspect(routers, stage.errors.boundary(ROUTERS))
         return routers

@@ -231,7 +231,7 @@ class Stages:
             "run": self._run,
             "rank": self._rank,
             "version": __version__,
-            "capture_mode": self.capture.mode.value,
+            "capture_mode": self.capture.detection.mode.value,
             "sampling_interval_steps": self._capturing.schedule.shown_interval,
             "sampling_interval_at_cap": self._capturing.schedule.capped,
             "errors": sum(self.errors.counts().values()),

@@ -166,7 +166,10 @@ class AccumulateGradNodes:
         for owner, node in held.items():
             if owner in wanted and (owner not in self.hooked or known.get(owner) is not node):
                 self._unhook(owner)
-                self._hook_on(node, owner)
+                owner.listener = self
+                handle = node.register_prehook(owner)
+                if (hooks := handle.hooks_dict_ref()) is not None:
+                    self._numbers[owner], self.hooked[owner] = handle.id, hooks
         self._held = held
         self.frozen_at_times &= {*held.tracked}
 
@@ -205,14 +208,6 @@ class AccumulateGradNodes:
     def _remember_frozen(self) -> None:
         pairs = zip(self._held.tracked, self._held.tracked.parameters(), strict=True)
         self.frozen_at_times = {t for t, p in pairs if p is not None and (t in self.frozen_at_times or not p.requires_grad)}
-
-    def _hook_on(self, node: Node, tracked: TrackedParameter) -> None:
-        tracked.listener = self
-        handle = node.register_prehook(tracked)
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None:
-            self._numbers[tracked] = handle.id
-            self.hooked[tracked] = hooks
 
     def _unhook(self, tracked: TrackedParameter) -> None:
         tracked.listener = None

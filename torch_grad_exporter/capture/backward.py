@@ -11,6 +11,7 @@ Which parameters got a gradient is known by their nodes. Where a wrapper writes 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -134,11 +135,11 @@ class BackwardHooks:
         if not self._detection.sees_backwards or within_transform():
             return
         if self.task != -1:
-            self.abandoned()
+            self.abandon()
         for tensor in differentiable(output):
             on_gradient(tensor, self._output_hook)
 
-    def abandoned(self) -> None:
+    def abandon(self) -> None:
         """Outside of any backward: one that began and did not end has raised."""
         self.task, self._detection.nodes.running = -1, False
         self._inspections.tell(Inspection.backward_dropped)
@@ -152,7 +153,10 @@ class BackwardHooks:
             return
         start = self._clock.clock()
         self._announced(task, start)
-        self._detection.output_reached(sampled=self._rounds.next_is_sampled)
+        detection = self._detection
+        detection.looked = self._rounds.next_is_sampled and detection.by_nodes
+        if detection.looked:  # no parameter is reached yet: hook what was added or thawed since the last step
+            self._cost.of(functools.partial(detection.arm_all, within_step=True))
         if self._index.fully_sharded:
             self._begin(None)
         self._clock.spent(start)
@@ -189,7 +193,7 @@ class BackwardHooks:
         # First: what fails below must not begin it again at each node.
         self._before, detection.nodes.running = None, True
         detection.nodes.fired.clear()
-        rounds.backward_began(self._forwards.evidence, within_step=self._clock.stepping)
+        rounds.backward_began(self._forwards.evidence, within_step=self._clock.phases.stepping)
         if rounds.current.sampled:
             why = self._forwards.backward_began()
             if why is not None:
@@ -233,13 +237,11 @@ class BackwardHooks:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
             complete = self._rounds.backward_ended(fired)
             self._inspections.tell(Inspection.backward_ended, current, start)
-            # Gradients that the loop reduces after the backward are read at the step, see `StepReadings.reduced_since`.
+            # Gradients that the loop reduces after the backward are read at the step, see `StepHooks`.
             by_loop = sampled and self.reduces_by_itself
             if complete and (not by_loop or self._detection.trusts_backwards):
                 self.read(now=now)
-            elif current.behind:
-                current.left = GradientVersions.of(table.tracked)
-            if by_loop:
+            if by_loop or current.behind:
                 current.left = GradientVersions.of(table.tracked)
             if nodes.table is not None and not sampled:  # it is not known which parameters report backwards
                 self._detection.follow(nodes.table, nodes.positions(nodes.table))

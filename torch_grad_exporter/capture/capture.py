@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 
-from torch_grad_exporter.capture.armed_round import Lost
 from torch_grad_exporter.capture.backward import BackwardHooks
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.counted_rounds import CountedRounds
-from torch_grad_exporter.capture.detection import BackwardDetection, Mode
+from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.forwards import ForwardHooks
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
-from torch_grad_exporter.capture.observations import Number, Observations
+from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.progress import StepClock, TrainingThread
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
@@ -111,29 +110,9 @@ class Capture:
     # What others see
 
     @property
-    def is_sampled(self) -> bool:
-        """Whether the round of a forward that begins now is due to be sampled."""
-        return self.rounds.next_is_sampled
-
-    @property
-    def mode(self) -> Mode:
-        """Where gradients are read."""
-        return self.detection.mode
-
-    @property
     def models(self) -> int:
         """How many models are watched."""
         return self._index.models
-
-    @property
-    def samples(self) -> int:
-        """Rounds whose gradients were read."""
-        return self.rounds.samples
-
-    @property
-    def skipped(self) -> Mapping[Lost, int]:
-        """Rounds that were due to be sampled and were not, by the reason."""
-        return self.rounds.lost
 
     @property
     def devices(self) -> frozenset[str]:
@@ -141,10 +120,6 @@ class Capture:
         return self._reader.devices
 
     # What the user reports
-
-    def observe(self, values: Iterator[tuple[str, Number]]) -> None:
-        """Take observed values by name, see `Observations.observe`. From any thread, but for what belongs to a round."""
-        self.observations.observe(values)
 
     def backward_comes(self, loss: torch.Tensor) -> None:
         """A backward of this loss is about to begin, which no forward of a root may have shown."""

@@ -205,12 +205,17 @@ class CountedRounds:
             self._skipped, self._not_before = clock.skipped, number + AFTER_TROUBLE
         rounds = self._schedule.only_counted(number + 1)
         follow = number < self._not_before or self._requests.pending
-        optimizer = None if rounds < AT_LEAST or follow else regular()
-        if optimizer is None:
-            self.release()
-        elif self._on_trial(backwards):
+        optimizer, witness = None if rounds < AT_LEAST or follow else regular(), self._witness
+        if optimizer is not None and witness is not None and witness.passed(backwards):
             self._resume = resume
-            self._begin(optimizer, rounds, over)
+            self._begin(optimizer, witness, rounds, over)
+            return
+        if witness is not None:
+            self.release()
+            if optimizer is not None:
+                self.follow(AFTER_TROUBLE)
+        if optimizer is not None:  # the next round is a trial of a parameter that gets a gradient in each backward
+            self._witness = next(map(Witness.on_trial, self._detection.probes.present()), None)
 
     def follow(self, rounds: int) -> None:
         """Follow at least this many of the next rounds instead of counting them."""
@@ -221,22 +226,8 @@ class CountedRounds:
         """How many training examples a backward is taken for, 0 while that is not known."""
         return fmean(self._sizes) if self._sizes else 0.0
 
-    def _on_trial(self, backwards: int) -> bool:
-        """Return whether the witness has reported exactly the round's backwards; choose another one if there is none."""
-        witness = self._witness
-        passed = witness is not None and witness.passed(backwards)
-        if witness is not None and not passed:
-            self.follow(AFTER_TROUBLE)
-        if not passed:
-            self.release()
-            present = self._detection.probes.present()  # gets a gradient in each backward, as far as the last sample shows
-            self._witness = next(map(Witness.on_trial, present), None)
-        return passed
-
-    def _begin(self, optimizer: Regular, rounds: int, over: GuardedHook) -> None:
-        witness, clock = self._witness, self._clock
-        if witness is None:
-            return
+    def _begin(self, optimizer: Regular, witness: Witness, rounds: int, over: GuardedHook) -> None:
+        clock = self._clock
         counting = CountingHook(
             optimizer=weakref.ref(optimizer[1]),
             rounds=rounds,
@@ -279,35 +270,28 @@ class CountedRounds:
         if not steps or (surplus and after_step):
             self.follow(AFTER_TROUBLE)
         norm_waits = self._tell(counting, skipped)
-        self._add(durations, own, counting)
-        self._pass_over(steps, skipped=skipped, backwards=unfinished)
-        self._norm_at = None
-        if norm_waits:
-            self._rounds.norm_observed()
-        if witness is not None and after_step and not surplus:
-            witness.begin()  # the next round is its trial for the next time
-        else:
-            self.release()
-
-    def _add(self, durations: tuple[float, ...], own: float, counting: CountingHook) -> None:
-        clock = self._clock
-        if counting.surplus == -counting.to_a_step:
+        clock, rounds = self._clock, self._rounds
+        if surplus == -counting.to_a_step:
             # Nothing came before the last step: a backward in which the witness had no part, rather than a step without one.
             clock.backward_passes += counting.to_a_step
             clock.examples += round(counting.to_a_step * self._mean_size)
         self._seen = clock.examples, clock.backward_passes
         if durations:
             self._schedule.counted(durations, own)
-
-    def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
-        """Pass on how many rounds like the last one were counted, and steps skipped. `backwards`: of a round that is not over."""
-        self._rounds.rounds_counted(steps, skipped)
+        rounds.rounds_counted(steps, skipped)
         if steps and self._resume is not None:
             self._resume()
-        if backwards:
-            self._rounds.backwards_counted(backwards)
-            self._detection.probes.backward_over(self._rounds.current.models)
-        self._inspections.tell(Inspection.counted, unfinished=backwards > 0)
+        if unfinished:
+            rounds.backwards_counted(unfinished)
+            self._detection.probes.backward_over(rounds.current.models)
+        self._inspections.tell(Inspection.counted, unfinished=unfinished > 0)
+        self._norm_at = None
+        if norm_waits:
+            rounds.norm_observed()
+        if witness is not None and after_step and not surplus:
+            witness.begin()  # the next round is its trial for the next time
+        else:
+            self.release()
 
     # Norms that the user gives
 

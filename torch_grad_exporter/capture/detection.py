@@ -86,9 +86,9 @@ class BackwardDetection:
             nodes.arm_some(dict.fromkeys(self._detectors.values()))
         elif not (self.around_roots and nodes.table is self._index.table):
             # Where roots are called, the backward looks for what has changed since.
-            self._cost.of(self._arm_all)
+            self._cost.of(self.arm_all)
 
-    def _arm_all(self, *, in_place: bool = False, within_step: bool = False) -> None:
+    def arm_all(self, *, in_place: bool = False, within_step: bool = False) -> None:
         """Hook the nodes of all parameters that are trained now, until the round ends. For the rest see `LayerIndex.refresh`."""
         if not self.nodes.hooked:  # else a change shows by the nodes
             self._index.look_at_shapes()
@@ -109,15 +109,7 @@ class BackwardDetection:
         # If FSDP manages the model now, it shows the parameters here for the last time. Within `torch.func.functional_call` others
         # are in the parameters' places, and are not to be tracked.
         if sampled and self.by_nodes and not nodes.hooked and not within_transform():
-            self._arm_all(in_place=True)
-
-    def output_reached(self, *, sampled: bool) -> None:
-        """A backward has reached the output of a root and no parameter yet: hook what was added or thawed since the last step."""
-        self.looked = sampled and self.by_nodes
-        if self.looked:
-            start = self._cost.now()
-            self._arm_all(within_step=True)
-            self._cost.charge(start)
+            self.arm_all(in_place=True)
 
     # What was seen
 

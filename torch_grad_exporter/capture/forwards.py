@@ -94,7 +94,7 @@ class ForwardHooks:
         clock = self._clock
         start = clock.clock()
         clock.active(evaluating=not module.training)
-        if clock.stepping and not called_from_step(sys._getframe(1)):
+        if clock.phases.stepping and not called_from_step(sys._getframe(1)):
             clock.phases.enter(OUTSIDE, step_over=True)
             self._rounds.step_abandoned()
         if self._requests.pending:
@@ -105,39 +105,31 @@ class ForwardHooks:
         again = graph_task() != -1
         if torch.is_grad_enabled() and not again:
             self._rounds.forward_began()
-            self._prepare(module, args, kwargs)
+            sampled, moment = self._rounds.next_is_sampled, clock.clock()
+            self._detection.forward_began(sampled=sampled)
+            if sampled:
+                self._cost.charge(moment)
+                self.follow_device()
+                # Importing torch makes no process group, and imports no pipeline schedule.
+                if not self._index.replicas.alone or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+                    self._ranks(self._look_for_ranks, module)
+                self.divisor = 1.0
+                if PIPELINES in sys.modules:
+                    self._look_for_pipeline(sys._getframe(1))
+            if self._index.fully_sharded:
+                self._look_early(sampled=sampled)
+            self._inspections.tell(Inspection.forward_began, module, args, kwargs, sampled=sampled)
         if torch.is_grad_enabled() and module.training:
             if not again:
                 clock.phases.enter(FORWARD, start)
-                wanted = False
-                for value in (*args, *kwargs.values()):
-                    wanted |= isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
-                self._rounds.inputs_wanted = wanted
+                tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+                self._rounds.inputs_wanted = any(value.requires_grad and value.is_leaf for value in tensors)
             if clock.examples_known and not (again and clock.forward_came):
                 size = batch_size(args, kwargs) if self._index.models == 1 else None
-                if size is None:
-                    clock.examples_known = False
-                else:
-                    clock.examples += size
+                clock.examples_known = size is not None
+                clock.examples += size or 0
             clock.forward_came |= not again
         clock.spent(start)
-
-    def _prepare(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward with gradients begins, outside of any backward."""
-        sampled, start = self._rounds.next_is_sampled, self._clock.clock()
-        self._detection.forward_began(sampled=sampled)
-        if sampled:
-            self._cost.charge(start)
-            self.follow_device()
-            # Importing torch makes no process group, and imports no pipeline schedule.
-            if not self._index.replicas.alone or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-                self._ranks(self._look_for_ranks, root)
-            self.divisor = 1.0
-            if PIPELINES in sys.modules:
-                self._look_for_pipeline(sys._getframe(2))
-        if self._index.fully_sharded:
-            self._look_early(sampled=sampled)
-        self._inspections.tell(Inspection.forward_began, root, args, kwargs, sampled=sampled)
 
     def follow_device(self) -> None:
         """The model may be somewhere else than before: phases are timed on the device where most of its parameters are."""
@@ -193,38 +185,33 @@ class ForwardHooks:
         current, detection = self._rounds.current, self._detection
         if not detection.around_roots:
             self.look_for_ranks()
-        known = self._renew_table()
+        known = True  # all parameters that got a gradient in this round are among those that are trained now
+        if detection.sees_backwards or not current.backwards:
+            if detection.by_nodes and not detection.nodes.hooked:
+                self._index.look_at_shapes()
+            looked = detection.around_roots and detection.looked
+            before, current.table = current.table, self._index.table if looked else self._index.refresh(within_step=True)
+            if current.table is not before and current.fired:
+                fired = {before.tracked[position] for position in current.fired}
+                known = fired <= {*current.table.tracked}
+                if known:
+                    current.fired = {position for position, tracked in enumerate(current.table.tracked) if tracked in fired}
+                else:  # some were frozen since, whose gradients the step will use all the same
+                    trained, current.table = current.table, before
+                    known = {*trained.tracked} <= {*before.tracked}
         if not detection.sees_backwards:
             return None
         if self._index.fully_sharded:
             return Lost.GATHERED if self.early is None else None
         if not detection.around_roots:
             self._look_for_pipeline(self._thread.frame())
-        before, complete = detection.nodes.table, detection.nodes.hooks_all_of(current.table)
+        hooked, complete = detection.nodes.table, detection.nodes.hooks_all_of(current.table)
         if not complete:
             detection.nodes.arm(current.table, late=True)
-            if before is None and not current.captured:
+            if hooked is None and not current.captured:
                 self._rounds.postpone()
                 return None
         return None if known and complete else Lost.PARAMETERS_CHANGED
-
-    def _renew_table(self) -> bool:
-        """Take the parameters that are trained now; return whether all are among them that got a gradient in this round."""
-        current, detection = self._rounds.current, self._detection
-        if not detection.sees_backwards and current.backwards:
-            return True
-        if detection.by_nodes and not detection.nodes.hooked:
-            self._index.look_at_shapes()
-        looked = detection.around_roots and detection.looked
-        before, current.table = current.table, self._index.table if looked else self._index.refresh(within_step=True)
-        if current.table is before or not current.fired:
-            return True
-        fired = {before.tracked[position] for position in current.fired}
-        if not fired <= {*current.table.tracked}:  # some were frozen since, whose gradients the step will use all the same
-            trained, current.table = current.table, before
-            return {*trained.tracked} <= {*before.tracked}
-        current.fired = {position for position, tracked in enumerate(current.table.tracked) if tracked in fired}
-        return True
 
     def evidence(self) -> ClearingEvidence:
         """Return what the gradients of the last backward look like now; with FSDP, what they looked like before the forward."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,6 @@ class PresentGradients:
                 except (RuntimeError, NotImplementedError):  # a kind of tensor that does not tell
                     marked = False
         return cls(tracked, parameters, gradients, marks if marked else None)
-
-    def at(self, positions: Collection[int]) -> dict[int, torch.Tensor]:
-        """Return the gradients that are there at these positions, by position in rising order."""
-        gradients = self.gradients
-        if len(positions) == len(gradients) and types.NoneType not in map(type, gradients):
-            return dict(enumerate(gradients))  # type: ignore[arg-type]
-        return {i: gradient for i in sorted(positions) if (gradient := gradients[i]) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +177,6 @@ class GradientsAsRead:
         return True
 
 
-def _versions_of(parameters: Sequence[torch.nn.Parameter | None]) -> list[int]:
-    """Return how often the parameters were written to, -1 for one that is gone."""
-    return [-1 if p is None else version_of_local(p) for p in parameters]
-
-
 class GradientProbes:
     """A few parameters of each model, whose gradients show whether they were cleared or written to since the last backward."""
 
@@ -224,7 +212,8 @@ class GradientProbes:
                 firsts.append(first)
                 if self._are_zero(itertools.chain([first], present)):
                     zero.add(model)
-        self._last = GradientVersions.of(firsts), _versions_of(parameters_of(firsts)), zero
+        values = [-1 if p is None else version_of_local(p) for p in parameters_of(firsts)]
+        self._last = GradientVersions.of(firsts), values, zero
 
     @property
     def _after_backward(self) -> GradientVersions:
@@ -260,7 +249,7 @@ class GradientProbes:
         for probe in probes:
             if (gradient := probe.gradient()) is None:
                 continue
-            values = local(gradient)
+            values = gradient if type(gradient) in PLAIN else local(gradient)
             if values.device.type != "cpu" or values.is_sparse or not values.is_contiguous():
                 seen.add(None)  # cannot be seen without waiting for a device
                 continue
@@ -276,7 +265,8 @@ class GradientProbes:
     def updated(self) -> bool:
         """Return whether parameters were written to since the last backward."""
         after, values, _ = self._last
-        return any(now not in (-1, before) for now, before in zip(_versions_of(parameters_of(after.tracked)), values, strict=True))
+        pairs = zip(parameters_of(after.tracked), values, strict=True)
+        return any(p is not None and version_of_local(p) != before for p, before in pairs)
 
     def untouched(self) -> bool:
         """Return whether the gradients are those of the last backward, as far as the probes show."""

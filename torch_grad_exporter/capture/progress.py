@@ -39,6 +39,8 @@ class PhaseTimes:
     Attributes:
         seconds: By phase.
         seen: The phases that there were.
+        current: The present one.
+        stepping: Whether that is the optimizer's: one is in its step, or raised in it.
         own: What the exporter has taken so far, in seconds.
         untimed: Rounds that were followed and are in no phase: the device was too far behind, or a graph was being captured.
         paused: Whether no phase is entered, since rounds are only counted.
@@ -50,7 +52,7 @@ class PhaseTimes:
         self._clock, self._events = clock, events
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.seen: set[str] = set()
-        self.current = OUTSIDE
+        self.current, self.stepping = OUTSIDE, False
         self.own = 0.0
         self.untimed = 0
         self.paused = False
@@ -87,9 +89,10 @@ class PhaseTimes:
             moment: The present time of the clock, if known.
             step_over: Whether an optimizer has stepped, or raised in its step.
         """
-        if self.paused or (self.current == OPTIMIZER and not step_over):
+        if self.paused or (self.stepping and not step_over):
             return
         self.seen.add(phase)
+        self.stepping = phase == OPTIMIZER
         if self._on_device is None:
             moment = self._clock() if moment is None else moment
             self.seconds[self.current] += max(0.0, moment - self._since - (self.own - self._own_since))
@@ -101,6 +104,7 @@ class PhaseTimes:
     def restart(self, phase: str = OUTSIDE) -> None:
         """Enter a phase; the time since the last one began belongs to none."""
         self.current, self._since, self._own_since = phase, self._clock(), self.own
+        self.stepping = phase == OPTIMIZER
         if self._on_device is not None:
             self._on_device.restart()
             self._on_device.enter(phase)
@@ -201,13 +205,6 @@ class StepClock:
         self._last_step: float | None = None
         self._last_activity: float | None = None
 
-    # Phases
-
-    @property
-    def stepping(self) -> bool:
-        """Whether an optimizer is in its step, or raised in it."""
-        return self.phases.current == OPTIMIZER
-
     # Counts
 
     def step_done(self, optimizer: int) -> None:
@@ -225,11 +222,6 @@ class StepClock:
     def resume(self, step: int) -> None:
         """Take this number as that of the training's last step, from which the numbers of steps go on."""
         self.earlier = step - max(self.counts().steps.values(), default=0)
-
-    def numbers(self) -> dict[int, int]:
-        """Return the number in the whole training of each optimizer's last committed step."""
-        earlier = self.earlier
-        return {optimizer: count + earlier for optimizer, count in self.steps.items()} if earlier else self.steps
 
     @property
     def number(self) -> int:

@@ -151,7 +151,9 @@ class GradientReader:
         if not now.in_place:
             return
         begun = self._cost.timer.begin(self._places)
-        present = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
+        late = current.fired - current.early_fired if current.early_fired else current.fired
+        positions = range(len(now.gradients)) if len(late) == len(now.gradients) else sorted(late)
+        present = {i: gradient for i in positions if (gradient := now.gradients[i]) is not None}
         gradients = table.tracked.own(present)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.
@@ -298,7 +300,9 @@ class GradientReader:
         guessed = not (did_step or usual & mine) and len(mine) > 1
         unsure = current.divided_again and outcome is Outcome.SKIPPED
         divisor = None if unsure else self._divisors.get(current.number)
-        views, steps = tuple(current.views), self._clock.numbers()
+        views, steps, earlier = tuple(current.views), self._clock.steps, self._clock.earlier
+        if earlier:  # the numbers in the whole training
+            steps = {optimizer: count + earlier for optimizer, count in steps.items()}
         self._mailbox.append(
             RoundEnded(current.number, outcome, owners, stepped, steps, views, divisor, final=final, guessed=guessed)
         )

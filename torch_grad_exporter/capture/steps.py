@@ -99,7 +99,7 @@ class StepHooks:
             return
         self._counted.settle()
         task = graph_task()
-        inside = frozenset(rounds.stepping) if clock.stepping else frozenset()
+        inside = frozenset(rounds.stepping) if clock.phases.stepping else frozenset()
         number = self._optimizers.number(optimizer, within_backward=task != -1, inside=inside)
         if number is None:
             self._foreign_step()
@@ -110,10 +110,10 @@ class StepHooks:
             clock.spent(start)
             return
         self._thread.ident = threading.get_ident()
-        if clock.stepping and not called_from_step(sys._getframe(3)):
+        if clock.phases.stepping and not called_from_step(sys._getframe(3)):
             clock.phases.enter(OUTSIDE, step_over=True)
             rounds.step_abandoned()
-        if clock.stepping and number in rounds.stepping:  # `step` has called `super().step()`
+        if clock.phases.stepping and number in rounds.stepping:  # `step` has called `super().step()`
             self._nested.add(number)
             self._inner_step(StepView(number, found_inf=self._found_inf.get(number)))
             return
@@ -130,7 +130,7 @@ class StepHooks:
     def _foreign_step(self) -> None:
         """An optimizer that owns nothing of the model steps; inside the step of one that does, it works for that one."""
         rounds = self._rounds
-        if not (self._clock.stepping and rounds.stepping):
+        if not (self._clock.phases.stepping and rounds.stepping):
             rounds.current.foreign = True
         elif self._detection.sees_backwards:
             for optimizer in rounds.stepping & rounds.closures:  # about to use what the closure left
@@ -160,20 +160,16 @@ class StepHooks:
         grad_scale = None if found_inf is None else _grad_scale(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         sampled = self._rounds.current.sampled
-        self._use(StepView(number, grad_scale, found_inf), closure=closure is not None)
+        if self._backward.task != -1:
+            self._backward.abandon()
+        self._rounds.stepping.add(number)
+        self._found_inf[number] = found_inf
+        if closure is not None:  # the backward is yet to come, within the step
+            self._rounds.closures.add(number)
+        else:
+            self._before_step(StepView(number, grad_scale, found_inf))
         if sampled:
             self._inspections.tell(Inspection.step_began, self._rounds.current, number)
-
-    def _use(self, seen: StepView, *, closure: bool) -> None:
-        """An optimizer uses its gradients in a step. `closure`: the backward is yet to come, within the step."""
-        if self._backward.task != -1:
-            self._backward.abandoned()
-        self._rounds.stepping.add(seen.optimizer)
-        if closure:
-            self._rounds.closures.add(seen.optimizer)
-        self._found_inf[seen.optimizer] = seen.found_inf
-        if not closure:
-            self._before_step(seen)
 
     def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | bool | None) -> None:
         """`clip=` has clipped gradients right before a step.
@@ -315,13 +311,16 @@ class StepHooks:
         if not (self._hooked and self._rounds.current.stepped):
             optimizer = self._optimizers.manual()
             self._clock.phases.enter(OPTIMIZER)
-            self._use(StepView(optimizer), closure=False)
+            if self._backward.task != -1:
+                self._backward.abandon()
+            self._rounds.stepping.add(optimizer)
+            self._before_step(StepView(optimizer))
             self._ended(optimizer)
         self._hooked = False
         if number is not None:
             self._rounds.current.number = number
 
-    def _ended(self, number: int) -> None:  # noqa: C901 - one event after the other
+    def _ended(self, number: int) -> None:
         """The optimizer of this number has stepped, however that became known."""
         rounds, clock, sees_backwards = self._rounds, self._clock, self._detection.sees_backwards
         start = clock.clock()

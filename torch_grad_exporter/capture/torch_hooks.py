@@ -119,13 +119,6 @@ class ModuleHooks:
     key: Any
 
     @classmethod
-    def set_on(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> ModuleHooks:
-        """Register both."""
-        pair = cls.add_to(module, before, after)
-        pair.come_first()
-        return pair
-
-    @classmethod
     def add_to(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> ModuleHooks:
         """Register both, behind all others: what they see is what the module gets, and what it gives."""
         pair = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
@@ -211,7 +204,8 @@ class Hooks:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
             return
-        hooks = ModuleHooks.set_on(module, before, after)
+        hooks = ModuleHooks.add_to(module, before, after)
+        hooks.come_first()
         self._handles.append(hooks)
         self._on_modules.append(hooks)
 

@@ -120,12 +120,12 @@ class ExporterCollector:
         yield scalar(EXPORTER_MODELS, capture.models)
         yield scalar(EXPORTER_LAYERS, len(table.layers))
         yield scalar(EXPORTER_LAYERS_FOLDED, table.folded)
-        yield self._rows.by_label(EXPORTER_CAPTURE_MODE, {mode.value: mode is capture.mode for mode in Mode})
+        yield self._rows.by_label(EXPORTER_CAPTURE_MODE, {mode.value: mode is capture.detection.mode for mode in Mode})
         yield scalar(EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
         yield scalar(EXPORTER_THREADS_CPU_SECONDS, threads - self._threads_before)
-        yield scalar(EXPORTER_CAPTURES, capture.samples)
+        yield scalar(EXPORTER_CAPTURES, capture.rounds.samples)
         gradients = snapshot.gradients
-        lost = {**capture.skipped, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}
+        lost = {**capture.rounds.lost, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}
         yield self._rows.by_label(EXPORTER_CAPTURES_SKIPPED, {why.value: count for why, count in lost.items()})
         yield self._untimed()
         yield self._rows.by_label(EXPORTER_ERRORS, self._context.errors.counts())

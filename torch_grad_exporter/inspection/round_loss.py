@@ -178,7 +178,7 @@ class RoundLoss(Inspection):
     def _returned(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> ReturnedLoss:
         current, seen = self._rounds.current, self._detection.sees_backwards
         first = bool(current.stepped) or not current.backwards if seen else first_forward
-        closure = self if self._clock.stepping else None
+        closure = self if self._clock.phases.stepping else None
         returned = ReturnedLoss(_copy(loss), model, whole, current.number, first, closure)
         if seen and loss.grad_fn is not None:
             on_gradient(loss, returned)

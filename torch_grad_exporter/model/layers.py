@@ -34,8 +34,7 @@ from torch_grad_exporter.model.parameters import (
 )
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
-from torch_grad_exporter.torch_compat.fsdp import are_managed, is_managed
-from torch_grad_exporter.torch_compat.modules import children_of_each, parameters_in, parameters_of_each
+from torch_grad_exporter.torch_compat.modules import in_each, is_managed, parameters_in
 
 IN_TURN = 8
 """Scans at most for which a parameter was frozen that is taken for one which is frozen and thawed in turn."""
@@ -250,7 +249,7 @@ def _looked_at(modules: Sequence[torch.nn.Module]) -> tuple[_Columns, list[torch
 
     In columns, without a Python call per module or parameter, since each sample compares it. Besides, the parameters.
     """
-    children, owned = children_of_each(modules), parameters_of_each(modules)
+    children, owned, managed = in_each(modules)
     parameters: list[torch.nn.Parameter | None] = [*itertools.chain.from_iterable(map(_values, owned))]
     kinds: list[object] = [*map(type, parameters)]
     trained = [p for p in parameters if p is not None] if types.NoneType in kinds else parameters
@@ -261,7 +260,7 @@ def _looked_at(modules: Sequence[torch.nn.Module]) -> tuple[_Columns, list[torch
         [*map(id, parameters)],
         kinds,
         [*map(_requires_grad, trained)],
-        are_managed(modules),
+        managed,
     )
     return columns, parameters
 

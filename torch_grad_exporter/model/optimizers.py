@@ -171,7 +171,10 @@ class Optimizers:
 
         Parameters that were replaced within a group are looked for in each `new_sample` only.
         """
-        adopter = self._adopter
+        # Parameters without an optimizer are counted with the only one there is, but with several models only where that is known:
+        # of these one may be trained before the other's optimizer is seen.
+        alone = self.names == [MANUAL] or bool(self.copying) or (self.settled and self._index.models == 1)
+        adopter = 0 if len(self.names) == 1 and alone else None
         groups: list[tuple[int, list[torch.nn.Parameter]]] = []
         listed: list[object] = [adopter]
         for number, optimizer in self.numbered():
@@ -231,17 +234,6 @@ class Optimizers:
         """Return the positions in the table of what an optimizer owns."""
         owned: list[int] = np.flatnonzero(self.owners(table, {number}) == number).tolist()
         return owned
-
-    @property
-    def _adopter(self) -> int | None:
-        """The optimizer that parameters without one are counted with: the only one there is.
-
-        Not with several models, of which one may be trained before the other's optimizer is seen.
-        """
-        if len(self.names) != 1:
-            return None
-        alone = self.names == [MANUAL] or bool(self.copying)
-        return 0 if alone or (self.settled and self._index.models == 1) else None
 
     def _new(self, name: str, *, within_backward: bool) -> int:
         if not within_backward:

@@ -172,8 +172,8 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
             owned = parameters_of_each([*map(operator.call, modules)])  # type: ignore[list-item]  # the error is met
             parameters = [*map(_look_up, owned, attributes)]
         except (AttributeError, TypeError):  # a module is gone, or keeps its parameters in no dictionary
-            return _one_by_one(self)
-        return parameters if [*map(id, parameters)] == identities else _one_by_one(self)
+            return parameters_of([*self])
+        return parameters if [*map(id, parameters)] == identities else parameters_of([*self])
 
     def own(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients by position, each without what only fills it up."""
@@ -182,10 +182,8 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
     """`parameter()` of each, in one go."""
-    return tracked.parameters() if isinstance(tracked, TrackedParameters) else _one_by_one(tracked)
-
-
-def _one_by_one(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
+    if isinstance(tracked, TrackedParameters):
+        return tracked.parameters()
     owned = parameters_in
     return [
         p

@@ -276,7 +276,7 @@ class Worker:
             for listener in self._listeners:
                 listener.rounds_over(rounds)
 
-    def _take_first(self, now: float) -> bool:  # noqa: C901 - one branch for each kind of record
+    def _take_first(self, now: float) -> bool:
         """Take the first record that waits if its vectors are here, or have to be given up; return whether it did."""
         since, record = self._waiting.popleft()  # out first: a record that fails must not be met again
         lost = any(ticket.ready() is None for ticket in tickets_of(record))

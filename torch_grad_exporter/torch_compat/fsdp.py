@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,22 +65,6 @@ def flat_of(wrapper: torch.nn.Module) -> Flat | None:
 def is_flattened(tensor: torch.Tensor) -> bool:
     """Return whether `FullyShardedDataParallel` keeps a parameter in a flat one, or it is that one."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
-
-
-_MANAGED = "_is_fsdp_managed_module"
-
-
-def is_managed(module: torch.nn.Module) -> bool:
-    """Return whether FSDP, of either kind, gathers the parameters of a module for its forward and backward."""
-    # Not by `hasattr`: a module's own look-up costs a microsecond where there is no such attribute.
-    return _MANAGED in vars(module)
-
-
-def are_managed(modules: Sequence[torch.nn.Module]) -> list[bool]:
-    """Return the same of each of thousands, in one go; nothing where FSDP is not imported, as importing torch does not."""
-    if "torch.distributed.fsdp" not in sys.modules and "torch.distributed._composable.fsdp" not in sys.modules:
-        return []
-    return [*map(operator.contains, map(vars, modules), itertools.repeat(_MANAGED))]
 
 
 def awaits_reduction(flat: torch.Tensor) -> bool:

@@ -17,8 +17,7 @@ from torch_grad_exporter.inspection.explain.verdicts import Judge, NamedParamete
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import LayerNames, clean, joined
 from torch_grad_exporter.torch_compat.compiler import uncompiled
-from torch_grad_exporter.torch_compat.fsdp import is_managed
-from torch_grad_exporter.torch_compat.modules import parameters_in
+from torch_grad_exporter.torch_compat.modules import is_managed, parameters_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
