@@ -244,7 +244,7 @@ def test_a_sampled_round_costs_its_hooks_too() -> None:
         schedule.stepped(0.1, 0.001)
         schedule.sampled(0.003)
     assert schedule.interval == 8
-    assert 50 < schedule.counting.timing_interval < 200
+    assert 50 < schedule.timing_interval < 200
 
 
 def test_the_timing_interval_is_of_the_last_rounds() -> None:
@@ -253,7 +253,7 @@ def test_the_timing_interval_is_of_the_last_rounds() -> None:
     schedule.counted([0.1] * 10_000, 0.04)
     for _ in range(6_000):
         schedule.stepped(0.1, 1e-5)
-    assert schedule.counting.timing_interval == 1
+    assert schedule.timing_interval == 1
 
 
 def test_own_threads_are_part_of_the_budget() -> None:

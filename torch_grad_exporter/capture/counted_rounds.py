@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.capture.cost import COUNTED_SECONDS, COUNTING_SECONDS
+from torch_grad_exporter.capture.cost import COUNTED_SECONDS
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.schedule import COUNTING_SECONDS
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.store.records import Outcome

@@ -17,10 +17,11 @@ backward and the step would cost more than a short step may.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 
-from torch_grad_exporter.capture.cost import COUNTED_ROUNDS, RoundCosts
+from torch_grad_exporter.capture.cost import COUNTED_SECONDS
 from torch_grad_exporter.lifecycle import ThreadTime
 
 # At the start every round is sampled, at most this many and until they took what the budget allows in this many seconds.
@@ -56,12 +57,20 @@ SUMS_FROM = 32
 
 _ADDED_UP = 256
 
+# Rounds that are only counted in a row, at most.
+COUNTED_ROUNDS = 255
+COUNTING_SECONDS = 0.5
+
+_REMEMBERED = 32
+_FOLLOWED_REMEMBERED = 256
+_ROUNDS_ADDED_UP = 1024
+
 
 class SamplingSchedule:
     """Decides with `next_due`, learns from `stepped`, `counted` and `sampled`. Belongs to the training thread.
 
     `every`: a fixed interval in rounds, or None to follow `budget`, the share of step time that the exporter may take, in (0, 1).
-    `counting`: what it knows of the costs of rounds. `threads`: the CPU time of our own threads, which counts in the budget.
+    `threads`: the CPU time of our own threads, which counts in the budget.
     `lending`: whether the first samples go on. `repaying`: whether what they took is not paid back yet.
     """
 
@@ -70,7 +79,13 @@ class SamplingSchedule:
         self.budget = budget
         self.interval = every or 1
         self._threads = threads
-        self.counting = RoundCosts()
+        # In seconds: how long the last rounds took without us, what samples cost, and rounds that were followed.
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
+        self._followed_costs: deque[float] = deque(maxlen=_FOLLOWED_REMEMBERED)
+        # Of rounds that are not sampled: followed ones, those that were only counted, and the seconds that the latter cost. Older
+        # ones count half.
+        self._followed, self._counted, self._counted_cost = 0.0, 0.0, 0.0
         self._first, self._first_spent = FIRST_SAMPLES, 0.0
         self.lending = self.repaying = every is None
         # What was taken beyond the budget so far, in seconds, and what a sample takes.
@@ -94,7 +109,7 @@ class SamplingSchedule:
             return number + NEVER
         interval, first, last = self._due
         if interval != self.interval or not first <= number <= last:
-            payable, step = number, self.counting.step
+            payable, step = number, self._step
             if self.lending:  # where the first sample was enough, the second round shows how long a step takes
                 payable += number == 1 and self._lent_enough
             elif self.every is None and step is not None:  # for how many rounds no sample can be paid for
@@ -122,14 +137,17 @@ class SamplingSchedule:
     @property
     def capped(self) -> bool:
         """Whether the budget would require a longer interval than there is."""
-        return self.every is None and self.interval == LONGEST and self.counting.share() / LONGEST > self.budget
+        return self.every is None and self.interval == LONGEST and self._share() / LONGEST > self.budget
 
     # What it learns
 
     def stepped(self, seconds: float | None, own: float = 0.0, *, sampled: bool = False) -> None:
         """Learn how long a round took, without the exporter's own time on the host, None of the very first; and that time."""
         if seconds is not None:
-            self.counting.stepped(seconds, None if sampled else own)
+            self._steps.append(seconds)
+            if not sampled:
+                self._followed_costs.append(own)
+                self._add_up(1, 0, 0.0)
             self._rounds += 1
             self._trained += seconds
         self._charge(own, seconds or 0.0, sampled=sampled)
@@ -138,10 +156,17 @@ class SamplingSchedule:
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
         """Learn how long rounds took that were only counted, and what they cost together."""
-        self.counting.counted(seconds, own)
+        self._steps.extend(seconds)
+        self._add_up(0, len(seconds), own)
         self._rounds += len(seconds)
         self._trained += (trained := sum(seconds))
         self._charge(own, trained - own)
+
+    def _add_up(self, followed: int, counted: int, counted_cost: float) -> None:
+        older = 1.0 if self._followed + self._counted <= _ROUNDS_ADDED_UP else 0.5
+        self._followed = self._followed * older + followed
+        self._counted = self._counted * older + counted
+        self._counted_cost = self._counted_cost * older + counted_cost
 
     def _charge(self, own: float, trained: float = 0.0, *, sampled: bool = False) -> None:
         """Enter what the exporter took, besides this many seconds of training, into the account. A fixed interval has none."""
@@ -160,11 +185,10 @@ class SamplingSchedule:
 
     def sampled(self, cost: float, on_devices: float = 0.0) -> None:
         """Learn what a sample cost in seconds, and how many of them on devices, and adapt the interval."""
-        costs = self.counting
-        costs.samples.append(cost)
+        self._costs.append(cost)
         if self.every is not None:
             return
-        self._a_sample = min(fmean(costs.samples), OWED_SECONDS * self.budget)
+        self._a_sample = min(fmean(self._costs), OWED_SECONDS * self.budget)
         self._charge(on_devices, sampled=True)
         self._samples += 1
         self._spent += cost
@@ -173,9 +197,9 @@ class SamplingSchedule:
             self._first_spent += cost
             self._end_loan()
         elif self._samples >= PATIENCE:
-            share, available = costs.share(), self._available
+            share, available = self._share(), self._available
             if self._samples >= SUMS_FROM and self._trained:
-                followed, rest = costs.not_sampled()
+                followed, rest = self._not_sampled()
                 share = max(share, (self._spent / self._samples + followed - rest) / (self._trained / self._rounds))
             if share / self.interval > available and self.interval < LONGEST:
                 self._change(self.interval * 2)
@@ -184,15 +208,56 @@ class SamplingSchedule:
             elif self._samples >= _ADDED_UP:
                 self._weigh(0.5)
 
+    # What it knows
+
+    @property
+    def timing_interval(self) -> int:
+        """Of how many of the last rounds that were not sampled one was followed by hooks."""
+        return round(1 / self._share_followed)
+
+    @property
+    def _share_followed(self) -> float:
+        return max(self._followed, 1.0) / max(self._followed + self._counted, 1.0)
+
+    @property
+    def _step(self) -> float | None:
+        """The median duration, since a step that compiles or writes a checkpoint is not typical; None if none is known."""
+        return max(median(self._steps), 1e-9) if self._steps else None
+
+    def _not_sampled(self) -> tuple[float, float]:
+        """Return what a round costs that is followed and not sampled, and what any round costs that is not sampled.
+
+        The first is the mean over many rounds, without the most expensive one, and 0 while there was none. On a shared machine a
+        few rounds are interrupted within a hook, and the interruption takes a hundred times as long as the hook; steps are
+        interrupted as often, but by a small share of their duration.
+        """
+        costs = self._followed_costs
+        followed = (sum(costs) - max(costs)) / (len(costs) - 1) if len(costs) > 1 else sum(costs)
+        counted = self._counted_cost / self._counted if self._counted else COUNTED_SECONDS
+        return followed, counted + self._share_followed * (followed - counted)
+
+    def _share(self) -> float:
+        """Return the share of training time that samples would take besides if all rounds were sampled; 0 while that is unknown.
+
+        By the mean of their costs, since some samples measure more and cost more; without the most expensive one, which allocated.
+        A sampled round is a followed one, which costs more than most.
+        """
+        step = self._step
+        if step is None or not self._costs:
+            return 0.0
+        costs = sorted(self._costs)[: max(1, len(self._costs) - 1)]
+        followed, rest = self._not_sampled()
+        return (fmean(costs) + followed - rest) / step
+
     @property
     def _lent_enough(self) -> bool:
         return self._first <= 0 or self._first_spent >= LENT_SECONDS * self.budget
 
     def _end_loan(self) -> None:
         """Choose the interval, once the first samples were taken and it is known how long a step takes."""
-        if self._lent_enough and self.counting.step is not None:
+        if self._lent_enough and self._steps:
             self.lending, interval = False, 1
-            share, available = self.counting.share(), self._available
+            share, available = self._share(), self._available
             while interval < LONGEST and share / interval > available:
                 interval *= 2
             self._change(interval)
@@ -203,7 +268,7 @@ class SamplingSchedule:
 
         Our threads take theirs first, and all rounds cost what those cost that are not sampled.
         """
-        step, (_, rest) = self.counting.step, self.counting.not_sampled()
+        step, (_, rest) = self._step, self._not_sampled()
         threads = 0.0 if self._threads is None else self._threads.share
         return max(self.budget - threads - (rest / step if step else 0.0), LEFT_AT_LEAST * self.budget)
 

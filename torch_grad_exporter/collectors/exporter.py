@@ -116,7 +116,7 @@ class ExporterCollector:
         yield scalar(EXPORTER_STARTUP_RATIO, (snapshot.totals.lent_ratio if schedule.repaying else 0.0) if adapts else None)
         yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if adapts else None)
         yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.shown_interval)
-        yield scalar(EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
+        yield scalar(EXPORTER_TIMING_INTERVAL, schedule.timing_interval)
         yield scalar(EXPORTER_MODELS, capture.models)
         yield scalar(EXPORTER_LAYERS, len(table.layers))
         yield scalar(EXPORTER_LAYERS_FOLDED, table.folded)

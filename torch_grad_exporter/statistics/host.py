@@ -80,7 +80,8 @@ def measure(batches: Sequence[Batch], layout: Layout, *, counts: bool) -> tuple[
         if counts:
             columns[:, Column.MIN], columns[:, Column.MAX] = map(np.concatenate, (low, high))
             columns[:, Column.ZEROS] = zeros
-            _count_nonfinite(columns, batches, layout)
+            if not (columns[:, Column.MAX] - columns[:, Column.MIN] < np.inf).all():
+                _count_nonfinite(columns, batches, layout)
         if len(columns) > len(norms):  # a gradient of several blocks has a batch for itself
             columns = layout.runs(columns, np.repeat(np.arange(len(parts)), parts), np.cumsum([0, *parts[:-1]]))
         columns[:, Column.NORM] = norms
@@ -141,9 +142,7 @@ def _measured_apart(flat: FloatArray, layout: Layout) -> FloatArray:
 
 
 def _count_nonfinite(columns: FloatArray, batches: Sequence[Batch], layout: Layout) -> None:
-    """Enter how many elements of each block are NaN or infinite, if the extremes of any show one."""
-    if (columns[:, Column.MAX] - columns[:, Column.MIN] < np.inf).all():
-        return
+    """Enter how many elements of each block are NaN or infinite."""
     end = 0
     for batch in batches:
         for block in blocks(batch, wide=layout.float64):
