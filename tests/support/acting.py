@@ -15,7 +15,6 @@ from torch_grad_exporter.actions.act.reports import ActionReports
 from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.rollback.state import TrainingState
-from torch_grad_exporter.torch_compat.optimizers import LossScale
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.outcomes import ActionTotals
 from torch_grad_exporter.collectors.rollbacks import RollbackTotals
@@ -24,6 +23,7 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import LabelledRows
 from torch_grad_exporter.outputs.live.live import Judged
 from torch_grad_exporter.rules import Problem, Values
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 NORM, CPU, LOSS = "torch_grad_global_norm", "torch_host_cpu_ratio", "torch_train_loss"
 METRICS = REGISTRY.catalogue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,13 @@ class PresentGradients:
                 except (RuntimeError, NotImplementedError):  # a kind of tensor that does not tell
                     marked = False
         return cls(tracked, parameters, gradients, marks if marked else None)
+
+    def at(self, positions: Collection[int]) -> dict[int, torch.Tensor]:
+        """Return the gradients that are there at these positions, by position in rising order."""
+        gradients = self.gradients
+        if len(positions) == len(gradients) and types.NoneType not in map(type, gradients):
+            return dict(enumerate(gradients))  # type: ignore[arg-type]
+        return {i: gradient for i in sorted(positions) if (gradient := gradients[i]) is not None}
 
 
 @dataclass(frozen=True, slots=True)

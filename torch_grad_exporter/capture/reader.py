@@ -151,9 +151,7 @@ class GradientReader:
         if not now.in_place:
             return
         begun = self._cost.timer.begin(self._places)
-        late = current.fired - current.early_fired if current.early_fired else current.fired
-        positions = range(len(now.gradients)) if len(late) == len(now.gradients) else sorted(late)
-        present = {i: gradient for i in positions if (gradient := now.gradients[i]) is not None}
+        present = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
         gradients = table.tracked.own(present)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.

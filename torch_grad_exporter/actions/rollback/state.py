@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.actions.rollback.packing import SavedTensor, StatePacking, StateWriting
-from torch_grad_exporter.torch_compat.optimizers import LossScale
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.torch_compat.optimizers import scaler_state
+from torch_grad_exporter.torch_compat.optimizers import LossScale, scaler_state
 
 # Of a parameter group, what schedulers and scripts set: these go on with the data. Other numbers go back, since some optimizers
 # keep a part of their state there.
