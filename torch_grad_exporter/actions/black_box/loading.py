@@ -42,7 +42,8 @@ class KeptForward:
     def random_states(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which random numbers are those of that forward; at its end the generators are as before it.
 
-        These are the global generators of PyTorch on the CPU and on the CUDA devices of the batch, of NumPy and of Python.
+        These are the global generators of PyTorch on the CPU and on the CUDA devices of the batch and of the model, of
+        NumPy and of Python.
         """
         return random_states.restored(self.states)
 

@@ -90,7 +90,9 @@ class BatchKeeper(Inspection):
         batch = KeptBatch(self._number, self._clock.number, name, {})
         if not self._guard(batch.fill, args, kwargs):
             batch.args, batch.kwargs, batch.tensors, batch.left_out = [], {}, [], {"args": UNREADABLE}
-        batch.states = random_states.take({kept.tensor.device for kept in batch.tensors if kept.tensor is not None})
+        # The model may move the batch itself.
+        given = (kept.tensor for kept in batch.tensors)
+        batch.states = random_states.take({each.device for each in (*given, next(root.parameters(), None)) if each is not None})
         self._without_round.append(batch)
         del self._without_round[:-2]
         self._ring.add(batch)
