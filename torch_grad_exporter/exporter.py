@@ -25,6 +25,7 @@ from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.actions.rollback.rollback import Rollback
 from torch_grad_exporter.arguments import check_whole, shown
 from torch_grad_exporter.build.stages import STORE_SECONDS, Stages
+from torch_grad_exporter.capture.interruptions import CHECKPOINT, EVALUATION
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
@@ -295,15 +296,40 @@ class Exporter:
         if not self._ending.closed:
             self._guards["observe"](self._stages.capture.backward_comes, loss)
 
-    def evaluating(self, now: bool = True) -> None:
-        """Report that an evaluation runs, or has ended, without the model's own forward.
+    def evaluating(self, now: bool = True) -> contextlib.AbstractContextManager[object]:
+        """Report that an evaluation runs, or has ended: `with exporter.evaluating():`.
 
-        For an evaluation that calls the model's submodules. Call it for each batch, on the thread
-        that trains: it also shows that the loop is alive. The next step of an optimizer ends an
-        evaluation, too.
+        Its time is then that of evaluations, see docs/goodput.md. Without a `with`, call it for
+        each batch, on the thread that trains: it also shows that the loop is alive, where an
+        evaluation calls the model's submodules. The next step of an optimizer ends an evaluation,
+        too.
+
+        Returns:
+            A context manager whose end is that of the evaluation, if it is used in a `with`.
         """
+        return self._interrupted(EVALUATION, now)
+
+    def checkpointing(self, now: bool = True) -> contextlib.AbstractContextManager[object]:
+        """Report that the training waits for a checkpoint: `with exporter.checkpointing():`.
+
+        Call it on the thread that trains; on another one it only shows that the loop is alive, as
+        that of an asynchronous checkpoint. The next step of an optimizer ends a checkpoint, too.
+
+        Args:
+            now: Whether it begins, or has ended; for a loop that cannot use a `with`.
+
+        Returns:
+            A context manager whose end is that of the checkpoint, if it is used in a `with`.
+        """
+        return self._interrupted(CHECKPOINT, now)
+
+    def _interrupted(self, cause: str, now: bool) -> contextlib.AbstractContextManager[object]:
+        until_end = contextlib.ExitStack()
         if not self._ending.closed:
-            self._guards["observe"](functools.partial(self._stages.clock.active, evaluating=now))
+            self._guards["observe"](functools.partial(self._stages.capture.interrupted, cause, now=now))
+            if now:
+                until_end.callback(self._interrupted, cause, now=False)
+        return until_end
 
     @overload
     def watch_loader(self, loader: _Loader) -> _Loader: ...
@@ -349,14 +375,16 @@ class Exporter:
 
         Call it before the next step. Step numbers count on from there: `torch_grad_sample_step`,
         the live page, events and messages. Counters such as `torch_train_steps_total` count what
-        this process does, as Prometheus expects of a process that has restarted.
+        this process does, as Prometheus expects of a process that has restarted. With `state_dir=`
+        it also tells which steps are computed again; so call it with 0 at a start without a
+        checkpoint.
 
         Raises:
             TypeError: `step` is not a whole number.
             ValueError: `step` is negative.
         """
         what = "the optimizer steps done so far, a number"
-        self._stages.clock.resume(check_whole(f"resume(step={shown(step)})", step, least=0, what=what, example=1000))
+        self._stages.resume(check_whole(f"resume(step={shown(step)})", step, least=0, what=what, example=1000))
 
     def adopt(self, handle: _Handle) -> _Handle:
         """Take over a handle, such as that of a forward hook: `close()` calls its `remove()`.

@@ -64,6 +64,8 @@ def start_exporter(
     nan_origin: bool | Literal["always"] | Unset = UNSET,
     replicas: bool | Unset = UNSET,
     black_box: str | os.PathLike[str] | Unset = UNSET,
+    flops_per_step: float | Unset | None = UNSET,
+    peak_flops: float | Unset | None = UNSET,
     statistics: Literal["auto", "torch", "triton"] | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
     web_config_file: str | os.PathLike[str] | Unset = UNSET,
@@ -75,6 +77,7 @@ def start_exporter(
     advertise: str | Unset = UNSET,
     linger: Literal["auto"] | float | Unset = UNSET,
     textfile_dir: str | os.PathLike[str] | Unset = UNSET,
+    state_dir: str | os.PathLike[str] | Unset = UNSET,
     on_failure: Literal["continue", "raise"] | Unset = UNSET,
     otlp_endpoint: str | None = None,
     otlp_protocol: Literal["http/protobuf", "grpc"] | None = None,
@@ -143,14 +146,19 @@ def start_exporter(
         black_box: Directory for what it takes to see a problem again: the last batches, random
             states and samples (default: none). Written when a NaN, a spike or an explosion is
             found, three times at most. See docs/when-a-step-goes-wrong.md.
+        flops_per_step: Floating-point operations of a step of this rank, for the MFU (default: not
+            known). See docs/goodput.md.
+        peak_flops: Floating-point operations that the device of a rank can do in a second, for the
+            MFU (default: by the GPU's name). That of many GPUs is known by their name, for dense
+            bfloat16. Needs `flops_per_step`.
         statistics: What measures gradients on CUDA devices (default: "auto"). "torch": operations
             of torch, which read each gradient several times; "triton": programs that read it once,
             if they pass a comparison in the first samples; "auto": these on NVIDIA's GPUs where
             Triton is installed, as it is with torch's own builds for Linux.
         collectors: Collectors to disable, such as `{"host": False}` (default: all). There are
             gradients, optimizer_state, activations, nan_origin, replicas, attention, layer_times,
-            watched, routers, training, logged, reinforcement, rollbacks, cuda_memory, gpu, process,
-            host, container, extra, exporter.
+            watched, routers, training, goodput, logged, reinforcement, rollbacks, cuda_memory, gpu,
+            process, host, container, extra, exporter.
         web_config_file: TLS and basic authentication, in the format of Prometheus' exporters
             (default: none). See docs/security.md.
         run: Name of the run, on every series (default: from the launcher, or new).
@@ -169,6 +177,9 @@ def start_exporter(
             twice the time between its scrapes, and 60 seconds. Ctrl-C ends the wait.
         textfile_dir: Directory of node_exporter's textfile collector, for the last values (default:
             none).
+        state_dir: Directory for a small file of each rank, which a restart of the run reads
+            (default: none). With it and `exporter.resume(step)` it is known which steps are
+            computed again. Needs a `run` that stays the same. See docs/goodput.md.
         on_failure: What becomes of a step whose gradients `clip` cannot clip (default: "continue").
             With "continue" it is taken without clipping, which is counted, and after ten in a row
             nothing is clipped any more; with "raise" it raises `RuntimeError`.
@@ -213,9 +224,10 @@ def start_exporter(
         exclude=exclude, max_layers=max_layers, dead_window=dead_window, moments=moments,
         weights=weights, optimizer_state=optimizer_state, activations=activations, attention=attention,
         layer_times=layer_times, local_norm=local_norm, routers=routers,
-        nan_origin=nan_origin, replicas=replicas, black_box=black_box, statistics=statistics, collectors=collectors,
+        nan_origin=nan_origin, replicas=replicas, black_box=black_box, flops_per_step=flops_per_step,
+        peak_flops=peak_flops, statistics=statistics, collectors=collectors,
         web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
-        sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir,
+        sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir, state_dir=state_dir,
         on_failure=on_failure, otlp_endpoint=otlp_endpoint, otlp_protocol=otlp_protocol,
         otlp_headers=otlp_headers, otlp_interval=otlp_interval, optimizers=optimizers,
         grad_scaler=grad_scaler, clip=clip, dry_run=dry_run, alerts=alerts, registry=registry,

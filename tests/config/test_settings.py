@@ -25,12 +25,15 @@ from torch_grad_exporter.statistics.kernels.choice import Implementation
 DEFAULT = frozenset(
     {
         "gradients", "optimizer_state", "activations", "attention", "layer_times", "logged", "reinforcement", "watched", "routers",
+        "goodput",
         "nan_origin", "replicas", "training", "cuda_memory", "gpu", "process", "host", "container", "extra", "exporter",
         "rollbacks",
     }
 )  # fmt: skip
 
 RIGHT: list[tuple[str, object, object]] = [
+    *[("flops_per_step", value, value) for value in (6e15, 1, None)],
+    *[("peak_flops", value, value) for value in (989e12, 1, None)],
     ("port", 0, 0),
     ("port", None, None),
     ("addr", "127.0.0.1", "127.0.0.1"),
@@ -72,13 +75,19 @@ RIGHT: list[tuple[str, object, object]] = [
     ("rank", 0, 0),
     *[("ranks", value, Ranks(value.lower())) for value in ("auto", "all", "FIRST")],
     *[("on_failure", value, OnFailure(value.lower())) for value in ("continue", "RAISE")],
-    *[(name, value, str(value)) for name in ("sd_dir", "textfile_dir", "black_box") for value in ("/run/sd", pathlib.Path("sd"))],
+    *[
+        (name, value, str(value))
+        for name in ("sd_dir", "textfile_dir", "state_dir", "black_box")
+        for value in ("/run/sd", pathlib.Path("sd"))
+    ],
     *[("advertise", value, value) for value in ("node-7.cluster", "10.0.0.7", "2001:db8::7", "[fe80::1%eth0]")],
     *[("linger", value, value) for value in (0, 0.5, 3600, "auto")],
     ("labels", {"team": 'a "b"', "_x9": ""}, {"team": 'a "b"', "_x9": ""}),
 ]
 
 WRONG: list[tuple[str, object, type[Exception]]] = [
+    *[(name, value, TypeError) for name in ("flops_per_step", "peak_flops") for value in (True, "1")],
+    *[(name, value, ValueError) for name in ("flops_per_step", "peak_flops") for value in (0, -1.0, math.nan, math.inf)],
     *[("port", value, TypeError) for value in ("9100", 9100.0, True)],
     *[("port", value, ValueError) for value in (-1, 65536)],
     *[("addr", value, TypeError) for value in (None, b"127.0.0.1")],
@@ -128,8 +137,8 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[("on_failure", value, TypeError) for value in (None, False)],
     *[("on_failure", value, ValueError) for value in ("", "stop")],
     *[("ranks", value, ValueError) for value in ("", "none", "0")],
-    *[(name, value, TypeError) for name in ("sd_dir", "textfile_dir", "black_box") for value in (None, 3, b"sd")],
-    *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir", "black_box")],
+    *[(name, value, TypeError) for name in ("sd_dir", "textfile_dir", "state_dir", "black_box") for value in (None, 3, b"sd")],
+    *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir", "state_dir", "black_box")],
     *[("advertise", value, TypeError) for value in (None, 7)],
     *[("advertise", value, ValueError) for value in ("", "host:http", "10.0.0.7:9100", "a b", "http://host", "x" * 254)],
     *[("linger", value, TypeError) for value in (None, True)],
@@ -139,6 +148,7 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
 ]
 
 WRONG_TEXT: list[tuple[str, str]] = [
+    *[(name, text) for name in ("flops_per_step", "peak_flops") for text in ("much", "0", "nan")],
     *[("port", text) for text in ("http", "9100.5", "-1", "70000")],
     ("addr", "no such address"),
     *[("every", text) for text in ("always", "0", "1.5", "5000")],
@@ -173,6 +183,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
 ]
 
 RIGHT_TEXT: list[tuple[str, str, object]] = [
+    *[(name, text, value) for name in ("flops_per_step", "peak_flops") for text, value in (("6e15", 6e15), ("off", None))],
     ("port", "0", 0),
     ("port", " 9200 ", 9200),
     ("port", "OFF", None),
@@ -205,6 +216,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("sd_dir", "sd", "sd"),
     ("textfile_dir", "prom", "prom"),
     ("black_box", "boxes", "boxes"),
+    ("state_dir", "state", "state"),
     ("advertise", "10.1.2.3", "10.1.2.3"),
     *[("linger", text, value) for text, value in (("2.5", 2.5), ("Auto", "auto"))],
     ("rank", "3", 3),
@@ -235,10 +247,11 @@ def test_the_defaults_are_those_documented() -> None:
         "dead_window": 100, "moments": False, "weights": False, "optimizer_state": False, "activations": False,
         "attention": False, "layer_times": False, "local_norm": False, "routers": False, "nan_origin": False, "replicas": False,
         "black_box": "",
+        "flops_per_step": None, "peak_flops": None,
         "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
-        "advertise": "", "linger": "auto", "textfile_dir": "", "on_failure": OnFailure.CONTINUE,
+        "advertise": "", "linger": "auto", "textfile_dir": "", "state_dir": "", "on_failure": OnFailure.CONTINUE,
     }  # fmt: skip
 
 
@@ -247,7 +260,7 @@ def test_the_tables_here_leave_no_setting_out() -> None:
     names = {f.name for f in fields(Settings)}
     assert all({name for name, *_ in table} == names for table in (RIGHT, WRONG, RIGHT_TEXT))
     # Any text may be a path; what is wrong with such a file, test_web_config.py and test_black_box.py tell.
-    assert {name for name, *_ in WRONG_TEXT} == names - {"web_config_file", "sd_dir", "textfile_dir", "black_box"}
+    assert {name for name, *_ in WRONG_TEXT} == names - {"web_config_file", "sd_dir", "textfile_dir", "state_dir", "black_box"}
 
 
 def spelled(value: object) -> str:

@@ -41,6 +41,9 @@ NEVER_HERE = {
         "needs attention: see tests/inspection/test_attention.py",
     ),
     "torch_moe_router_entropy": "needs a router with logits: see tests/inspection/test_routers.py",
+    **dict.fromkeys(
+        ("torch_train_earlier_time_seconds", "torch_train_restarts"), "needs a state: see tests/inspection/test_run_state.py"
+    ),
     "torch_train_loss_scale": "needs a gradient scaler",
     **dict.fromkeys(
         ("torch_train_rollback_step", "torch_train_rollback_good_step"), "needs judgements: see tests/actions/rollback/"
@@ -77,6 +80,7 @@ def scrape() -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"run": "golden", "labels": {"team": "tests"}, "collectors": dict.fromkeys(RESOURCES, False)}
     options |= {"alerts": [Log()], "clip": MaxNorm(0.05), "dry_run": [MaxNorm(0.1)], "layer_times": True}
+    options |= {"flops_per_step": 1e6, "peak_flops": 1e12}
     with start_exporter(model, port=None, every=1, moments=True, weights=True, activations=True, **options) as exporter:
         exporter.on(lambda m: False, Stop())
         exporter.on(lambda m: False, Freeze(layers="0"))

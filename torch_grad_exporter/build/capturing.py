@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
+from torch_grad_exporter.capture.interruptions import COMPILING
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -25,6 +26,7 @@ from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Mailbox
+from torch_grad_exporter.torch_compat.compile_events import CompileEvents
 from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 
@@ -45,6 +47,7 @@ class CaptureStage:
     reader: GradientReader
     memory: DeviceMemory
     requests: Requests
+    compile_events: CompileEvents
     capture: Capture
 
 
@@ -56,6 +59,10 @@ def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
     events = EventPool(errors.boundary("timing"))
     hooks = Hooks(errors)
     clock = StepClock(mailbox, events=events)
+    guard, interruptions = errors.boundary("timing", "compilations"), clock.interruptions
+    compile_events = CompileEvents(
+        functools.partial(guard, interruptions.begin, COMPILING), functools.partial(guard, interruptions.end, COMPILING)
+    )
     schedule = SamplingSchedule(settings.interval, settings.overhead_budget, THREAD_TIME)
     cost = SampleCost(clock, schedule, DeviceTimer(events))
     optimizers = Optimizers(checked.index, checked.arguments.optimizers)
@@ -77,5 +84,6 @@ def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
     )  # fmt: skip
     return CaptureStage(
         errors=errors, mailbox=mailbox, layout=layout, events=events, hooks=hooks, clock=clock, schedule=schedule, cost=cost,
-        optimizers=optimizers, loss_scale=loss_scale, reader=reader, memory=memory, requests=requests, capture=capture,
+        optimizers=optimizers, loss_scale=loss_scale, reader=reader, memory=memory, requests=requests,
+        compile_events=compile_events, capture=capture,
     )  # fmt: skip

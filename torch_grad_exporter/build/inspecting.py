@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import warn
+from torch_grad_exporter.files import file_name
 from torch_grad_exporter.inspection.activations import Activations, ActivationTotals
 from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.layer_times import LayerTimes
@@ -26,8 +28,11 @@ from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.router_loads import RouterTotals
 from torch_grad_exporter.inspection.routers import SOURCE as ROUTERS
 from torch_grad_exporter.inspection.routers import Counting, Routers, found_in
+from torch_grad_exporter.inspection.run_state import RunState
+from torch_grad_exporter.inspection.time_by_cause import TimeByCause
 from torch_grad_exporter.inspection.watch import WatchedTensors, WatchTotals
 from torch_grad_exporter.inspection.weights import WeightProbe, WeightTotals
+from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.store.logged_values import SOURCE as LOG
 from torch_grad_exporter.store.logged_values import LoggedValues
@@ -45,6 +50,8 @@ ORIGIN_SECONDS = 0.2
 class InspectionTotals:
     """What inspections have measured and the user has logged, for collectors; None where the user did not ask for it."""
 
+    times: TimeByCause
+    state: RunState | None
     waits: ReductionWaits
     local_norms: LocalNormTotals
     weights: WeightTotals
@@ -59,7 +66,9 @@ class InspectionTotals:
     replicas: ReplicaComparison | None
 
 
-def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> InspectionTotals:
+def add_inspections(
+    stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked, ending: Ending
+) -> InspectionTotals:
     """Make the inspections, which the capture calls in the rounds that it follows."""
     settings, capture, errors = checked.settings, stage.capture, stage.errors
     hooks, clock, cost, mailbox = stage.hooks, stage.clock, stage.cost, stage.mailbox
@@ -113,11 +122,22 @@ def add_inspections(stage: CaptureStage, models: Mapping[str, torch.nn.Module], 
         )  # fmt: skip
         capture.inspect(inner, errors.boundary("activations"))
     attention = _attention(stage, models, checked) if settings.attention else None
+    times = TimeByCause(clock, clock.interruptions)
     return InspectionTotals(
+        times=times, state=_state(stage, times, checked, ending),
         waits=waits, local_norms=LocalNormTotals(), weights=WeightTotals(), watched=WatchTotals(), routers=RouterTotals(),
         logged=LoggedValues(), optimizer_state=optimizer_state, layer_times=layer_times, activations=activations,
         attention=attention, origins=Origins(stage.requests) if settings.nan_origin else None, replicas=replicas,
     )  # fmt: skip
+
+
+def _state(stage: CaptureStage, times: TimeByCause, checked: Checked, ending: Ending) -> RunState | None:
+    """Return the state of the run, with what earlier processes have left; None without a folder for it."""
+    folder = checked.settings.state_dir
+    if not folder:
+        return None
+    path = Path(folder) / file_name(checked.run, checked.rank, ".json")
+    return RunState(path, run=checked.run, clock=stage.clock, times=times, ending=ending, errors=stage.errors)
 
 
 def _attention(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checked: Checked) -> AttentionTotals:
@@ -211,16 +231,23 @@ class RouterStage:
 
 def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked) -> Worker:
     """Make the worker, which takes records from the mailbox in the background and adds them up."""
+
+    def periodic() -> float:
+        stage.compile_events.attach()  # what imports the compiler may come later, and so may a reset of it
+        return stage.capture.look()
+
     worker = Worker(
         stage.mailbox, checked.index.table, stage.errors, layout=stage.layout,
         exponential=checked.push is not None and checked.push.exponential,
         clipped=checked.clip is not None,
         drain_seconds=ORIGIN_SECONDS if checked.settings.nan_origin or checked.settings.black_box else DRAIN_SECONDS,
-        periodic=stage.capture.look,
+        periodic=periodic,
     )  # fmt: skip
     if totals.origins is not None:
         worker.register("nan_origin", totals.origins)
         worker.listen(totals.origins)
+    timing = stage.errors.boundary("timing", "time by cause")
+    worker.follow_steps(lambda moments: timing(totals.times.take, moments))
     worker.register("local_norms", totals.local_norms)
     worker.listen(totals.local_norms)
     worker.register("weights", totals.weights)

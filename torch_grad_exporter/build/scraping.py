@@ -20,12 +20,15 @@ from torch_grad_exporter.collectors.rollbacks import RollbackTotals
 from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.distributed.identity import LateGroup, hostname
+from torch_grad_exporter.errors import warn
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.layers import device_kinds
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.live.live import Run
 from torch_grad_exporter.outputs.live.view import View
+from torch_grad_exporter.resources.peak_flops import peak_of
 from torch_grad_exporter.store.worker import Worker
 from torch_grad_exporter.version import __version__
 
@@ -43,6 +46,19 @@ class ScrapeStage:
     scrape: Scrape
     announcement: Announcement
     view: View
+
+
+def _peak(settings: Settings, models: Mapping[str, torch.nn.Module]) -> float | None:
+    """Return the operations per second that this rank's device can do, None if they are not known or not asked for."""
+    if settings.flops_per_step is None or settings.peak_flops is not None:
+        return settings.peak_flops
+    devices = {parameter.device for model in models.values() for parameter in model.parameters() if parameter.is_cuda}
+    if not devices:
+        return None
+    name = torch.cuda.get_device_name(min(devices, key=str))
+    if (peak := peak_of(name)) is None:
+        warn("flops_per_step: the peak of %s is not known, nor is the MFU; pass peak_flops=", name)
+    return peak
 
 
 def build_scrape(
@@ -64,7 +80,9 @@ def build_scrape(
         snapshots=snapshots, clock=stage.clock, optimizers=stage.optimizers.names, capture=stage.capture,
         schedule=stage.schedule, memory=stage.memory, errors=errors, identity=identity,
         expected_devices=device_kinds(checked.index, models.values()),
-        waits=totals.waits, ending=ending, dead_window=settings.dead_window, moments=settings.moments,
+        times=totals.times, state=totals.state, flops_per_step=settings.flops_per_step, peak_flops=_peak(settings, models),
+        waits=totals.waits, ending=ending,
+        dead_window=settings.dead_window, moments=settings.moments,
         weights=totals.weights if settings.weights else None, optimizer_state=totals.optimizer_state,
         local_norms=totals.local_norms,
         notified=notified, acted=acted, rollbacks=rollbacks, clip=None if clip is None else clip.reports, frozen=frozen,

@@ -32,7 +32,7 @@ SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "optimizer_state", "observe",
     "worker", "request", "close", "devices", "discovery", "textfile", "web_config", "otlp", "log",
     "history", "notify", "action", "clip", "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
-    "integration", "timing", "layer_times", "kernels", "attention", "replicas", "routers", "black_box",
+    "integration", "timing", "state", "layer_times", "kernels", "attention", "replicas", "routers", "black_box",
 )  # fmt: skip
 
 # The end waits at most this long for the job's store.
@@ -67,8 +67,8 @@ class Stages:
         self._capturing = capturing = build_capture(checked, self.errors)
         self.capture, self.clock, self.optimizers = capturing.capture, capturing.clock, capturing.optimizers
         self.log = ValueLog(self.clock, capturing.mailbox)
-        totals = add_inspections(capturing, models, checked)
-        self._replicas = totals.replicas
+        totals = add_inspections(capturing, models, checked, ending)
+        self._replicas, self._state = totals.replicas, totals.state
         self._watching = WatchStage(capturing, totals.watched)
         self.routers = RouterStage(capturing, models, checked)
         self.clip = None
@@ -164,6 +164,9 @@ class Stages:
         if (replicas := self._replicas) is not None:
             self.at_end(lambda: replicas.close(STORE_SECONDS))
             errors.boundary("replicas", limit=None)(replicas.start)
+        if self._state is not None:
+            self.at_end(self._state.close)
+            errors.boundary("state", limit=None)(self._state.start)
         self.at_end(self._worker.close)
         # Without its thread, scrapes drain the mailbox.
         errors.boundary("worker", limit=None)(self._worker.start)
@@ -177,12 +180,20 @@ class Stages:
         self.at_end(lambda: self.capture.close(failed=ending.error is not None))
         self.at_end(lambda: self.capture.settle(failed=ending.error is not None))
         self.at_end(self._capturing.hooks.close)
+        self.at_end(self._capturing.compile_events.close)
+        self.errors.boundary("timing", limit=None)(self._capturing.compile_events.attach)
         self.capture.watch(models.values())
         self.at_end(self._watching.close)
         if self.clip is not None:
             self.at_end(self.clip.close)
             # After the capture, which reads gradients before they are clipped.
             self.clip.start()
+
+    def resume(self, step: int) -> None:
+        """Take this step as the last one of the training so far; see `Exporter.resume`."""
+        self.clock.resume(step)
+        if self._state is not None:
+            self._state.resumed(step)
 
     def at_end(self, action: Callable[[], object]) -> None:
         """Let `close` call this before all that was added until now; a failure is counted."""
@@ -214,6 +225,7 @@ class Stages:
                 stage.after_fork_in_child()
         self._watching.close()
         self._capturing.hooks.disconnect()
+        self._capturing.compile_events.close()
         self.capture.release_witness()
 
     def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None) -> torch.Tensor:

@@ -64,7 +64,8 @@ class Capture:
         periodic: Callable[[], object] | None,
     ) -> None:
         self._index, self._schedule, self._reader, self._hooks = index, schedule, reader, hooks
-        self.reductions, thread = Reductions(), TrainingThread()
+        self._clock, self._thread = clock, TrainingThread()
+        self.reductions, thread = Reductions(), self._thread
         self._inspections = inspections = Inspections(cost)
         self.rounds = rounds = RoundTracker(
             index=index, optimizers=optimizers, schedule=schedule, clock=clock, cost=cost, mailbox=mailbox, reader=reader,
@@ -120,6 +121,10 @@ class Capture:
         return self._reader.devices
 
     # What the user reports
+
+    def interrupted(self, cause: str, *, now: bool) -> None:
+        """An evaluation or a checkpoint begins, or has ended."""
+        self._clock.interrupted(cause, now=now, here=self._thread.may_be_here())
 
     def backward_comes(self, loss: torch.Tensor) -> None:
         """A backward of this loss is about to begin, which no forward of a root may have shown."""

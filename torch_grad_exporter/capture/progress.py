@@ -18,6 +18,7 @@ import torch
 
 from torch_grad_exporter.capture.cost import HOOKS_SECONDS
 from torch_grad_exporter.capture.device_events import EventPool, Stretch, Timeline
+from torch_grad_exporter.capture.interruptions import EVALUATION, Interruptions
 from torch_grad_exporter.store.records import PLACED, Mailbox, StepsTaken, TraceIds
 
 PHASES = ("outside", "data", "forward", "backward", "optimizer")
@@ -186,6 +187,7 @@ class StepClock:
         self.now = now
         self.started = now()
         self.phases = PhaseTimes(clock, events)
+        self.interruptions = Interruptions(clock)
         self.skipped = 0  # rounds that ended without a step
         self.evaluating = False
         self.examples_known = True  # whether examples can be seen, and the user does not report them
@@ -246,7 +248,21 @@ class StepClock:
     def active(self, *, evaluating: bool) -> None:
         """Note that the loop is alive: a forward begins."""
         self._last_activity = self.now()
+        if evaluating:
+            self.interruptions.evaluation_seen(self.last_moment)
         self.evaluating = evaluating
+
+    def interrupted(self, cause: str, *, now: bool, here: bool) -> None:
+        """Note that something else than training begins or ends. `here`: the training waits for it, as it is on its thread."""
+        self._last_activity = self.now()
+        if cause == EVALUATION:
+            self.evaluating = now
+        if not here:
+            return
+        if now:
+            self.interruptions.begin(cause, self.last_moment)
+        else:
+            self.interruptions.end(cause)
 
     def spent(self, start: float) -> float:
         """Add the time since `start`, which the exporter took on the training thread; return it."""

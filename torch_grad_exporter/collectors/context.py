@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.reductions import ReductionWaits
     from torch_grad_exporter.inspection.replica_comparison import ReplicaComparison
     from torch_grad_exporter.inspection.router_loads import RouterTotals
+    from torch_grad_exporter.inspection.run_state import RunState
+    from torch_grad_exporter.inspection.time_by_cause import TimeByCause
     from torch_grad_exporter.inspection.watch import WatchTotals
     from torch_grad_exporter.inspection.weights import WeightTotals
     from torch_grad_exporter.lifecycle import Ending
@@ -75,6 +77,10 @@ class CollectorContext:
         weights: Norms and updates of weights.
         optimizer_state: Moments of optimizers.
         local_norms: Norms of this rank alone.
+        times: Where the time went.
+        state: The earlier processes of the run.
+        flops_per_step: The option.
+        peak_flops: Operations that the device can do in a second.
         waits: Waits for other ranks.
         notified: Outcomes of notifications.
         acted: Outcomes of actions.
@@ -107,6 +113,10 @@ class CollectorContext:
     weights: WeightTotals | None
     optimizer_state: StateTotals | None
     local_norms: LocalNormTotals
+    times: TimeByCause
+    state: RunState | None
+    flops_per_step: float | None
+    peak_flops: float | None
     waits: ReductionWaits
     notified: NotifyTotals | None
     acted: ActionTotals

@@ -20,6 +20,7 @@ from torch_grad_exporter.distributed.identity import Identity, identity, process
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
+from torch_grad_exporter.inspection.run_state import check_folder
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter, layers_of
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -88,6 +89,9 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     """
     check_names(given)
     settings, arguments = resolve(given, environment), Arguments.checked(given)
+    if settings.peak_flops is not None and settings.flops_per_step is None:
+        where = f"{source(given, 'peak_flops')}={settings.peak_flops:g}"
+        raise ValueError(f"{where}: there is nothing to compare it with; set flops_per_step=")
     push = push_settings.resolve(
         arguments.otlp_endpoint,
         arguments.otlp_protocol,
@@ -103,6 +107,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     _check_ownership(index, arguments.optimizers)
     clip, modules = _clip(settings, arguments, index, place.world_size), _modules(models, settings, given)
     web_config = _web_config(settings, given)
+    _check_state_dir(settings, given, place)
     layers = LayerFilter(settings.include, settings.exclude)
     timed = InnerModules(models, layers, ModuleKind.OWNERS, settings.max_layers) if settings.layer_times else None
     _check_folder(settings, given)
@@ -212,6 +217,18 @@ def _check_folder(settings: Settings, given: Mapping[str, object]) -> None:
     except OSError as error:
         where = f"{source(given, 'black_box')}={settings.black_box!r}"
         raise ValueError(f"{where}: cannot be written to: {error.strerror}; expected a directory with room for batches") from error
+
+
+def _check_state_dir(settings: Settings, given: Mapping[str, object], place: Identity) -> None:
+    if not settings.state_dir:
+        return
+    where = f"{source(given, 'state_dir')}={settings.state_dir!r}"
+    try:
+        check_folder(settings.state_dir)
+    except OSError as error:
+        raise ValueError(f"{where}: {error.strerror}; pass a folder that this process can write to") from error
+    if not settings.run and not place.run:
+        say(logger, logging.WARNING, "%s: a restart will be another run; pass run=, so that it finds its state", where)
 
 
 def _web_config(settings: Settings, given: Mapping[str, object]) -> WebConfigFile | None:

@@ -44,6 +44,7 @@ class Settings:
 
     `run` is empty and `rank` None if not chosen, `collectors` has all of them, and `web_config_file`, `sd_dir`, `advertise`,
     `textfile_dir`, `black_box` are empty for none.
+    `textfile_dir`, `state_dir` are empty for none.
     """
 
     port: Annotated[int, Range(0, 65535)] | None = 9100
@@ -65,6 +66,8 @@ class Settings:
     nan_origin: bool | Literal["always"] = False
     replicas: bool = False
     black_box: FilePath = NO_PATH
+    flops_per_step: Annotated[float, Range(0, 1e30, inside=True)] | None = None
+    peak_flops: Annotated[float, Range(0, 1e30, inside=True)] | None = None
     statistics: Implementation = Implementation.AUTO
     collectors: Annotated[Mapping[str, bool], values.collectors] = field(default_factory=_all_collectors)
     web_config_file: FilePath = NO_PATH
@@ -76,6 +79,7 @@ class Settings:
     advertise: Annotated[str, values.host] = ""
     linger: Annotated[float, Range(0, 3600)] | Literal["auto"] = "auto"
     textfile_dir: FilePath = NO_PATH
+    state_dir: FilePath = NO_PATH
     on_failure: OnFailure = OnFailure.CONTINUE
 
     @property
@@ -194,6 +198,10 @@ HELP = {
         "By checksums through the job's store, without a collective. See docs/distributed.md."),
     "black_box": Help("directory for what it takes to see a problem again: the last batches, random states and samples",
         "Written when a NaN, a spike or an explosion is found, three times at most. See docs/when-a-step-goes-wrong.md.", "none"),
+    "flops_per_step": Help("floating-point operations of a step of this rank, for the MFU",
+        "See docs/goodput.md.", "not known"),
+    "peak_flops": Help("floating-point operations that the device of a rank can do in a second, for the MFU",
+        "That of many GPUs is known by their name, for dense bfloat16. Needs `flops_per_step`.", "by the GPU's name"),
     "statistics": Help("what measures gradients on CUDA devices",
         '"torch": operations of torch, which read each gradient several times; "triton": programs that read it once, if they '
         'pass a comparison in the first samples; "auto": these on NVIDIA\'s GPUs where Triton is installed, as it is with '
@@ -216,6 +224,9 @@ HELP = {
         '"auto": for each Prometheus that has scraped at least twice, until its next scrape; at most twice the time between its '
         "scrapes, and 60 seconds. Ctrl-C ends the wait.", '"auto"'),
     "textfile_dir": Help("directory of node_exporter's textfile collector, for the last values", default="none"),
+    "state_dir": Help("directory for a small file of each rank, which a restart of the run reads",
+        "With it and `exporter.resume(step)` it is known which steps are computed again. Needs a `run` that stays the same. See "
+        "docs/goodput.md.", "none"),
     "on_failure": Help("what becomes of a step whose gradients `clip` cannot clip",
         'With "continue" it is taken without clipping, which is counted, and after ten in a row nothing is clipped any more; '
         'with "raise" it raises `RuntimeError`.'),

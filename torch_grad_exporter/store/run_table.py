@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -43,6 +43,7 @@ class RunTable:
 
     def __init__(self, cursors: Collection[Cursor]) -> None:
         self._cursors = cursors
+        self.on_steps: Callable[[Sequence[float]], object] = len  # is given the ends of further steps
         self._totals = TotalsSnapshot()
         self._loss_baseline = Baseline(loss=True)
         self._buckets = [0] * (len(STEP_SECONDS) + 1)  # into an array a single step takes several times as long
@@ -88,6 +89,7 @@ class RunTable:
                 self._own[-place] = own / timed
             if record.lent and timed:
                 self._lent.append((self._timed, own))
+        self.on_steps(new)
         return len(new)
 
     def observed(self, record: Observed, value: float) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 from weakref import WeakSet
@@ -109,6 +109,10 @@ class Worker:
     def listen(self, listener: Listener) -> None:
         """Let a listener follow what is counted. Before the training begins."""
         self._listeners.append(listener)
+
+    def follow_steps(self, take: Callable[[Sequence[float]], object]) -> None:
+        """Let `take` have the ends of all steps, in seconds of the clock; it may not raise. Before the training begins."""
+        self._run.on_steps = take
 
     def start(self) -> None:
         """Start the thread."""

@@ -26,6 +26,7 @@ LOST: Mapping[str, str] = {
     "torch.nn.Module._forward_hooks": f"{_COUNTING}, and gradients of FSDP2 may be missed",
     "torch._C._dynamo.eval_frame.set_eval_frame": _COMPILED,
     "torch._C._dynamo.eval_frame.skip_code": _COMPILED,
+    "torch._dynamo.callback.callback_handler": "the time of compilations is that of steps, or of the start",
     "torch._C._functorch.maybe_current_level": "backwards within torch.func count as backwards of the training",
     "torch.amp.GradScaler._scale": "the training thread waits for the device to learn the loss scale of a sample",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "sums over ranks count copies on other mesh dimensions again",

@@ -1,0 +1,128 @@
+"""RunState: what a run has reached, and where its time went, in a small file that a restart reads.
+
+Each rank has a file of its own. It is replaced as a whole, by a thread that nothing waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch_grad_exporter import files
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.errors import ErrorLog, say, warn
+from torch_grad_exporter.inspection.time_by_cause import CAUSES, TimeByCause
+from torch_grad_exporter.lifecycle import BackgroundLoop, Ending
+
+logger = logging.getLogger("torch_grad_exporter")
+
+SOURCE = "state"
+VERSION = 1
+
+# Between two writes, and how long the end waits for the last one.
+WRITE_SECONDS, CLOSE_SECONDS = 5.0, 2.0
+
+# Between the processes of a run, from what the last one has written to the start of the next.
+DOWN = "down"
+
+
+def check_folder(folder: str) -> None:
+    """Make the folder, and a file in it that is removed again. Raises `OSError`."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+class RunState:
+    """The state of a run's earlier processes, read when this is made, and of all of them, written from `start` to `close`.
+
+    Args:
+        path: The file.
+        run: The name of the run.
+        clock: Counts the steps.
+        times: Where the time of this process goes.
+        ending: How it has ended.
+        errors: Failures count under `state`.
+        pause: Seconds between two writes.
+
+    Attributes:
+        step: Number of the last step of earlier processes.
+        processes: How many of them there were.
+        seconds: Their time by cause, and that between them; empty if there were none.
+    """
+
+    def __init__(
+        self, path: Path, *, run: str, clock: StepClock, times: TimeByCause, ending: Ending, errors: ErrorLog,
+        pause: float = WRITE_SECONDS,
+    ) -> None:  # fmt: skip
+        self._path, self._run, self._clock, self._times, self._ending = path, run, clock, times, ending
+        self.step, self.processes, self.seconds = 0, 0, dict[str, float]()
+        guard = errors.boundary(SOURCE, limit=None)
+        self._thread = BackgroundLoop(SOURCE, self.write, guard=guard, pause=pause, last=self.write)
+        errors.boundary(SOURCE, limit=None)(self._read)
+        if not self.processes:
+            times.recomputed_to = 0  # there is nothing to recompute
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after a last write; it may hang, and is then left behind. Idempotent."""
+        self._thread.close(CLOSE_SECONDS)
+
+    def resumed(self, step: int) -> None:
+        """The training goes on after this step: those that were computed already are computed again."""
+        self._times.recomputed_to = self.step
+        if step < self.step:
+            message = "the run goes on after step %d: it computes %d steps again, and was down for %.0f s"
+            say(logger, logging.INFO, message, step, self.step - step, self.seconds[DOWN])
+
+    def _read(self) -> None:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        try:
+            state = json.loads(content)
+            seconds = _seconds_of(state)
+            step, processes, at = (_number(state[name]) for name in ("step", "processes", "at"))
+        except (ValueError, TypeError, KeyError) as error:
+            message = "state_dir=: %s is not what an exporter has written (%s: %s); it counts as if there were none"
+            warn(message, self._path, type(error).__name__, error)
+            return
+        # A run that has ended as it should was not down since.
+        seconds[DOWN] += 0.0 if state.get("ended") == "finished" else max(0.0, self._clock.started - at)
+        self.step, self.processes, self.seconds = int(step), int(processes), seconds
+
+    def write(self) -> None:
+        """Replace the file. Raises `OSError`."""
+        state = self._ending.state
+        now = self._times.seconds(over=state is not None)
+        seconds = {cause: self.seconds.get(cause, 0.0) + now.get(cause, 0.0) for cause in (*CAUSES, DOWN)}
+        content = {
+            "version": VERSION,
+            "run": self._run,
+            "step": max(self.step, self._clock.number),
+            "processes": self.processes + 1,
+            "at": self._clock.started + sum(now.values()),  # up to which the seconds are known
+            "ended": state,
+            "seconds": seconds,
+        }
+        files.write(self._path, json.dumps(content, indent=1).encode())
+
+
+def _seconds_of(state: Any) -> dict[str, float]:  # noqa: ANN401 - whatever the file holds
+    if state["version"] != VERSION:
+        raise ValueError(f"its version is {state['version']!r}")
+    return {cause: _number(state["seconds"][cause]) for cause in (*CAUSES, DOWN)}
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} must be a number from 0 on")
+    return float(value)
