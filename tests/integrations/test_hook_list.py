@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -105,6 +106,15 @@ def test_the_exporter_as_a_hook() -> None:
     assert value(exporter, "torch_grad_sample_step") == 16
     assert value(exporter, "torch_train_loss") is not None
     assert shown == [1, 0] * 2
+    evaluated = value(exporter, "torch_train_time_seconds_total", cause="evaluation")
+    assert evaluated is not None
+    hooks.call("before_save_checkpoint")
+    threading.Event().wait(0.2)
+    hooks.call("before_val")
+    threading.Event().wait(0.3)
+    hooks.call("after_val")
+    assert (value(exporter, "torch_train_time_seconds_total", cause="checkpoint") or 0) >= 0.2
+    assert (value(exporter, "torch_train_time_seconds_total", cause="evaluation") or 0) >= evaluated + 0.3
     hooks.call("after_train")
     hooks.call("after_run")
     assert hook.exporter is None

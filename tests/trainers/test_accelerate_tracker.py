@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch.nn.functional import mse_loss
 from torch.nn.modules.module import _global_forward_pre_hooks
@@ -20,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.support.tools import eventually
 from tests.trainers.test_accelerate import BATCHES, accelerator, loader
-from tests.trainers.training import QUICK, Broken, Training, compared, ending_of
+from tests.trainers.training import QUICK, Broken, Training, compared, ending_of, spent
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.accelerate import GradExporterTracker
@@ -157,6 +160,25 @@ def test_a_training_that_fails(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)):
         train()
     assert ending_of(kept[0], tmp_path) == (("failed", "Broken") if isinstance(error, Broken) else ("finished", None))
+
+
+def test_time_of_checkpoints(tmp_path: Path) -> None:
+    """What `save_state` takes is that of a checkpoint, until the next step."""
+
+    def save() -> None:
+        exporter = tracker.tracker
+        assert exporter is not None
+        seen.append(spent(exporter, "checkpoint"))
+        if len(seen) == 3:
+            found = next(each for each in gc.get_objects() if isinstance(each, Accelerator) and tracker in each.trackers)
+            found.register_save_state_pre_hook(lambda *_: time.sleep(0.3))
+            found.save_state(tmp_path / "state")
+
+    seen: list[float] = []
+    tracker = GradExporterTracker(**QUICK)
+    loop([tracker], after_step=save)
+    assert seen[2] == 0
+    assert seen[-1] == pytest.approx(0.35, abs=0.2)
 
 
 def test_stop_and_resume() -> None:

@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 import pickle
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_lightning import Gan, Module, Through, network, numbers
-from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of
+from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of, spent
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.lightning import GradExporterCallback
@@ -180,6 +181,32 @@ def test_states(tmp_path: Path) -> None:
     trainer_of(callback, States(), max_epochs=1).fit(Module(), numbers(2), numbers(2))
     assert seen == ["training", "training", "evaluating", "evaluating", "training", "training"]
     assert ending_of(kept[0], tmp_path) == ("finished", None)
+
+
+def test_time_of_evaluations_and_checkpoints(tmp_path: Path) -> None:
+    """An evaluation without a forward of the module, and a checkpoint, have the time that they take."""
+
+    class Slow(Module):
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            time.sleep(0.2)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            time.sleep(0.3)
+
+    def look(trainer: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        seen.append((spent(kept(), "evaluation"), spent(kept(), "checkpoint")))
+
+    def kept() -> Any:
+        assert callback.exporter is not None
+        return callback.exporter
+
+    seen: list[tuple[float, float]] = []
+    callback = GradExporterCallback(**QUICK)
+    trainer_of(callback, Looks(look), num_sanity_val_steps=0).fit(Slow(), numbers(4), numbers(2))
+    assert seen[1] == (0, 0)
+    assert seen[-1] == (pytest.approx(0.4, abs=0.15), pytest.approx(0.3, abs=0.15))
 
 
 @pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])

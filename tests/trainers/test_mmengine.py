@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from mmengine.runner import Runner
 from torch.nn.functional import mse_loss
 
 from tests.support.scrape import errors, value
-from tests.trainers.training import QUICK, Broken, Training, compared, ending_of
+from tests.trainers.training import QUICK, Broken, Training, compared, ending_of, spent
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.mmengine import GradExporterHook
@@ -167,6 +168,27 @@ def test_evaluations_show(tmp_path: Path) -> None:
     kept = Kept()
     runner_of(Net(), tmp_path, GradExporterHook(**QUICK), Looks(kept), Watches(), evaluated=True).train()
     assert shown == [1, 1, 0] * 2
+
+
+def test_time_of_evaluations_and_checkpoints(tmp_path: Path) -> None:
+    """An evaluation and a checkpoint have the time that they take."""
+
+    class Slow(Hook):
+        def after_val_iter(self, runner: Any, **more: Any) -> None:
+            time.sleep(0.2)
+
+        def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+            time.sleep(0.3)
+
+    def look(_runner: Any) -> None:
+        seen.append((spent(kept.exporter, "evaluation"), spent(kept.exporter, "checkpoint")))
+
+    kept, seen = Kept(), list[tuple[float, float]]()
+    hooks = (GradExporterHook(**QUICK), Looks(kept), Looks(look), Slow())
+    saved = {"default_hooks": {"checkpoint": {"type": "CheckpointHook", "interval": 1}}}
+    runner_of(Net(), tmp_path, *hooks, evaluated=True, **saved).train()
+    assert seen[BATCHES - 1] == (0, 0)
+    assert seen[-1] == (pytest.approx(0.4, abs=0.15), pytest.approx(0.3, abs=0.15))
 
 
 @pytest.mark.parametrize("caught_by_with", [True, False])

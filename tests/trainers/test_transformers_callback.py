@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support.programs import Starter
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
-from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of
+from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of, spent
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.session import running_exporter
@@ -73,6 +74,35 @@ def test_numbers(tmp_path: Path, arguments: dict[str, Any]) -> None:
     run = compared(partial(finetune, where=tmp_path, made=gpt2, **arguments))
     assert run.exporter is not None
     assert errors(run.exporter) == {}
+
+
+def test_time_of_evaluations_and_checkpoints(tmp_path: Path) -> None:
+    """An evaluation and a checkpoint have the time that they take."""
+
+    class Slow(Trainer):
+        def prediction_step(self, *arguments: Any, **named: Any) -> Any:
+            time.sleep(0.2)
+            return super().prediction_step(*arguments, **named)
+
+        def save_model(self, *arguments: Any, **named: Any) -> None:
+            time.sleep(0.3)
+            super().save_model(*arguments, **named)
+
+    def look(state: Any) -> None:
+        assert callback.exporter is not None
+        seen.append((spent(callback.exporter, "evaluation"), spent(callback.exporter, "checkpoint")))
+
+    seen: list[tuple[float, float]] = []
+    callback = GradExporterCallback(**QUICK)
+    arguments = settings(tmp_path, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3, logging_steps=1)
+    trainer = Slow(
+        model=gpt2(), args=arguments, train_dataset=Sentences(20), eval_dataset=Sentences(6), callbacks=[callback, Looks(look)]
+    )
+    trainer.train()
+    batches = len(trainer.get_eval_dataloader())
+    assert seen[1] == (0, 0)
+    assert seen[3][0] == pytest.approx(0.2 * batches, abs=0.15)
+    assert seen[3][1] >= 0.3  # with all else that is written
 
 
 def test_at_defaults(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ AMPLE = {"overhead_budget": 0.2}
 CLIPPING = "torch_grad_clip_coefficient", "torch_grad_clipped_steps_total"
 """What has a comparison of its own."""
 
+
+def spent(exporter: Exporter, cause: str) -> float:
+    """Return the seconds that a cause has taken so far."""
+    return value(exporter, "torch_train_time_seconds_total", cause=cause) or 0.0
+
+
 MOST = 12
 """Differences of a scrape that are printed."""
 

@@ -73,6 +73,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         self._model = model
         self._step: int | None = None
         self._found: weakref.ref[Accelerator] | None = None
+        self._saving: Any = None
         self._searches = 0
         self._guard = Guard(self._failed)
         self._looking = False
@@ -107,6 +108,9 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
     def finish(self) -> None:
         """End the exporter that was started for this training; in a `finally`, by the exception that is being raised."""
         self._stop_waiting()
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
         self._session.end(sys.exception())
 
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
@@ -138,6 +142,11 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
             accelerator.trackers.append(self)  # so that `end_training` ends it here, too
         scaler = getattr(accelerator, "scaler", None)
         self._session.begin(models or {}, step=self._step, trainer=accelerator, grad_scaler=scaler)
+        if accelerator is not None and self._saving is None:
+            self._saving = accelerator.register_save_state_pre_hook(self._saves)
+
+    def _saves(self, *_: object) -> None:
+        self._session.during(self._session.checkpointing)
 
     def _prepared(self) -> Models | None:
         """Return the models that the accelerator has prepared, without what it has wrapped around them."""

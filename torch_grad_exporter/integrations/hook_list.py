@@ -153,6 +153,7 @@ class GradExporterHook(SessionOwner):
     arguments that it knows, and ignores the others: `before_train(step=)`, the steps that a checkpoint had done;
     `before_train_epoch(epoch=)`; `after_train_iter(loss=, samples=, tokens=, epoch=)`; `after_train(error=)`, the exception that
     ended the training. From `before_val` to `after_val`, and from `before_test` to `after_test`, the training is evaluating.
+    From `before_save_checkpoint` to the next step or evaluation it writes a checkpoint.
 
     Args:
         model: As for `start_exporter`, like the `options`.
@@ -196,6 +197,10 @@ class GradExporterHook(SessionOwner):
         """Report what the loop knows of the step."""
         self._begin()
         self._session.observe(loss=loss, samples=samples, tokens=tokens, epoch=epoch)
+
+    def before_save_checkpoint(self, *_: object, **__: object) -> None:
+        """Report that a checkpoint is being written."""
+        self._session.checkpointing()
 
     def before_val(self, *_: object, **__: object) -> None:
         """Report that an evaluation has begun."""

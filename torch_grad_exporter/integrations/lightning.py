@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -99,10 +99,18 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
         if self._session.should_stop:
             trainer.should_stop = True
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Report that a checkpoint is being written."""
+        self._session.during(self._session.checkpointing)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report that an evaluation begins."""
+        self._session.during(self._session.evaluating)
+
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Report that an evaluation runs, which is not seen if `validation_step` calls submodules."""
+        """Report that an evaluation goes on, which is not seen if `validation_step` calls submodules."""
         self._session.during(self._session.evaluating)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

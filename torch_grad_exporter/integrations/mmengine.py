@@ -77,6 +77,10 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
         if self._session.should_stop:
             runner.train_loop.stop_training = True
 
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Report that a checkpoint is being written."""
+        self._session.during(self._session.checkpointing)
+
     def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Report that an evaluation runs."""
         self._session.during(self._session.evaluating)

@@ -6,6 +6,7 @@ worker runs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,11 +51,17 @@ def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: A
 
 
 def report(metrics: Mapping[str, Any], **options: Any) -> None:
-    """Report metrics to Ray, and show their numbers in this worker's exporters; the arguments are those of `ray.train.report`."""
-    for exporter in open_exporters():
-        if values := numbers_of(metrics):
-            exporter.guarded(exporter.log, values)
-    ray.train.report(metrics, **options)
+    """Report metrics to Ray, with the arguments of `ray.train.report`.
+
+    This worker's exporters show their numbers, and that a checkpoint is written if there is one.
+    """
+    with contextlib.ExitStack() as saving:
+        for exporter in open_exporters():
+            if values := numbers_of(metrics):
+                exporter.guarded(exporter.log, values)
+            if options.get("checkpoint") is not None:
+                saving.enter_context(exporter.checkpointing())
+        ray.train.report(metrics, **options)
 
 
 def _context() -> Any:

@@ -163,6 +163,8 @@ class Session:
         if self._started:
             self._options.setdefault("run", self._current.run)  # the next fit is the same training
         self.during(self._follow_engines, model, step is None)
+        if step is None and trainer is not None and self._started and self._current.settings.state_dir and self.engines is None:
+            step = 0  # the trainer knows its step, and has none before it
         if step is not None:
             self._current.resume(step)
 
@@ -221,7 +223,14 @@ class Session:
     def evaluating(self, now: bool = True) -> None:
         """Report that an evaluation runs, or has ended; see `Exporter.evaluating`."""
         if self._current is not None:
+            if now:  # no framework reports that a checkpoint is written
+                self._current.checkpointing(False)
             self._current.evaluating(now)
+
+    def checkpointing(self, now: bool = True) -> None:
+        """Report that a checkpoint is being written, until the next step or evaluation; see `Exporter.checkpointing`."""
+        if self._current is not None:
+            self._current.checkpointing(now)
 
     def before_start(self, look: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result | None:
         """Return what an integration reads from its trainer before there is an exporter, None if that fails.

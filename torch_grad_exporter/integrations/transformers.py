@@ -86,6 +86,20 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
         self._session.during(self._report, state)
         if self._session.should_stop:
             control.should_training_stop = True
+        self._session.during(self._interrupted, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+        """Report the evaluation or the checkpoint that follows."""
+        self._session.during(self._interrupted, control)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+        """Report that an evaluation is over, and the checkpoint that follows."""
+        self._session.during(self._session.evaluating, False)
+        self._session.during(self._interrupted, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+        """Report that a checkpoint is written."""
+        self._session.during(self._session.checkpointing, False)
 
     def on_log(
         self,
@@ -105,6 +119,13 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
         """End the exporter that was started for this training."""
         self._session.during(lambda: self._report(state, now=True))
         self._session.end()
+
+    def _interrupted(self, control: TrainerControl) -> None:
+        """Report what the trainer does next; it clears each flag when that is done."""
+        if control.should_evaluate:
+            self._session.evaluating()
+        elif control.should_save:
+            self._session.checkpointing()
 
     def _move_to_front(self) -> None:
         """Call this before the callbacks that write values to files and services."""
