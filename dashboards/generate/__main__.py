@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from dashboards.generate import alerts, exporter, layers, ranks, resources, rl, training
+from dashboards.generate import alerts, exporter, goodput, layers, ranks, resources, rl, training
 from dashboards.generate import runbook as runbook_page
 from dashboards.generate.board import plain
 
@@ -20,7 +20,7 @@ def rendered() -> dict[str, str]:
     """The text of each file, by its path in the repository: the same, byte for byte, whenever it is made."""
     boards = {
         module.__name__.rpartition(".")[2]: plain(module.dashboard())
-        for module in (training, layers, resources, ranks, rl, exporter)
+        for module in (training, layers, resources, ranks, rl, goodput, exporter)
     }
     runbook = alerts.with_table((ROOT / RUNBOOK).read_text(encoding="utf-8"))
     return {

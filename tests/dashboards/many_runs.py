@@ -124,8 +124,16 @@ def alone(folder: str) -> None:
     model = Net()
     options = usual(folder, "alone") | {"moments": True, "weights": True, "max_layers": 2, "alerts": [Log()]}
     options |= {"activations": True, "layer_times": True, "nan_origin": "always"}
-    options |= {"clip": MaxNorm(0.1), "dry_run": [MaxNorm(0.01), AGC()]}
-    exporter = start_exporter(model, 0, **options)
+    options |= {"clip": MaxNorm(0.1), "dry_run": [MaxNorm(0.01), AGC()], "flops_per_step": 1e6, "peak_flops": 1e9}
+    state = {"run": "alone", "state_dir": Path(folder).parent / "state"}
+    with start_exporter(model, None, **state):  # an earlier process of the run
+        short = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x in itertools.islice(batches(), 20):
+            short.zero_grad()
+            model(x).square().mean().backward()
+            short.step()
+    exporter = start_exporter(model, 0, **(options | state))
+    exporter.resume(5)
     exporter.on(lambda m: m.last("torch_train_loss") > 0, print, name="tells", cooldown=2)
     train(model, exporter, clips=False)
 

@@ -290,6 +290,8 @@ ENDING = {"fails", "killed", "pushed", "finishes", "finishes-slowly"}
 
 NOT_HERE = {
     "LossNotImproving": "takes two windows of 6 hours, 12 minutes here; its unit tests have to do",
+    "GoodputLow": "takes an hour of a training that loses half of its time; its unit tests have to do",
+    "RecomputingAfterRestarts": "takes two lives of a run with a state; its unit tests have to do",
     "ModelsOutOfBalance": "takes a baseline of two hours, 2 minutes here, of two models; its unit tests have to do",
     "SpikeAhead": "needs a thousand steps of Adam, which test_spike_ahead.py has",
     "AttentionLogitsGrowing": "needs attention and some hundred steps, which test_attention_logits_growing.py has",

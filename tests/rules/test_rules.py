@@ -18,6 +18,7 @@ from torch_grad_exporter.collectors.gpu import QUESTIONS
 from torch_grad_exporter.collectors.outcomes import ActionOutcome as Done
 from torch_grad_exporter.collectors.outcomes import NotifyResult as Sent
 from torch_grad_exporter.collectors.training import STATES
+from torch_grad_exporter.inspection.time_by_cause import CAUSES
 from torch_grad_exporter.metrics.families import Kind
 
 PROMETHEUS = REPOSITORY / "dashboards" / "prometheus"
@@ -31,6 +32,7 @@ OF_PROMETHEUS = {"job", "instance"}
 
 VALUES = {
     "state": set(STATES),
+    "cause": set(CAUSES),
     "phase": {"data", "outside", "optimizer"},
     "outcome": {"skipped"},
     "reason": {question.label[0] for question in QUESTIONS if question.spec.labels[-1] == "reason"},
