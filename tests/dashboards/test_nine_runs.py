@@ -308,14 +308,25 @@ LEARNING: dict[str, list[Shows]] = {
     "Effective samples": [Shows(LOGS, 0, 1)],
     "KL divergence of inference from training": [Shows(LOGS, 0, 1)],
 }
+OF_TIME: dict[str, list[Shows]] = {
+    "Goodput": [Shows(EVERY, 0, 1)],
+    "Goodput since the start": [Shows(EVERY, 0, 1)],
+    "Recomputed": [Shows(GPU, 0, 1)],
+    "Restarts": [Shows(GPU, 1, 1)],
+    "Time by cause": [Shows(NO_RUN, 0, 1)],
+    "Goodput over time": [Shows(EVERY, 0, 1)],
+    "Earlier processes": [Shows(GPU, 0, 1e4)],
+    "MFU": [Shows(GPU, 0, 1)],
+    "Model FLOPs": [Shows(GPU, 0, 1e9)],
+}
 
 EXPECTED: Mapping[str, Mapping[str, list[Shows]]] = {
     "Training overview": OVERVIEW, "Gradients by layer": BY_LAYER, "Resources": RESOURCES, "Ranks": OF_RANKS, "Exporter": EXPORTER,
-    "Reinforcement learning": LEARNING,
+    "Reinforcement learning": LEARNING, "Goodput": OF_TIME,
 }  # fmt: skip
 LARGEST = {
     "Largest norms", "Furthest from their own baseline", "Zero and dead units", "Norm", "Largest element", "Zero units", "Spikes",
-    "Longest without activity", "Stalled for", "Steps between first and last rank",
+    "Longest without activity", "Stalled for", "Goodput", "Goodput since the start", "Steps between first and last rank",
 }  # fmt: skip
 """Panels of the largest few series, whose runs depend on the values."""
 EACH = [

@@ -107,7 +107,12 @@ class Training:
         collectors = {} if hardware else {"gpu": False, "cuda_memory": False}
         usual = {"every": 1, "dead_window": DEAD_WINDOW, "addr": "127.0.0.1", "run": name, "rank": rank, "sd_dir": folder}
         options = usual | {"collectors": collectors, "grad_scaler": self.scaler if hardware else None} | kind.options
+        if hardware:
+            options |= {"flops_per_step": 1e6, "peak_flops": 1e9, "state_dir": Path(folder) / "state"}
+            self._before(name, rank, options["state_dir"])
         self.exporter: Exporter = start_exporter(wrapped, 0, **options)
+        if hardware:
+            self.exporter.resume(2)
         self.clipped = "clip" in kind.options
         self.looks_inside = "activations" in kind.options
         self.logs = kind.logs
@@ -122,6 +127,15 @@ class Training:
         for parameter in self.model.parameters():
             parameter.register_hook(lambda gradient: gradient * self.factor)
         self.steps = 0
+
+    def _before(self, name: str, rank: int, state: Path) -> None:
+        """Be an earlier process of the run, which has made five steps."""
+        collectors = {"gpu": False, "cuda_memory": False}  # it is the next one that has the fake GPU
+        with start_exporter(self.model, None, run=name, rank=rank, state_dir=state, collectors=collectors):
+            for _ in range(5):
+                self.optimizer.zero_grad()
+                self.model(next(_batches())).square().mean().backward()
+                self.optimizer.step()
 
     def step(self, *, loss: float | None = None) -> None:
         """Make a step; observe `loss` instead of the real loss."""
