@@ -51,7 +51,10 @@ OF_THE_STEP = (*AFTER, "torch_grad_clipped_steps_total")
 UNSEEN = ("torch_train_backward_passes_total", *OF_THE_STEP)
 """Metrics that are unknown where gradients are first read when the optimizer steps."""
 
-EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3, "collectors": OFF}
+EVERYTHING = {
+    "every": 1, "dead_window": 3, "collectors": OFF,
+    **dict.fromkeys(("moments", "weights", "optimizer_state", "attention", "routers", "local_norm"), True),
+}  # fmt: skip
 
 OPTIONS: dict[Way, dict[str, Any]] = {
     Way.DEFAULTS: {"collectors": OFF},
@@ -119,7 +122,7 @@ class Run:
                 isinstance(m, DistributedDataParallel) for m in (model.values() if isinstance(model, Mapping) else [model])
             )
             if self.way is Way.EVERYTHING and replicated:
-                options = {"local_norm": True, **options}
+                options = {"replicas": True, **options}
                 self.local = None if isinstance(optimizers, Mapping) else LocalGradients({"": model})
             if self.way is not Way.PLAIN:
                 target = model if watched is None else watched
