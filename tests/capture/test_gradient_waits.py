@@ -30,7 +30,7 @@ WAITING: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "no_sync": (Perceptron, 1),
     "each backward reduces": (Perceptron, 1),
     "seldom sampled": (Perceptron, 1000),
-    "reentrant checkpoint": (lambda: Checkpointed(use_reentrant=True), 1),
+    "reentrant checkpoint": (Checkpointed, 1),
     "alone": (Perceptron, 1),
 }
 """Models, and of how many rounds one is sampled."""
