@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,10 +190,11 @@ def times(exporter: Exporter) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_causes_add_up_to_the_wall_clock() -> None:
-    """With a compilation, an evaluation, a checkpoint and a stall they add up within 1 %, and each has its part."""
+def test_causes_add_up_to_the_wall_clock(tmp_path: Path) -> None:
+    """With a compilation, an evaluation, a checkpoint, a stall and a restart they add up within 1 %, and each has its part."""
     model, before = Perceptron(), time.perf_counter()
-    with start_exporter(model, None, collectors=OFF) as exporter:
+    options = {"run": "restarts", "state_dir": tmp_path, "collectors": OFF}
+    with start_exporter(model, None, **options) as exporter:
         start = time.perf_counter()  # the exporter counts from a moment between the two
         steps = training(model, torch.compile(model, backend="eager"))
         next(steps)
@@ -222,7 +224,16 @@ def test_causes_add_up_to_the_wall_clock() -> None:
     assert shown["stalled"] == pytest.approx(stall, abs=0.5)
     assert 0 < shown["compiling"] <= first - start
     assert first - start - 0.1 <= shown["compiling"] + shown["starting"] <= first - before
-    assert {"data", "recomputed"}.isdisjoint(shown)
+    assert "data" not in shown
+    with start_exporter(model, None, **options) as exporter:
+        exporter.resume(30)
+        steps = training(model, model)
+        for _ in range(60):
+            next(steps)
+        shown, end = times(exporter), time.perf_counter()
+        earlier = sum(exporter.values("^torch_train_earlier_time_seconds/").values())
+    assert 0.99 * (end - start) - 0.1 <= earlier + sum(shown.values()) <= 1.01 * (end - before)
+    assert 0 < shown["recomputed"] < shown["recomputed"] + shown["step"]
 
 
 def test_an_evaluation_that_nobody_reports() -> None:
