@@ -15,6 +15,7 @@ TIME, EARLIER = "torch_train_time_seconds_total", "torch_train_earlier_time_seco
 OVERVIEW = link("Training overview", "torch-grad-training", run=CLICKED)
 STEP, RECOMPUTED = equal("cause", "step"), equal("cause", "recomputed")
 NO_STATE = "Needs start_exporter(state_dir=...)"
+NO_STEP = "No step in this time range after the first"
 NO_FLOPS = "Needs start_exporter(flops_per_step=...)"
 
 
@@ -26,7 +27,7 @@ def _share(cause: str) -> str:
 def _goodput() -> Panel:
     text = "Share of the time of all ranks' processes, within the time range of the dashboard, that went into steps."
     query = Query(top(NAMED, _share(STEP)), "{{run}}")
-    panel = draw.number("Goodput", text, "percentunit", query, nothing=draw.NO_RUN).decimals(0)
+    panel = draw.number("Goodput", text, "percentunit", query, nothing=draw.NO_RUN + draw.ONE_SCRAPE).decimals(0)
     return panel.thresholds(steps(("red", None), ("orange", 0.5), ("green", 0.8)))
 
 
@@ -36,7 +37,7 @@ def _whole() -> Panel:
         "processes and the time between them, else of the present ones."
     )
     query = Query(top(NAMED, f"avg by (run) ({of_run('torch_train_goodput_ratio')})"), "{{run}}")
-    panel = draw.number("Goodput since the start", text, "percentunit", query, nothing=draw.NO_RUN).decimals(0)
+    panel = draw.number("Goodput since the start", text, "percentunit", query, nothing=NO_STEP).decimals(0)
     return panel.thresholds(steps(("red", None), ("orange", 0.5), ("green", 0.8)))
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.fake_nvml import FakeGpu
 from tests.support.made_hardware import installed
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.actions import AGC, Freeze, Log, MaxNorm
+from torch_grad_exporter.actions import AGC, Freeze, Log, MaxNorm, Rollback
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
@@ -164,12 +164,16 @@ def shards(folder: str) -> None:
 
 
 def adversaries(folder: str) -> None:
-    """Train two models in turn, each with its own Adam, one with attention, and with a loss below 0; tokens go to experts."""
+    """Train two models in turn, each with its own Adam, one with attention, and with a loss below 0; tokens go to experts.
+
+    From time to time both go back to a copy.
+    """
     generator = torch.nn.Sequential(torch.nn.Linear(16, 16), Attend())
     models: dict[str, torch.nn.Module] = {"generator": generator, "discriminator": torch.nn.Linear(16, 1)}
     optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.001) for name, model in models.items()}
     options = usual(folder, "adversaries") | {"optimizer_state": True, "attention": True}
     exporter = start_exporter(models, 0, optimizers=optimizers, **options)
+    exporter.on(lambda _: time.monotonic() % 8 < 4, Rollback(every=5, most=1_000_000))
     for x in batches():
         exporter.router("experts", x.argmax(dim=1), experts=16)
         for name, sign in (("discriminator", 1.0), ("generator", -1.0)):

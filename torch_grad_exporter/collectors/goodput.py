@@ -23,7 +23,7 @@ TRAIN_TIME_SECONDS = GOODPUT.counter(
 )
 TRAIN_GOODPUT = GOODPUT.gauge(
     "torch_train_goodput_ratio",
-    "Share of the time since the start of the exporter that went into steps, without waits for data and steps that are recomputed. With state_dir= since the start of the run's first process, with the time between processes.",
+    "Share of the time since the start of the exporter that went into steps, without waits for data and steps that are recomputed. With state_dir= since the start of the run's first process, with the time between processes. Absent before there was a step after the first.",
 )
 TRAIN_EARLIER_TIME_SECONDS = GOODPUT.gauge(
     "torch_train_earlier_time_seconds",
@@ -60,8 +60,8 @@ class GoodputCollector:
         seconds = self._times.seconds(over=self._ending.state is not None)
         earlier = {} if self._state is None else self._state.seconds
         yield self._rows.by_label(TRAIN_TIME_SECONDS, seconds)
-        together = sum(seconds.values()) + sum(earlier.values())
-        yield scalar(TRAIN_GOODPUT, (seconds[STEP] + earlier.get(STEP, 0.0)) / together if together else None)
+        together, steps = sum(seconds.values()) + sum(earlier.values()), seconds[STEP] + earlier.get(STEP, 0.0)
+        yield scalar(TRAIN_GOODPUT, steps / together if steps else None)
         if self._state is not None:
             yield self._rows.by_label(TRAIN_EARLIER_TIME_SECONDS, earlier)
             yield scalar(TRAIN_RESTARTS, self._state.processes)
