@@ -83,7 +83,7 @@ class Loop:
                     self.spend("evaluation", self.chance.uniform(1, 10))
                 self.step()
             case _:
-                for _ in range(self.chance.randrange(1, 30)):
+                for _ in range(self.chance.randrange(10, 40)):
                     self.step()
 
 
@@ -156,18 +156,88 @@ def test_an_evaluation_that_is_reported_for_each_batch() -> None:
     assert shown["stalled"] == pytest.approx(50.0, abs=0.6)
 
 
-def test_slower_steps_become_usual() -> None:
-    """Steps that take ten times as long from some point on are steps, after a few that count as pauses."""
-    loop = Loop(random.Random(0))
+@pytest.mark.parametrize(("usual", "slower", "cause"), [(0.5, 5.0, "other"), (5.0, 40.0, "stalled")])
+def test_slower_steps_become_usual(usual: float, slower: float, cause: str) -> None:
+    """Steps that take eight or ten times as long from some point on are steps, after a few that count as pauses."""
+    loop = Loop(random.Random(0), step=usual)
     for _ in range(200):
         loop.step()
-    loop.usual = 5.0
+    loop.usual = slower
     for _ in range(200):
         loop.step()
     loop.drain()
     shown = loop.times.seconds(over=False)
-    assert shown["step"] > 0.9 * 205 * 5
-    assert 0 < shown["other"] < 0.1 * 200 * 5
+    assert shown["step"] > 0.9 * 200 * (slower + usual)
+    assert 0 < shown[cause] < 0.1 * 200 * slower
+    assert loop.times.mean_step == pytest.approx(slower, rel=0.05)
+
+
+def test_the_mean_step_is_without_a_stall() -> None:
+    """A single stall does not change what the MFU is computed from."""
+    loop = Loop(random.Random(0))
+    for _ in range(100):
+        loop.step()
+    loop.now += 400.0
+    for _ in range(10):
+        loop.step()
+    loop.drain()
+    assert loop.times.mean_step == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("slower", [1.0, 8.0])
+def test_training_in_evaluation_mode(slower: float) -> None:
+    """Where the model is in evaluation mode in each round, its steps are steps, also if they become slower."""
+    loop = Loop(random.Random(0))
+    for number in range(300):
+        if number == 150:
+            loop.usual *= slower
+        loop.clock.active(evaluating=True)
+        loop.step()
+    loop.drain()
+    shown = loop.times.seconds(over=True)
+    assert shown["evaluation"] == 0
+    assert shown["step"] > 0.9 * (150 + 150 * slower) * 0.5
+
+
+@pytest.mark.parametrize("later", ["over", "evaluation seen", "step"])
+def test_what_was_shown_stays(later: str) -> None:
+    """No cause falls when the training ends or goes on after it was shown as stalled, and together they stay the wall clock."""
+    loop = Loop(random.Random(0))
+    for _ in range(100):
+        loop.step()
+    loop.drain()
+    loop.now += 60.0
+    before = loop.times.seconds(over=False)
+    assert before["stalled"] > 59
+    loop.now += 10.0
+    match later:
+        case "evaluation seen":
+            loop.clock.active(evaluating=True)
+        case "step":
+            loop.clock.active(evaluating=True)
+            loop.step()
+            loop.drain()
+    after = loop.times.seconds(over=later == "over")
+    assert all(after[cause] >= before[cause] - 1e-9 for cause in before)
+    last = loop.times.seconds(over=True)
+    assert all(last[cause] >= after[cause] - 1e-9 for cause in after)
+    assert sum(last.values()) == pytest.approx(loop.now - 100.0)
+
+
+def test_more_interruptions_than_there_is_room_for() -> None:
+    """Those of one cause are added up, as where each batch of an evaluation is reported in a context of its own."""
+    loop = Loop(random.Random(0))
+    loop.step()
+    loop.step()
+    loop.drain()
+    for _ in range(10_000):
+        loop.within(EVALUATION, seconds=0.1)
+        loop.now += 0.01
+    loop.drain()
+    assert loop.times.seconds(over=False)["evaluation"] == pytest.approx(1000.0)
+    loop.step()
+    loop.drain()
+    assert loop.times.seconds(over=False)["evaluation"] == pytest.approx(1000.0)
 
 
 # A real training
@@ -272,6 +342,43 @@ def test_the_share_of_the_data() -> None:
             optimizer.step()
         shown = times(exporter)
     assert shown["data"] / (shown["data"] + shown["step"]) == pytest.approx(0.5, abs=0.2)
+
+
+def test_a_loader_of_an_evaluation() -> None:
+    """Waits for a watched loader within an evaluation are that evaluation's time, and no data of training."""
+    model = Perceptron()
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(10):
+            threading.Event().wait(0.01)
+            yield batch(8)
+
+    with start_exporter(model, None, every=1, collectors=OFF) as exporter:
+        steps = training(model, model)
+        for _ in range(3):
+            next(steps)
+        with exporter.evaluating():
+            for inputs in exporter.watch_loader(batches()):
+                model(inputs)
+        next(steps)
+        shown = times(exporter)
+    assert shown["evaluation"] > 0.1
+    assert "data" not in shown
+
+
+def test_contexts_of_one_cause_within_each_other() -> None:
+    """The outer one ends it."""
+    model = Perceptron()
+    with start_exporter(model, None, collectors=OFF) as exporter:
+        steps = training(model, model)
+        for _ in range(30):
+            next(steps)
+        with exporter.checkpointing():
+            with exporter.checkpointing():
+                pass
+            threading.Event().wait(0.5)
+        next(steps)
+        assert times(exporter)["checkpoint"] >= 0.5
 
 
 def test_another_thread_interrupts_nothing() -> None:

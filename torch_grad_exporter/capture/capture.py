@@ -122,9 +122,9 @@ class Capture:
 
     # What the user reports
 
-    def interrupted(self, cause: str, *, now: bool) -> None:
-        """An evaluation or a checkpoint begins, or has ended."""
-        self._clock.interrupted(cause, now=now, here=self._thread.may_be_here())
+    def interrupted(self, cause: str, *, now: bool) -> bool:
+        """An evaluation or a checkpoint begins, or has ended; return False if it was reported before and goes on."""
+        return self._clock.interrupted(cause, now=now, here=self._thread.may_be_here())
 
     def backward_comes(self, loss: torch.Tensor) -> None:
         """A backward of this loss is about to begin, which no forward of a root may have shown."""

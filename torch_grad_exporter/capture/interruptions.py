@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 EVALUATION, CHECKPOINT, COMPILING = "evaluation", "checkpoint", "compiling"
 
-# Interruptions that wait for the worker, at most; it takes them each second.
+# Interruptions that wait for the worker, at most, which takes them after the next step. Beyond it those of one cause are added up.
 ROOM = 4096
 
 
@@ -41,13 +41,15 @@ class Interruptions:
         self._closed = deque[Interruption](maxlen=ROOM)
         self._seen = deque[float](maxlen=ROOM)  # when forwards showed that an evaluation runs which nobody reports
 
-    def begin(self, cause: str, last_step: float = -math.inf) -> None:
-        """Begin one. An evaluation or a checkpoint that is reported again goes on, if no step was in between."""
+    def begin(self, cause: str, last_step: float = -math.inf) -> bool:
+        """Begin one and return True. An evaluation or a checkpoint that is reported again goes on, if no step was in between."""
         with self._lock:
             self._end_by(last_step)
-            if cause == COMPILING or cause not in self._open:
+            begins = cause == COMPILING or cause not in self._open
+            if begins:
                 self._switch()
                 self._open.append(cause)
+            return begins
 
     def end(self, cause: str) -> None:
         """End the last one of this cause, if there is one; a step may have ended it before."""
@@ -72,8 +74,19 @@ class Interruptions:
     def _switch(self) -> None:
         moment = self.clock()
         if self._open:
-            self._closed.append(Interruption(self._open[-1], self._since, moment))
+            self._close(Interruption(self._open[-1], self._since, moment))
         self._since = moment
+
+    def _close(self, ended: Interruption) -> None:
+        if len(self._closed) == ROOM and self._closed[-1].cause == ended.cause:
+            last = self._closed[-1]
+            self._closed[-1] = last._replace(end=last.end + ended.end - ended.start)
+        else:
+            self._closed.append(ended)
+
+    def goes_on(self, last_step: float) -> bool:
+        """Return whether one has begun since the last step and not ended."""
+        return bool(self._open) and self._since >= last_step
 
     def until(self, moment: float) -> tuple[list[Interruption], list[float]]:
         """Remove and return what began before the end of a step, which ends what is open, and when evaluations were seen."""

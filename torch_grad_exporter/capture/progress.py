@@ -252,17 +252,30 @@ class StepClock:
             self.interruptions.evaluation_seen(self.last_moment)
         self.evaluating = evaluating
 
-    def interrupted(self, cause: str, *, now: bool, here: bool) -> None:
-        """Note that something else than training begins or ends. `here`: the training waits for it, as it is on its thread."""
+    def interrupted(self, cause: str, *, now: bool, here: bool) -> bool:
+        """Note that something else than training begins or ends.
+
+        Args:
+            cause: What it is.
+            now: Whether it begins.
+            here: Whether the training waits for it, as it is on its thread.
+
+        Returns:
+            Whether it begins, or ends, with this: False if it was reported before and goes on.
+        """
         self._last_activity = self.now()
         if cause == EVALUATION:
             self.evaluating = now
-        if not here:
-            return
-        if now:
-            self.interruptions.begin(cause, self.last_moment)
-        else:
+        if here and now:
+            return self.interruptions.begin(cause, self.last_moment)
+        if here:
             self.interruptions.end(cause)
+        return True
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an evaluation, a checkpoint or a compilation goes on that was reported."""
+        return self.interruptions.goes_on(self.last_moment)
 
     def spent(self, start: float) -> float:
         """Add the time since `start`, which the exporter took on the training thread; return it."""

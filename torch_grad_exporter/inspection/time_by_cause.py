@@ -11,7 +11,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product, repeat
 from statistics import fmean, median
 
 from torch_grad_exporter.capture.interruptions import CHECKPOINT, COMPILING, EVALUATION, Interruption, Interruptions
@@ -52,6 +52,8 @@ class TimeByCause:
         self._at = interruptions.started  # up to which all is counted: the end of the last step
         self.steps = 0
         self._recent = deque[float](maxlen=STEPS)
+        self._seen = deque[bool](maxlen=STEPS)  # whether an evaluation was seen before each of the last steps
+        self._shown, self._moved = dict.fromkeys(CAUSES, 0.0), dict.fromkeys(CAUSES, 0.0)
         self._phases = dict.fromkeys(PHASES, 0.0)  # at the last look
         self._data, self._followed = 0.0, 0.0  # seconds in followed rounds, of which those for data
         self._look_at = 0.0  # when the phases are looked at again
@@ -73,6 +75,7 @@ class TimeByCause:
             if not ended and not seen and self.steps and self._are_usual(max(seconds)):
                 self._count_steps(moments[-1] - self._at, len(moments))
                 self._recent.extend(seconds)
+                self._seen.extend(repeat(False, min(len(seconds), STEPS)))
                 self._at = moments[-1]
                 return
             for moment in moments:
@@ -97,15 +100,17 @@ class TimeByCause:
             self._add(STARTING, rest)
             return
         cause = self._cause(rest, seen=seen)
+        self._seen.append(seen)
         beyond = 0.0 if cause is None else max(0.0, rest - usual)
         if cause is not None:
             self._add(cause, beyond)
         self._count_steps(rest - beyond, 1)
-        self._recent.append(rest if cause in {None, OTHER} else rest - beyond)
+        self._recent.append(rest - beyond if cause == EVALUATION else rest)  # a stall may be the first of slower steps
 
     def _cause(self, rest: float, *, seen: bool) -> str | None:
         """Return what explains that a step took so long, None if it is usual."""
-        if seen:
+        # Forwards in evaluation mode in most rounds are part of training: of frozen statistics, or of a teacher.
+        if seen and self._recent and 2 * sum(self._seen) <= len(self._seen):
             return EVALUATION
         if rest > self._pause(STALL_SECONDS):
             return STALLED
@@ -155,10 +160,14 @@ class TimeByCause:
     def mean_step(self) -> float | None:
         """The mean duration of the last steps in seconds, None if it is not known."""
         with self._lock:
-            return fmean(self._recent) if self._recent else None
+            most = self._pause(STALL_SECONDS)
+            return fmean(each for each in self._recent if each <= most) if self._recent else None
 
     def seconds(self, *, over: bool) -> dict[str, float]:
-        """Return the seconds by cause until now, without causes of which nothing is known. `over`: no step will come."""
+        """Return the seconds by cause until now, without causes of which nothing is known. `over`: no step will come.
+
+        None ever falls: what was shown as one cause stays that, though what comes later explains it by another.
+        """
         ended, seen = self._interruptions.since_last_step()
         now = self._interruptions.clock()
         with self._lock:
@@ -176,8 +185,22 @@ class TimeByCause:
                 seconds[OTHER] += rest
             elif (cause := self._cause(rest, seen=seen)) is not None and cause != OTHER:
                 seconds[cause] += max(0.0, rest - usual)
-        if DATA not in self._clock.phases.seen:
-            del seconds[DATA]
-        if self.recomputed_to is None:
-            del seconds[RECOMPUTED]
+            self._keep_shown(seconds)
+            if DATA not in self._clock.phases.seen:
+                del seconds[DATA]
+            if self.recomputed_to is None:
+                del seconds[RECOMPUTED]
         return seconds
+
+    def _keep_shown(self, seconds: dict[str, float]) -> None:
+        """Raise what would fall to what was shown, and lower for ever what has grown instead."""
+        for cause in CAUSES:
+            seconds[cause] += self._moved[cause]
+        for cause, other in product(CAUSES, (OTHER, EVALUATION, STEP, *CAUSES)):
+            moved = min(self._shown[cause] - seconds[cause], seconds[other] - self._shown[other])
+            if moved > 0:
+                for each, added in ((cause, moved), (other, -moved)):
+                    self._moved[each] += added
+                    seconds[each] += added
+        for cause in CAUSES:
+            self._shown[cause] = seconds[cause] = max(self._shown[cause], seconds[cause])
