@@ -81,11 +81,28 @@ def test_a_restart_knows_what_it_computes_again(tmp_path: Path) -> None:
     assert (state["step"], state["processes"], state["run"]) == (123, 4, "a/run")
 
 
+def test_a_run_that_ended_to_go_on_later(tmp_path: Path) -> None:
+    """After a process that was asked to end the time until the next one is `down`, if that goes on from a step."""
+    with started(tmp_path):
+        pass
+    (path,) = tmp_path.glob("*.json")
+    state = json.loads(path.read_text())
+    assert state["ended"] == "finished"
+    path.write_text(json.dumps({**state, "step": 5, "at": state["at"] - 3600}))
+    with started(tmp_path) as exporter:
+        assert by_cause(exporter, EARLIER)["down"] == 0
+        exporter.resume(0)
+        assert by_cause(exporter, EARLIER)["down"] == 0
+        exporter.resume(5)
+        exporter.resume(5)
+        assert 3600 <= by_cause(exporter, EARLIER)["down"] < 3700
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"version": 2}', b'{"version": 1, "seconds": {}}', b"\xff\xfe", b'{"version": 1, "step": -1}']
 )
 def test_a_state_of_something_else(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once and counts as none; the training goes on, and the file is a state in the end."""
+    """It is said once and kept aside; what is recomputed is unknown, and the file is a state in the end."""
     with started(tmp_path):
         pass
     (path,) = tmp_path.glob("*.json")
@@ -95,6 +112,8 @@ def test_a_state_of_something_else(tmp_path: Path, content: bytes, caplog: pytes
         exporter.resume(10)
         train(exporter, model, 3)
         assert value(exporter, "torch_train_restarts") == 0
+        assert "recomputed" not in by_cause(exporter, TIME)
+    assert path.with_suffix(".unreadable").read_bytes() == content
     assert sum("is not what an exporter has written" in record.message for record in caplog.records) == 1
     assert json.loads(path.read_text())["step"] == 13
 

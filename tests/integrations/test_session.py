@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,32 @@ def test_a_logged_loss(own: bool) -> None:
         session.logged_loss(logged)
         assert value(exporter, "torch_train_loss") == pytest.approx(loss.item() if own else logged)
     session.end()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_trainer_that_does_not_know_its_step(tmp_path: Path, knows: bool) -> None:
+    """Only a trainer that knows its step has none before it: for another one nothing is taken to be recomputed."""
+    model, trainer = torch.nn.Linear(3, 2), torch.nn.Identity()
+    session = Session("Callback", options={"port": None, "run": "a", "state_dir": tmp_path})
+    session.begin(model, trainer=trainer)
+    for _ in range(3):
+        step(model, session)
+    session.end(RuntimeError("broken"))
+    session.begin(model, trainer=trainer, knows_step=knows)
+    assert session.exporter is not None
+    assert value(session.exporter, "torch_train_time_seconds_total", cause="recomputed") == (0 if knows else None)
+    session.end()
+
+
+def test_a_checkpoint_ends_with_the_training() -> None:
+    """One that no framework ended does not go on in the exporter that the user has started."""
+    model = torch.nn.Linear(3, 2)
+    with start_exporter(model, port=None, every=1) as exporter:
+        session = Session("Callback", exporter)
+        session.begin(model)
+        step(model, session)
+        session.checkpointing()
+        session.end()
+        first = value(exporter, "torch_train_time_seconds_total", cause="checkpoint")
+        threading.Event().wait(0.05)
+        assert value(exporter, "torch_train_time_seconds_total", cause="checkpoint") == first

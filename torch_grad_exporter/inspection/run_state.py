@@ -61,10 +61,12 @@ class RunState:
     ) -> None:  # fmt: skip
         self._path, self._run, self._clock, self._times, self._ending = path, run, clock, times, ending
         self.step, self.processes, self.seconds = 0, 0, dict[str, float]()
+        self._known = True  # how far earlier processes came
+        self._gap = 0.0  # seconds since the last one, where it had finished
         guard = errors.boundary(SOURCE, limit=None)
         self._thread = BackgroundLoop(SOURCE, self.write, guard=guard, pause=pause, last=self.write)
-        errors.boundary(SOURCE, limit=None)(self._read)
-        if not self.processes:
+        self._known = errors.boundary(SOURCE, limit=None)(self._read) and self._known
+        if self._known and not self.processes:
             times.recomputed_to = 0  # there is nothing to recompute
 
     def start(self) -> None:
@@ -77,6 +79,11 @@ class RunState:
 
     def resumed(self, step: int) -> None:
         """The training goes on after this step: those that were computed already are computed again."""
+        if not self._known:
+            return
+        if step and self.processes:  # then the last one had not finished, but was asked to end
+            self.seconds[DOWN] += self._gap
+            self._gap = 0.0
         self._times.recomputed_to = self.step
         if step < self.step:
             message = "the run goes on after step %d: it computes %d steps again, and was down for %.0f s"
@@ -84,19 +91,26 @@ class RunState:
 
     def _read(self) -> None:
         try:
-            content = self._path.read_bytes()
-        except FileNotFoundError:
-            return
-        try:
-            state = json.loads(content)
+            state = json.loads(self._path.read_bytes())
             seconds = _seconds_of(state)
             step, processes, at = (_number(state[name]) for name in ("step", "processes", "at"))
-        except (ValueError, TypeError, KeyError) as error:
-            message = "state_dir=: %s is not what an exporter has written (%s: %s); it counts as if there were none"
-            warn(message, self._path, type(error).__name__, error)
+        except FileNotFoundError:
             return
-        # A run that has ended as it should was not down since.
-        seconds[DOWN] += 0.0 if state.get("ended") == "finished" else max(0.0, self._clock.started - at)
+        except IsADirectoryError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self._known = False
+            aside = self._path.with_suffix(".unreadable")
+            message = "state_dir=: %s is not what an exporter has written (%s: %s); renamed to %s; what is recomputed is unknown"
+            warn(message, self._path, type(error).__name__, error, aside.name)
+            self._path.replace(aside)
+            return
+        gap = max(0.0, self._clock.started - at)
+        # A run that has ended as it should was not down since, unless this process goes on with it.
+        if state.get("ended") == "finished":
+            self._gap = gap
+        else:
+            seconds[DOWN] += gap
         self.step, self.processes, self.seconds = int(step), int(processes), seconds
 
     def write(self) -> None:

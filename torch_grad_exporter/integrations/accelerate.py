@@ -141,7 +141,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         if accelerator is not None and not accelerator.is_main_process and self not in accelerator.trackers:
             accelerator.trackers.append(self)  # so that `end_training` ends it here, too
         scaler = getattr(accelerator, "scaler", None)
-        self._session.begin(models or {}, step=self._step, trainer=accelerator, grad_scaler=scaler)
+        self._session.begin(models or {}, step=self._step, trainer=accelerator, knows_step=False, grad_scaler=scaler)
         if accelerator is not None and self._saving is None:
             self._saving = accelerator.register_save_state_pre_hook(self._saves)
 

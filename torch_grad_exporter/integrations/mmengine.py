@@ -118,12 +118,12 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
         return self.end_of_epoch(loader, batch_idx) and (not logger.ignore_last or len(loader) <= logger.interval)
 
 
-def _known(wrapper: Any) -> dict[str, object]:
+def _known(wrapper: Any) -> dict[str, Any]:
     """Return what an `OptimWrapper`, or several by name, knows of the training, as options of `start_exporter`."""
     if isinstance(wrapper, OptimWrapperDict):
         wrappers = dict(wrapper.items())
         scalers = [scaler for each in wrappers.values() if (scaler := getattr(each, "loss_scaler", None)) is not None]
-        optimizers: dict[str, object] = {"optimizers": {name: each.optimizer for name, each in wrappers.items()}}
+        optimizers: dict[str, Any] = {"optimizers": {name: each.optimizer for name, each in wrappers.items()}}
         return optimizers | ({"grad_scaler": scalers[0]} if len(scalers) == 1 else {})
     return {"optimizers": wrapper.optimizer, "grad_scaler": getattr(wrapper, "loss_scaler", None)}
 

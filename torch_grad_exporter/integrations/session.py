@@ -131,7 +131,9 @@ class Session:
             resolve(self._options, os.environ)
             Arguments.checked(self._options)
 
-    def begin(self, model: Models, *, step: int | None = None, trainer: object | None = None, **known: object) -> None:
+    def begin(
+        self, model: Models, *, step: int | None = None, trainer: object | None = None, knows_step: bool = True, **known: object
+    ) -> None:
         """Begin to report a training of the model.
 
         An exporter that the user has started on the model is used. If another session reports to it already, as where a
@@ -143,6 +145,7 @@ class Session:
             trainer: Whose training begins. Some frameworks have no event for an exception: if another trainer of the same kind
                 trained the model, or the other session is gone, that training was interrupted. The exporter that it started
                 ends, and that of the user is taken over.
+            knows_step: Whether the trainer knows its step, so that it has none before it where `step` is None.
             known: Options that the trainer knows, such as `optimizers`; the user's own win.
 
         Raises:
@@ -163,8 +166,9 @@ class Session:
         if self._started:
             self._options.setdefault("run", self._current.run)  # the next fit is the same training
         self.during(self._follow_engines, model, step is None)
-        if step is None and trainer is not None and self._started and self._current.settings.state_dir and self.engines is None:
-            step = 0  # the trainer knows its step, and has none before it
+        knows_step &= trainer is not None and self._started and self.engines is None
+        if step is None and knows_step and self._current.settings.state_dir:
+            step = 0
         if step is not None:
             self._current.resume(step)
 
@@ -268,6 +272,7 @@ class Session:
         engines, self.engines = self.engines, None
         if exporter is not None:
             _REPORTERS.pop(exporter, None)
+            exporter.checkpointing(False)
             if self._started:
                 exporter.end(error)
             if engines is not None:

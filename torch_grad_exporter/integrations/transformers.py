@@ -18,6 +18,7 @@ from torch_grad_exporter.integrations.session import Session, SessionOwner
 require("transformers", "4.57", extra="transformers")
 
 from transformers import (  # noqa: E402 - require() has raised if it is missing
+    DefaultFlowCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -79,7 +80,7 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
         self._session.begin(model, step=state.global_step or None, trainer=state, grad_scaler=scaler)
         self._tokens = state.num_input_tokens_seen
         if self._logs:
-            self._session.during(self._move_to_front)
+            self._session.during(self._move_forward)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Report the step, and end the training if a `Stop()` asks for it."""
@@ -91,6 +92,10 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Report the evaluation or the checkpoint that follows."""
         self._session.during(self._interrupted, control)
+
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
+        """Report that an evaluation goes on, as with the next of several datasets."""
+        self._session.during(self._session.evaluating)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Report that an evaluation is over, and the checkpoint that follows."""
@@ -127,13 +132,15 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
         elif control.should_save:
             self._session.checkpointing()
 
-    def _move_to_front(self) -> None:
-        """Call this before the callbacks that write values to files and services."""
+    def _move_forward(self) -> None:
+        """Call this before the callbacks that write values to files and services, after the one that decides what is next."""
         handlers = (each for each in gc.get_objects() if issubclass(type(each), CallbackHandler))
         for handler in handlers:
             if any(callback is self for callback in handler.callbacks):
+                others = [callback for callback in handler.callbacks if callback is not self]
+                place = max((at for at, each in enumerate(others, 1) if isinstance(each, DefaultFlowCallback)), default=0)
                 # A new list: the trainer is going through the old one.
-                handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
+                handler.callbacks = [*others[:place], self, *others[place:]]
 
     def _report(self, state: TrainerState, *, now: bool = False) -> None:
         moment = time.monotonic()
