@@ -31,6 +31,16 @@ under FSDP2 and tensor parallelism, every rank that has a part shows its part; w
 shows them (`ranks="all"` changes that). See [Many ranks](distributed.md).
 """
 
+# Of options that are not on or off, and of what several switch on.
+VALUES = {
+    "alerts": "alerts=[...]",
+    "clip": "clip=... or dry_run=[...]",
+    "dry_run": "dry_run=[...]",
+    "flops_per_step": "flops_per_step=...",
+    "routers": "routers=True or exporter.router(...)",
+    "state_dir": "state_dir=...",
+}
+
 
 def ranks(spec: Spec) -> str:
     """Which ranks of a job export it."""
@@ -42,14 +52,10 @@ def ranks(spec: Spec) -> str:
 
 def switch(spec: Spec) -> str:
     """What switches a metric on that is off by default: a collector or an option."""
-    if spec.opt_in in ("alerts", "dry_run"):
-        return f"{spec.opt_in}=[...]"
-    if spec.opt_in == "clip":
-        return "clip=... or dry_run=[...]"
+    if spec.opt_in in VALUES:
+        return VALUES[spec.opt_in]
     if spec.opt_in in ("log", "on", "watch"):
         return f"exporter.{spec.opt_in}(...)"
-    if spec.opt_in == "routers":
-        return "routers=True or exporter.router(...)"
     if spec.opt_in in ("freeze", "rollback"):
         return f"exporter.on({spec.opt_in.capitalize()}(...))"
     option = spec.opt_in in {one.name for one in fields(Settings)}

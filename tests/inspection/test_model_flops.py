@@ -64,7 +64,14 @@ def test_a_peak_needs_operations() -> None:
         ("Tesla T4", 65e12),
         ("Tesla V100-SXM2-16GB", 125e12),
         ("AMD Instinct MI300X", 1307e12),
+        ("Tesla V100-PCIE-16GB", 112e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
         ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("GRID T4-2Q", None),
     ],
 )
 def test_peaks_by_name(name: str, peak: float | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
 from torch_grad_exporter.actions.notify.notify import totals as notify_totals
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.build.inspecting import InspectionTotals
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
@@ -24,7 +25,7 @@ from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.distributed.identity import LateGroup, hostname
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.lifecycle import Ending
-from torch_grad_exporter.model.layers import device_kinds
+from torch_grad_exporter.model.layers import LayerIndex, device_kinds
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.live.live import Run
 from torch_grad_exporter.outputs.live.view import View
@@ -48,17 +49,29 @@ class ScrapeStage:
     view: View
 
 
-def _peak(settings: Settings, models: Mapping[str, torch.nn.Module]) -> float | None:
-    """Return the operations per second that this rank's device can do, None if they are not known or not asked for."""
+def _peak(settings: Settings, index: LayerIndex, clock: StepClock) -> Callable[[], float | None]:
+    """Return what this rank's devices can do together, in operations per second; None if it is not known or not asked for."""
     if settings.flops_per_step is None or settings.peak_flops is not None:
-        return settings.peak_flops
-    devices = {parameter.device for model in models.values() for parameter in model.parameters() if parameter.is_cuda}
-    if not devices:
-        return None
-    name = torch.cuda.get_device_name(min(devices, key=str))
-    if (peak := peak_of(name)) is None:
-        warn("flops_per_step: the peak of %s is not known, nor is the MFU; pass peak_flops=", name)
+        return lambda: settings.peak_flops
+
+    known: list[float | None] = []
+
+    def peak() -> float | None:
+        # A model may move to its devices after the start; while FSDP has gathered its parameters, there are none to look at.
+        if not known and clock.phases.device is not None and clock.phases.device.type == "cuda":
+            devices = {parameter.device for parameter in index.table.parameters() or () if parameter.is_cuda}
+            known.extend([_together([torch.cuda.get_device_name(device) for device in devices])] if devices else ())
+        return known[0] if known else None
+
     return peak
+
+
+def _together(names: Sequence[str]) -> float | None:
+    peaks = {name: peak_of(name) for name in names}
+    if unknown := [name for name, peak in peaks.items() if peak is None]:
+        warn("flops_per_step: the peak of %s is not known, nor is the MFU; pass peak_flops=", unknown[0])
+        return None
+    return sum(peaks[name] or 0.0 for name in names)
 
 
 def build_scrape(
@@ -80,8 +93,8 @@ def build_scrape(
         snapshots=snapshots, clock=stage.clock, optimizers=stage.optimizers.names, capture=stage.capture,
         schedule=stage.schedule, memory=stage.memory, errors=errors, identity=identity,
         expected_devices=device_kinds(checked.index, models.values()),
-        times=totals.times, state=totals.state, flops_per_step=settings.flops_per_step, peak_flops=_peak(settings, models),
-        waits=totals.waits, ending=ending,
+        times=totals.times, state=totals.state, waits=totals.waits, ending=ending,
+        flops_per_step=settings.flops_per_step, peak_flops=_peak(settings, checked.index, stage.clock),
         dead_window=settings.dead_window, moments=settings.moments,
         weights=totals.weights if settings.weights else None, optimizer_state=totals.optimizer_state,
         local_norms=totals.local_norms,

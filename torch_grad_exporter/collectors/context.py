@@ -80,7 +80,7 @@ class CollectorContext:
         times: Where the time went.
         state: The earlier processes of the run.
         flops_per_step: The option.
-        peak_flops: Operations that the device can do in a second.
+        peak_flops: Returns the operations that the devices can do in a second.
         waits: Waits for other ranks.
         notified: Outcomes of notifications.
         acted: Outcomes of actions.
@@ -116,7 +116,7 @@ class CollectorContext:
     times: TimeByCause
     state: RunState | None
     flops_per_step: float | None
-    peak_flops: float | None
+    peak_flops: Callable[[], float | None]
     waits: ReductionWaits
     notified: NotifyTotals | None
     acted: ActionTotals

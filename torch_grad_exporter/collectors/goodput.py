@@ -66,7 +66,7 @@ class GoodputCollector:
             yield self._rows.by_label(TRAIN_EARLIER_TIME_SECONDS, earlier)
             yield scalar(TRAIN_RESTARTS, self._state.processes)
         if self._flops is not None:
-            step, peak = self._times.mean_step, self._peak
+            step, peak = self._times.mean_step, self._peak()
             yield scalar(TRAIN_MODEL_FLOPS, self._flops * self._times.steps)
             yield scalar(TRAIN_MFU, self._flops / step / peak if step and peak else None)
 

@@ -28,7 +28,8 @@ class MicroBatches(Inspection):
 
     The sample itself has their sum. Both together give the noise scale if each backward was of another batch of the same size, so
     nothing is reported of a round whose backwards had unequal numbers of forwards or of training examples, whose gradients were
-    written to between backwards, or of which a wrapper reduces gradients; nor of sharded parameters.
+    written to between backwards, or of which a wrapper reduces gradients; nor of sharded parameters. It means nothing where
+    they are of different losses, such as those of a GAN's discriminator with one backward for real and one for generated images.
 
     It posts its record before or after the `SampleRead` that it belongs to. Belongs to the thread of the backward.
     """

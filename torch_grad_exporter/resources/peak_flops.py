@@ -24,6 +24,7 @@ PEAKS = (
     ("RTX 6000 Ada", 364e12),
     ("RTX 4090", 165e12),
     ("RTX 3090", 71e12),
+    ("V100 PCIE", 112e12),
     ("V100", 125e12),
     ("T4", 65e12),
     ("MI300X", 1307e12),
@@ -31,10 +32,15 @@ PEAKS = (
     ("MI250X", 191.5e12),  # of one of its two dies, each of which is a device
 )
 
+# In the names of slices of a GPU, and of other GPUs with nearly the same name.
+OTHERS = frozenset({"MIG", "GRID", "Ti", "SUPER", "D", "Laptop"})
+
 
 def peak_of(name: str) -> float | None:
     """Return the operations per second of the device with this name, None if they are not known."""
     words = name.replace("-", " ").split()
+    if not OTHERS.isdisjoint(words):
+        return None
     return next((peak for part, peak in PEAKS if _within(part.split(), words)), None)
 
 
