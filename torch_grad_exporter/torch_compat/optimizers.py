@@ -32,6 +32,11 @@ def hooked_last(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -
     return next(reversed(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()), None) is hook
 
 
+def obeys_skip_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it reads the flag `found_inf`, as gradient scalers ask it; false where it does not say so."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def _step_code() -> types.CodeType | None:
     """Return the code of the function in which PyTorch wraps an optimizer's `step`."""
     wrap = find("torch.optim.Optimizer.profile_hook_step")

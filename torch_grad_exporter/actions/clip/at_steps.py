@@ -20,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch_grad_exporter.actions.clip.clipped_optimizers import ClippedOptimizer, ClippedOptimizers
 from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.policy import ClipOptions, policy_name
-from torch_grad_exporter.actions.clip.skipping import TooManySkippedSteps, is_fused
+from torch_grad_exporter.actions.clip.skipped_step import is_fused
+from torch_grad_exporter.actions.clip.skipping import TooManySkippedSteps
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReports
@@ -116,7 +117,7 @@ class ClipAtSteps:
         for hook in (self._begins, self._clips, self._ends):
             hook.connect()
         self._handles = [register_optimizer_step_pre_hook(self._begins)]
-        if any(policy.skips for policy in self._options.clip):  # only their flags have to be cleared
+        if any(policy.skips for policy in self._options.clip):  # only what they leave has to be undone
             self._handles.append(register_optimizer_step_post_hook(self._ends))  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -190,8 +191,10 @@ class ClipAtSteps:
         with self._guarded():
             record = None if self._guard.off else self._optimizers.of(optimizer)
             if record is not None:
-                if record.flag.is_set and stepping_around(sys._getframe(1)) is not optimizer:
-                    record.flag.clear(optimizer)  # of a step that raised
+                left = record.flag.is_set or record.removed.any
+                if left and stepping_around(sys._getframe(1)) is not optimizer:  # by a step that raised
+                    record.flag.clear(optimizer)
+                    record.removed.forget()
                 # The user may have added hooks since the last step, which must run before ours.
                 if not hooked_last(optimizer, self._clips):
                     if record.handle is not None:
@@ -222,6 +225,8 @@ class ClipAtSteps:
         """Return the closure, after whose backward gradients are clipped."""
 
         def clipped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the user's own
+            with self._guarded():
+                record.removed.restore(optimizer)  # of an earlier evaluation
             loss = closure(*args, **kwargs)
             with self._guarded():
                 self._clip(record, optimizer)
@@ -236,6 +241,8 @@ class ClipAtSteps:
             record = self._optimizers.of(optimizer)
             if record is not None:
                 record.flag.clear(optimizer)
+                if record.removed.any and stepping_around(sys._getframe(1)) is not optimizer:
+                    record.removed.restore(optimizer)
 
     def _clip(self, record: ClippedOptimizer, optimizer: torch.optim.Optimizer) -> None:
         """Clip what an optimizer is about to use."""
@@ -276,7 +283,8 @@ class ClipAtSteps:
         if self._capture is not None:
             self._after_clip(self._capture.clipped, optimizer, skipped)
         if skipped is True:
-            clipping.remove_gradients()
+            # All of its: others, such as those of a criterion, are not watched and may be as broken.
+            record.removed.remove(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _loss_of(self, record: ClippedOptimizer) -> float | torch.Tensor | None:
         """Return the last loss since an optimizer's last step, None without one."""

@@ -17,7 +17,7 @@ import torch
 from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.parameters import ParameterTracker
 from torch_grad_exporter.actions.clip.policy import NoClipping, policy_name
-from torch_grad_exporter.actions.clip.skipping import SkipFlag
+from torch_grad_exporter.actions.clip.skipped_step import RemovedGradients, SkipFlag
 from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.collectors.clipping import ClipReport, ClipReports
 from torch_grad_exporter.errors import Guard
@@ -34,6 +34,7 @@ class ClippedOptimizer:
     Attributes:
         tracker: Its parameters.
         flag: Makes it skip a step, if it is fused.
+        removed: Makes it skip a step otherwise.
         name: Its name, empty before its first step.
         clipping: Its clipping, None before its first step.
         handle: The hook right before its step.
@@ -43,6 +44,7 @@ class ClippedOptimizer:
 
     tracker: ParameterTracker
     flag: SkipFlag = field(default_factory=SkipFlag)
+    removed: RemovedGradients = field(default_factory=RemovedGradients)
     name: str = ""
     clipping: Clipping | None = None
     handle: Removable | None = None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.parameters import EXPECTED, ParameterTracker, listed
 from torch_grad_exporter.actions.clip.policy import NoClipping, Policy, checked_policies
 from torch_grad_exporter.actions.clip.policy_run import PolicyRun
-from torch_grad_exporter.actions.clip.skipping import SkipFlag, checked_clip, is_fused
+from torch_grad_exporter.actions.clip.skipped_step import RemovedGradients, SkipFlag, is_fused
+from torch_grad_exporter.actions.clip.skipping import checked_clip
+from torch_grad_exporter.torch_compat.optimizers import remove_step_hooks
 
 
 class Clipper:
@@ -67,6 +71,8 @@ class Clipper:
             each.check_ranks(world_size)
         self._clipping = Clipping(tracker, policies, dry_run, foreach=foreach)
         self._fused = FusedSteps(optimizers) if optimizers else None
+        self._removed = RemovedGradients()
+        self._restoring: weakref.finalize[..., Clipper] | None = None
         self._judges_loss = any(each.judges_loss for each in (*policies, *dry_run))
         self._loss: float | torch.Tensor | None = None
 
@@ -110,12 +116,17 @@ class Clipper:
             TooManySkippedSteps: See `SkipNonFinite`.
         """
         loss, self._loss = self._loss, None
+        self._removed.forget()  # of a step that was not taken
         norm, skip = self._clipping(loss=loss)
         if self._fused is not None:
             self._fused.skip_next(skip)  # None, without a gradient: the flags of an earlier call must not hold
             self._clipping.check_in_row(waits=False)
         elif skip is not None and self._clipping.read(skip):
-            self._clipping.remove_gradients()
+            self._removed.remove(self._clipping.parameters.parameters)
+            if self._restoring is None or not self._restoring.alive:
+                handle = register_optimizer_step_post_hook(_restoring(self._removed))
+                self._restoring = weakref.finalize(self, remove_step_hooks, [handle])
+                self._restoring.atexit = False
         return norm
 
     @property
@@ -159,9 +170,22 @@ class Clipper:
         self._clipping.load(state_dict)
 
     def close(self) -> None:
-        """Remove its hooks from fused optimizers; without these there is nothing to end."""
+        """Remove its hooks, which only policies that skip steps have."""
         if self._fused is not None:
             self._fused.close()
+        if self._restoring is not None:
+            self._restoring()
+
+
+def _restoring(removed: RemovedGradients) -> Any:  # noqa: ANN401 - a hook, which does nothing once they are gone
+    reference = weakref.ref(removed)
+
+    def step_ended(optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
+        its = reference()
+        if its is not None:
+            its.restore(optimizer)
+
+    return torch.compiler.disable(step_ended)  # type: ignore[no-untyped-call]
 
 
 class FusedSteps:

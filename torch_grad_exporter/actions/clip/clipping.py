@@ -136,11 +136,6 @@ class Clipping:
             self.check_in_row(waits=True)
         return skipped
 
-    def remove_gradients(self) -> None:
-        """Remove all gradients, which optimizers take for nothing to do."""
-        for parameter in self.parameters.parameters:
-            parameter.grad = None
-
     def check_in_row(self, *, waits: bool) -> None:
         """Raise `TooManySkippedSteps` if more steps were skipped in a row than allowed."""
         for run in self.skipping:

@@ -1,9 +1,4 @@
-"""Policies that skip a step, and how an optimizer is made to skip one.
-
-A hook before an optimizer's step cannot cancel it, and Adam moves the weights on zero gradients too. So there are three ways,
-none of them a guess. A fused optimizer has a flag on the device, which gradient scalers use as well. On the CPU the decision is
-read at once and the gradients are removed, which every optimizer takes for nothing to do. On another device this waits for it.
-"""
+"""Policies that skip a step, and lists of policies; how an optimizer is made to skip one is in `skipped_step`."""
 
 from __future__ import annotations
 
@@ -113,7 +108,10 @@ class SkipAbove(Policy):
                 " on, after the last optimizer step and before this one"
             )
         # Not `>`, which is false for NaN.
-        return Decision(math.inf, skip=~(measured.loss.to(measured.total.device) <= self.limit))
+        skip = ~(measured.loss.to(measured.total.device) <= self.limit)
+        if measured.left_out is not None:
+            skip = skip & ~measured.left_out.to(skip.device)
+        return Decision(math.inf, skip=skip)
 
 
 def checked_clip(given: object, argument: str = "clip={}") -> tuple[Policy, ...]:
@@ -157,53 +155,6 @@ def _check_order(policies: Sequence[Policy], where: str) -> None:
         if limits and isinstance(policy, MaxNorm) and policy.scope == "model" and limits[0] <= policy.max_norm:
             fix = "set a limit above max_norm, or leave out one of them"
             raise ValueError(f"{where}: {policy!r} would never clip, since all norms above {limits[0]:g} are skipped; {fix}")
-
-
-class SkipFlag:
-    """The flag `found_inf` of a fused optimizer, which its kernel reads. It does not hold the optimizer."""
-
-    __slots__ = ("_before", "_first", "_ours")
-
-    def __init__(self) -> None:
-        self._ours: torch.Tensor | None = None
-        self._first = False
-        self._before: torch.Tensor | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """Whether a step is to be skipped, or may be."""
-        return self._ours is not None
-
-    def set(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Let the optimizer skip the step that it is about to take, if `skip` is true; joins the flag of a gradient scaler."""
-        self.clear(optimizer)  # a closure may be evaluated several times
-        self._before = before = getattr(optimizer, "found_inf", None)
-        # A scaler's flag stays in force: the step is skipped if either asks for it.
-        ours = skip.to(torch.float32)
-        self._ours = ours if before is None else torch.maximum(before, ours.to(before.device).reshape(before.shape))
-        optimizer.found_inf = self._ours  # type: ignore[attr-defined]
-        self._first = isinstance(optimizer, torch.optim.SGD) and not optimizer.state
-
-    def clear(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore the flag, unless a gradient scaler has replaced it since. Idempotent."""
-        ours, self._ours = self._ours, None
-        flag: object = getattr(optimizer, "found_inf", None)
-        if ours is None or flag is not ours:
-            return
-        if self._before is None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            optimizer.found_inf = self._before  # type: ignore[attr-defined]
-        if self._first:  # a first step that is skipped leaves PyTorch's momenta as they were allocated
-            buffers = [state.get("momentum_buffer") for state in optimizer.state.values()]
-            for momenta in buffers:
-                if isinstance(momenta, torch.Tensor):
-                    momenta.copy_(torch.where(ours.to(momenta.device) > 0, 0.0, momenta))
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it can skip a step by a flag on the device. Capturable ones that are not fused refuse the flag."""
-    return optimizer.defaults.get("fused") is True and all(group.get("fused") is True for group in optimizer.param_groups)
 
 
 class InRowLimit:
