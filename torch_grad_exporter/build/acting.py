@@ -49,7 +49,7 @@ class ActionStage:
         state = TrainingState(checked.index, stage.optimizers, stage.loss_scale)
         training = Training(
             stage.optimizers, self.stop_requested, layers, shown.worker,
-            state=state, clock=stage.clock, rollbacks=shown.rollbacks,
+            state=state, clock=stage.clock, rounds=stage.capture.rounds, rollbacks=shown.rollbacks,
             ranks=identity.world_size, ranks_here=identity.local_world_size,
         )  # fmt: skip
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size) if several else None

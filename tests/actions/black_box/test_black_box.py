@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.actions.black_box.planted import model, train
+from tests.capture.scenes import COUNTED
+from tests.capture.scenes import Loop as CountedLoop
 from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors, values
 from tests.support.tools import eventually
@@ -155,6 +159,29 @@ def test_at_most_three_in_a_run(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("*/*/about.json")]) == 3
     with pytest.raises(ValueError, match="there are 3 black boxes; pass one of"):
         load_black_box(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [2, 3])
+def test_after_three_nothing_is_kept(before: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once a run has its boxes, rounds are only counted again, no batch is kept, and the log says so once."""
+    for _ in range(before):
+        train(tmp_path, 24, 20, every=1)
+    caplog.clear()
+    loop = CountedLoop()
+    with start_exporter(loop.model, None, collectors=OFF, run="planted", black_box=tmp_path, **COUNTED) as exporter:
+        with torch.no_grad():
+            next(loop.model.parameters()).fill_(torch.nan if before == 2 else 1.0)
+        assert eventually(lambda: loop.step() or len([*tmp_path.glob("*/*/about.json")]) == 3)
+        loop.until_counted(exporter)
+        inner = next(each for each in loop.model.modules() if isinstance(each, nn.Linear)).in_features
+        data = np.zeros((1 << 19, inner), np.float32)
+        alive = weakref.ref(data)
+        loop.model(torch.from_numpy(data))
+        del data
+        assert alive() is None
+        assert not errors(exporter)
+    assert caplog.text.count("has 3 boxes, no more are written for this run and no batches are kept") == 1
 
 
 def test_rules_of_others(tmp_path: Path) -> None:

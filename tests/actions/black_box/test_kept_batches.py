@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,28 @@ def test_large_tensors_are_held(written: bool, tmp_path: Path) -> None:
         assert kept.args == (None,)
     else:
         assert torch.equal(kept.args[0], tensor)
+
+
+def test_large_tensors_of_inference_mode(tmp_path: Path) -> None:
+    """Only the large one of inference mode is left out, as it does not count what is written to it."""
+    with torch.inference_mode():
+        large, small = torch.rand(1 << 20), torch.arange(3)
+    kept = last_batch(tmp_path, large, small)
+    assert list(kept.left_out) == ["args.0"]
+    assert kept.args[0] is None
+    assert torch.equal(kept.args[1], small)
+
+
+def test_no_batch_outlives_the_exporter(tmp_path: Path) -> None:
+    """After `close` nothing holds a batch, also where no backward came after it."""
+    trained, data = Root(), np.zeros(1 << 20, np.float32)
+    alive = weakref.ref(data)
+    with start_exporter(trained, None, every=1, collectors=OFF, black_box=tmp_path) as exporter:
+        trained(torch.from_numpy(data))
+        del data
+        assert alive() is not None
+        exporter.close()
+        assert alive() is None
 
 
 def test_what_is_too_large_is_left_out(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.actions import Rollback
 
 DONE, GOOD, BACK = "torch_train_rollbacks_total", "torch_train_rollback_good_step", "torch_train_rollback_step"
-KINDS = ("adamw", "amsgrad", "fused", "scheduled", "groups", "lbfgs", "scaler", "two")
+KINDS = ("adamw", "amsgrad", "fused", "scheduled", "groups", "lbfgs", "scaler", "two", "two scaled")
 
 
 class Net(nn.Module):
@@ -55,7 +55,7 @@ def made(kind: str, net: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2, history_size=3)]
     if kind == "groups":
         return [Counting(net.parameters())]
-    if kind == "two":
+    if kind.startswith("two"):
         halves = [*net.parameters()][::2], [*net.parameters()][1::2]
         return [torch.optim.AdamW(half, lr=0.01) for half in halves]
     return [torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=kind == "amsgrad", fused=kind == "fused")]
@@ -68,7 +68,7 @@ class Loop:
         torch.manual_seed(0)
         self.kind, self.wrap, self.net = kind, wrap, wrap(Net())
         self.optimizers = made(kind, self.net)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7, enabled=kind == "scaler")
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7, enabled=kind in ("scaler", "two scaled"))
 
     def step(self, number: int, rank: int = 0, *, only_first: bool = False) -> None:
         """Train on the batch of this number. `only_first`: the second optimizer does not step."""

@@ -39,7 +39,7 @@ def compare(kind: str) -> None:
     assert [parameter.data_ptr() for parameter in loop.net.parameters()] == pointers
     reference = Loop(kind)
     for number in range(1, step + 1):
-        reference.step(number, only_first=kind == "two" and number == step)
+        reference.step(number, only_first=kind.startswith("two") and number == step)
     reference = reference.resumed(reference.kept())
     for number in range(last + 1, last + 6):
         reference.step(number)
@@ -87,7 +87,7 @@ def test_a_nan_is_undone() -> None:
         assert "action" not in errors(exporter)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "two"])
+@pytest.mark.parametrize("kind", ["adamw", "two", "two scaled"])
 def test_copies_change_no_bit(kind: str) -> None:
     """A training of which copies are made, and that never goes back, keeps all its bits."""
     watched, plain = Loop(kind), Loop(kind)
@@ -189,3 +189,52 @@ def test_states_from_after_the_copy_are_removed() -> None:
         assert eventually(lambda: loop.step(next(numbers)) or value(exporter, DONE, reason="condition") == 1)
         assert extra not in state
         assert state[loop.net.first.weight]["exp_avg"] is moments
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["gone", "kept"])
+def test_a_replaced_parameter_changes_nothing(kept: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a parameter was replaced since the copy nothing goes back, not even a part, whether the script keeps the old one."""
+    loop, wanted = Loop(), False
+    with start(loop.net) as exporter:
+        exporter.on(lambda m: wanted, Rollback(every=5))
+        numbers = iter(range(1, 10**9))
+        assert eventually(lambda: loop.step(next(numbers)) or value(exporter, GOOD) is not None)
+        old = [loop.net.second.weight] if kept else []
+        loop.net.second.weight = torch.nn.Parameter(torch.ones(2, 8))
+        loop.optimizers = [torch.optim.SGD(loop.net.parameters(), lr=0.0)]
+        weights = loop.net.first.weight.tolist()
+        wanted, number = True, next(numbers)
+        assert eventually(lambda: loop.step(number) or "action" in errors(exporter))
+        assert "a parameter of the copy was replaced since" in caplog.text
+        assert loop.net.first.weight.tolist() == weights
+        assert loop.net.seen == loop.net.norm.num_batches_tracked
+        assert value(exporter, DONE, reason="condition") == 0
+    assert len(old) == kept
+
+
+class Counted(torch.optim.SGD):
+    """SGD that counts its steps, and has a tensor, in the state of its first two parameters."""
+
+    def step(self, closure: Any = None) -> None:  # noqa: ANN401 - as `SGD`
+        """Step, and count."""
+        super().step(closure)
+        first, second, *_ = self.param_groups[0]["params"]
+        self.state[first]["count"] = self.state[first].get("count", 0) + 1
+        self.state[second].setdefault("own", torch.eye(2))
+
+
+def test_what_cannot_be_written_changes_nothing() -> None:
+    """Where a tensor of the state has become one that cannot be written to, all of the training stays as it is."""
+    loop, wanted = Loop(), False
+    loop.optimizers = [Counted(loop.net.parameters(), lr=0.1)]
+    first, second, *_ = loop.net.parameters()
+    with start(loop.net) as exporter:
+        exporter.on(lambda m: wanted, Rollback(every=5))
+        numbers = iter(range(1, 10**9))
+        assert eventually(lambda: loop.step(next(numbers)) or value(exporter, GOOD) is not None)
+        state = loop.optimizers[0].state
+        state[second]["own"] = torch.eye(2).to_sparse()
+        wanted = True
+        failed = functools.partial(value, exporter, "torch_grad_exporter_actions_total", action="Rollback", result="failed")
+        assert eventually(lambda: loop.step(next(numbers)) or failed() == 1)
+        assert state[first]["count"] == next(numbers) - 1

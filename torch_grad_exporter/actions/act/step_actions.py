@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.actions.freeze.layers import FrozenLayers
     from torch_grad_exporter.actions.rollback.state import TrainingState
     from torch_grad_exporter.capture.progress import StepClock
+    from torch_grad_exporter.capture.rounds import RoundTracker
     from torch_grad_exporter.collectors.rollbacks import RollbackTotals
     from torch_grad_exporter.rules import Problem, Rule, Values
     from torch_grad_exporter.store.worker import Worker
@@ -131,6 +132,7 @@ class Training:
         worker: Has the norms of layers; None without models.
         state: What goes back to a copy; None without models.
         clock: Counts steps; None without models.
+        rounds: Numbers rounds; None without models.
         rollbacks: Where it is reported what went back.
         ranks: The ranks of the job.
         ranks_here: Those that share this host.
@@ -142,6 +144,7 @@ class Training:
     worker: Worker | None = None
     state: TrainingState | None = None
     clock: StepClock | None = None
+    rounds: RoundTracker | None = None
     rollbacks: RollbackTotals | None = None
     ranks: int = 1
     ranks_here: int = 1
@@ -150,6 +153,11 @@ class Training:
     def step(self) -> int:
         """The number of the last step, 0 without a clock."""
         return 0 if self.clock is None else self.clock.number
+
+    @property
+    def round(self) -> int | None:
+        """The number of the current round, which optimizers share that step after the same backward; None if unknown."""
+        return None if self.rounds is None else self.rounds.current.number
 
 
 class StepAction:

@@ -81,11 +81,13 @@ class BlackBoxRecorder:
         self._view, self._origins, self._capture, self._guard = view, origins, capture, guard
         self._left, self._seen, self._origin_step = BOXES - len(boxes_below(folder)), 0, -1
         self._nonfinite_written = False
+        self._ring.full = self._left <= 0
         self._loop = BackgroundLoop("black-box", self._look, guard=guard, pause=LOOK_SECONDS, last=self._look)
 
     def start(self) -> None:
         """Start the thread. Raises `RuntimeError` if no thread can be started."""
         sweep(self._folder)
+        self._log_if_full()
         self._loop.start()
 
     def close(self, *, hurried: bool) -> None:
@@ -134,6 +136,12 @@ class BlackBoxRecorder:
         self._nonfinite_written |= kind == NONFINITE
         self._suspects.written(kind)
         warn("%s: %s; what it takes to see it again is in %s", SOURCE, problem.text.rstrip("."), path)
+        self._ring.full = self._left <= 0
+        self._log_if_full()
+
+    def _log_if_full(self) -> None:
+        if self._ring.full:
+            warn("%s: %s has %d boxes, no more are written for this run and no batches are kept", SOURCE, self._folder, BOXES)
 
     def _wait_for(self, batches: list[KeptBatch]) -> None:
         """Wait until the history has the last sample, and the host has the batches; for a limited time, and not at the end."""

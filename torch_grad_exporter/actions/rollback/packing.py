@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,11 +112,12 @@ class StatePacking:
 
 
 class StateWriting:
-    """Pairs each plain tensor of the training with its copy, and writes them all at the end."""
+    """Finds where each part of a copy goes, and changes the training only in `write`: what raises before leaves it as it was."""
 
     def __init__(self, copies: Sequence[torch.Tensor]) -> None:
         self._copies = copies
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._changes: list[Callable[[], object]] = []
 
     def value(self, now: object, saved: Any) -> Any:  # noqa: ANN401 - any part of a state
         """Return the value to keep: the tensor that is there, if it is one of the same form, else a new one."""
@@ -136,7 +137,13 @@ class StateWriting:
             return new if isinstance(saved, list) else tuple(new)
         return saved
 
+    def later(self, change: Callable[[], object]) -> None:
+        """Call this in `write`."""
+        self._changes.append(change)
+
     def write(self) -> None:
         """Write; on CUDA without waiting."""
         for tensor, copy in self._pairs:
             tensor.copy_(copy, non_blocking=True)
+        for change in self._changes:
+            change()

@@ -69,6 +69,8 @@ class Rollback(StepAction):
         # The copy gone back to last, and how often in a row.
         self._last: int | None = None
         self._in_row = 0
+        # The round in which it went back last, while another optimizer may yet step in it.
+        self._round: int | None = None
         self._ended = False
 
     def __repr__(self) -> str:
@@ -101,7 +103,7 @@ class Rollback(StepAction):
         self._signs = FaultSigns(self._margin, own=own)
         self._training, self._state = training, training.state
         self._cannot, self._missed, self._measured, self._ended = "", False, False, False
-        self._steps, self._last, self._in_row = 0, None, 0
+        self._steps, self._last, self._in_row, self._round = 0, None, 0, None
 
     def end(self) -> None:
         """Drop all copies."""
@@ -169,9 +171,15 @@ class Rollback(StepAction):
     # The thread that trains
 
     def step_over(self, steps: int) -> None:
-        """Make a copy if one is due."""
+        """Make a copy if one is due, or go back again."""
         training, state, before = self._training, self._state, self._steps
         self._steps = steps
+        if training is not None and state is not None and self._round is not None and self._last is not None:
+            if self._round == training.round:
+                # Another optimizer has stepped, on gradients of the parameters as they were before.
+                self._copies.write(state, self._last)
+                return
+            self._round = None
         if training is None or state is None or steps == before or self._cannot or self._ended:
             return
         if not self._measured:
@@ -217,9 +225,12 @@ class Rollback(StepAction):
             return
         now = training.step
         self._signs.restart(now)
-        copy = self._copies.write(self._state, step)
+        try:
+            copy = self._copies.write(self._state, step)
+        finally:
+            self._copies.hold(None)
         self._copies.drop_after(step)
-        self._copies.hold(None)
+        self._round = training.round if len(training.optimizers.numbered()) > 1 else None
         self._in_row = self._in_row + 1 if step == self._last else 1
         self._last = step
         seconds = time.monotonic() - copy.at

@@ -6,6 +6,7 @@ objects, so that compiled code and CUDA graphs go on using them. A sharded param
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,25 +53,36 @@ class PackedOptimizer:
         ]
         return cls(weakref.ref(optimizer), entries, groups)
 
-    def write(self, writing: StateWriting) -> None:
-        """Write it back, and remove what the optimizer has kept only since then."""
+    def add_to(self, writing: StateWriting) -> None:
+        """Write it back with the others, and remove what the optimizer has kept only since then."""
         optimizer = self.optimizer()
         if optimizer is None:
             return
         resolved = [(key() if isinstance(key, weakref.ref) else key, entry) for key, entry in self.entries]
         saved = {key: entry for key, entry in resolved if key is not None}
-        for key in [key for key in optimizer.state if key not in saved]:
-            del optimizer.state[key]
+        entries: dict[Any, Any] = {}
         for key, entry in saved.items():
             now = optimizer.state.get(key)
             if isinstance(now, dict) and isinstance(entry, dict):
-                values = {name: writing.value(now.get(name), each) for name, each in entry.items()}
-                now.clear()
-                now.update(values)
+                entries[key] = {name: writing.value(now.get(name), each) for name, each in entry.items()}
             else:
-                optimizer.state[key] = writing.value(now, entry)
+                entries[key] = writing.value(now, entry)
+        writing.later(functools.partial(_replace_entries, optimizer.state, entries))
         for group, numbers in zip(optimizer.param_groups, self.groups, strict=False):
-            group.update({name: writing.value(group.get(name), number) for name, number in numbers.items()})
+            values = {name: writing.value(group.get(name), number) for name, number in numbers.items()}
+            writing.later(functools.partial(group.update, values))
+
+
+def _replace_entries(state: dict[Any, Any], entries: Mapping[Any, Any]) -> None:
+    for key in [key for key in state if key not in entries]:
+        del state[key]
+    for key, entry in entries.items():
+        now = state.get(key)
+        if isinstance(now, dict) and isinstance(entry, dict):  # it stays the same object
+            now.clear()
+            now.update(entry)
+        else:
+            state[key] = entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +112,16 @@ class TrainingState:
     def _trainers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for _, optimizer in self._optimizers.numbered()]
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        """Return those that optimizers own or that require a gradient; others change by nothing that goes back."""
+    def _parameters(self, *, frozen: bool = False) -> list[torch.nn.Parameter]:
+        """Return those that optimizers own or that require a gradient; others change by nothing that goes back.
+
+        `frozen`: those as well.
+        """
         groups = [group for optimizer in self._trainers() for group in optimizer.param_groups]
         parameters = {id(parameter): parameter for group in groups for parameter in group["params"]}
         if not (self._index.fully_sharded and parameters):  # else the modules may show gathered ones, which are not theirs
             for root in self._index.roots():
-                parameters |= {id(parameter): parameter for parameter in root.parameters() if parameter.requires_grad}
+                parameters |= {id(parameter): parameter for parameter in root.parameters() if frozen or parameter.requires_grad}
         return [*parameters.values()]
 
     def _buffers(self) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
@@ -134,30 +149,29 @@ class TrainingState:
         Args:
             state: What `pack` returned.
             copies: Those of its tensors, in its order.
+
+        Raises:
+            RuntimeError: A parameter was replaced since, or has another shape or type. Then nothing is written.
         """
         writing = StateWriting(copies)
+        present = set(map(id, self._parameters(frozen=True)))
         for reference, saved in state.parameters:
             parameter = reference()
-            if parameter is not None and writing.value(parameter, saved) is not parameter:
+            if parameter is None or id(parameter) not in present:
+                raise RuntimeError("a parameter of the copy was replaced since")
+            if writing.value(parameter, saved) is not parameter:
                 raise RuntimeError("a parameter has another shape or type than in the copy")
         for holder, name, saved in state.buffers:
             module = holder()
             if module is not None and module._buffers.get(name) is not None:
-                module._buffers[name] = writing.value(module._buffers[name], saved)
-        self._write_optimizers(state.optimizers, writing)
+                value = writing.value(module._buffers[name], saved)
+                writing.later(functools.partial(module._buffers.__setitem__, name, value))
+        known = {packed.optimizer() for packed in state.optimizers}
+        for optimizer in self._trainers():
+            if optimizer not in known:  # it has stepped only since then
+                writing.later(optimizer.state.clear)
+        for packed in state.optimizers:
+            packed.add_to(writing)
         for name, tensor in scaler_state(self._loss_scale.scaler).items():
             writing.value(tensor, state.scaler.get(name))
         writing.write()
-
-    def _write_optimizers(self, saved: Sequence[PackedOptimizer], writing: StateWriting) -> None:
-        known = {packed.optimizer() for packed in saved}
-        trainers = self._trainers()
-        for optimizer in trainers:
-            if optimizer not in known:  # it has stepped only since then
-                optimizer.state.clear()
-        for packed in saved:
-            packed.write(writing)
-        if len(trainers) > 1:
-            # Others may yet step in this round, on gradients of the parameters as they were.
-            for parameter in self._parameters():
-                parameter.grad = None

@@ -27,11 +27,11 @@ from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_tr
 # Parameters whose gradients are looked at after each backward, and the largest that they may be: a NaN of the loss is in all.
 WITNESSES, LARGEST = 4, 1 << 14
 
-# No training has as many rounds: each is followed, as none may be missed.
-ALL_ROUNDS = 1 << 62
-
 # The end waits this long for batches that are copied from a device.
 END_SECONDS = 2.0
+
+# Why the next round is to be followed. Asked for in each forward, as none may be missed while batches are kept.
+EACH = f"{SOURCE} (all rounds)"
 
 UNREADABLE = "what the model was given could not be read"
 FAILED, WAITS = "it could not be copied to the host", "to copy from such a device would wait"
@@ -62,6 +62,7 @@ class BatchKeeper(Inspection):
         guard: Guard,
     ) -> None:
         self._ring, self._clock, self._mailbox, self._rounds, self._guard = ring, clock, mailbox, rounds, guard
+        self._requests = requests
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._table: ParameterTable | None = None
@@ -69,16 +70,20 @@ class BatchKeeper(Inspection):
         self._without_round: list[KeptBatch] = []
         self._copying: dict[int, list[torch.cuda.Event]] = {}  # by forward, what shows that its tensors are on the host
         self._number = -1
-        requests.arm(ALL_ROUNDS, f"{SOURCE} (all rounds)")
+        requests.arm(1, EACH)
 
     def requested(self, rounds: Mapping[str, int]) -> None:
         """Sample the next round that can be: rules judge by samples, and the next that is due may be far."""
-        if SOURCE in rounds and not self._rounds.current.sampled:
+        if SOURCE in rounds and not self._ring.full and not self._rounds.current.sampled:
             self._rounds.postpone()
 
     @torch.no_grad()
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:  # noqa: ARG002
         """Keep what the root is given."""
+        if self._ring.full:
+            self._drop()
+            return
+        self._requests.arm(1, EACH)
         if capturing_graph() or within_transform():
             return
         self._number += 1
@@ -100,6 +105,8 @@ class BatchKeeper(Inspection):
     @torch.no_grad()
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Send the largest magnitude in the gradients of a few parameters, which is not finite if one of theirs is not."""
+        if self._ring.full:
+            return
         self._end_round(current)
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tracked in self._chosen(current.table):
@@ -125,6 +132,16 @@ class BatchKeeper(Inspection):
         end = time.monotonic() + END_SECONDS
         while self._fetch(numbers) and time.monotonic() < end:
             time.sleep(0.001)
+        self._copying.clear()
+
+    def release(self) -> None:
+        """Drop what only a further round would need. The ring stays until the last box is written."""
+        self._table, self._witnesses, self._without_round = None, [], []
+
+    def _drop(self) -> None:
+        self.release()
+        self._copying.clear()
+        self._ring.clear()
 
     def _end_round(self, current: ArmedRound) -> None:
         for batch in self._without_round:

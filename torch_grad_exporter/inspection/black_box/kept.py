@@ -37,6 +37,7 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 
 WRITTEN = "it was written to after the forward had begun"
 PART = "it is a small part of a larger tensor, which would have to be kept as a whole"
+INFERENCE = "it is a large tensor of torch.inference_mode, of which it cannot be seen whether it is written to later"
 LARGE = f"the batch is larger than {BATCH_BYTES >> 20} MiB"
 
 
@@ -56,7 +57,7 @@ class KeptTensor:
 
     @property
     def changed(self) -> bool:
-        """Whether it was written to since."""
+        """Whether PyTorch has written to it since. What NumPy, a data loader or a raw pointer writes does not show."""
         return self.tensor is not None and self.version is not None and version_of(self.tensor) != self.version
 
 
@@ -132,6 +133,9 @@ class KeptBatch:
             room[0] -= tensor.nbytes
             kept.tensor = tensor.detach().clone()
             self.nbytes += tensor.nbytes
+        elif tensor.is_inference():
+            self.left_out[place] = INFERENCE
+            return None
         elif (held := tensor.untyped_storage().nbytes()) > 2 * tensor.nbytes:
             self.left_out[place] = PART
             return None
@@ -152,6 +156,7 @@ class BatchRing:
         seen: The last forward of which the worker knows all that there is to know; set by the worker.
         pins: By the reason, the forwards that are not to be dropped; set by the worker.
         lost: Batches that were dropped before the worker knew of them.
+        full: Whether all boxes of the run are written, so that no batch is needed any more; set by the recorder.
     """
 
     def __init__(self) -> None:
@@ -159,6 +164,7 @@ class BatchRing:
         self.seen = -1
         self.pins: dict[str, tuple[int, ...]] = {}
         self.lost = 0
+        self.full = False
         self._nbytes = 0
 
     def add(self, batch: KeptBatch) -> None:
