@@ -59,6 +59,7 @@ class TimeByCause:
         self._look_at = 0.0  # when the phases are looked at again
         self._explained = 0.0  # seconds since the last look that are those of no step
         self.recomputed_to: int | None = None
+        self._over_at = math.inf
 
     # The worker
 
@@ -164,14 +165,16 @@ class TimeByCause:
             return fmean(each for each in self._recent if each <= most) if self._recent else None
 
     def seconds(self, *, over: bool) -> dict[str, float]:
-        """Return the seconds by cause until now, without causes of which nothing is known. `over`: no step will come.
+        """Return the seconds by cause until now, without causes of which nothing is known. `over`: the run has ended.
 
         None ever falls: what was shown as one cause stays that, though what comes later explains it by another.
         """
         ended, seen = self._interruptions.since_last_step()
         now = self._interruptions.clock()
         with self._lock:
-            seconds, rest, usual = dict(self._seconds), now - self._at, self._usual()
+            if over:  # the end is when that was asked for first
+                now = self._over_at = min(self._over_at, now)
+            seconds, rest, usual = dict(self._seconds), max(0.0, now - self._at), self._usual()
             for each in ended:
                 if each.start >= self._at:
                     # A step may end the one that goes on, and take its usual time; see `_until`.
