@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -44,8 +45,10 @@ class Run(World):
 
 
 @pytest.fixture(name="run")
-def _run() -> Run:
-    return Run()
+def _run() -> Iterator[Run]:
+    run = Run()
+    yield run
+    run.act.close()
 
 
 # A copy is made each ten steps. It is good once the run was well for five.
