@@ -168,7 +168,7 @@ def test_before_a_policy_that_clips(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
 def test_a_sampled_step_has_the_outcome_skipped(name: str) -> None:
-    """A sampled step that was skipped is no step that took NaN into the weights."""
+    """A sampled step that was skipped does not count as one that took NaN into the weights."""
     torch.manual_seed(0)
     model = Perceptron()
     optimizer = OPTIMIZERS[name](model)
@@ -256,7 +256,7 @@ def test_lbfgs_keeps_its_weights() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_too_many_in_a_row(fused: bool) -> None:
-    """One step more than `max_in_row` raises, whatever `on_failure` says, changes nothing, and a finite step begins anew."""
+    """One step more than `max_in_row` raises, whatever `on_failure` says, changes nothing, and a finite step starts again."""
     torch.manual_seed(0)
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -471,7 +471,7 @@ def test_a_clipper_judges_its_loss() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_loss_that_comes_late(late: bool) -> None:
-    """A loop that never observes, or only after the step, is told so, and no step is judged by the loss of another."""
+    """A loop that never observes, or only after the step, gets a failure, and no step is judged by the loss of another."""
     torch.manual_seed(0)
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -137,7 +137,8 @@ def test_a_state_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """It is refused before anything is registered, with its name and what to do."""
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"^state_dir='.*file/state': .*; pass a folder that this process can write to$"):
+    fix = "expected a directory that this process can write to"
+    with pytest.raises(ValueError, match=rf"^state_dir='.*file/state': cannot be written to: .*; {fix}$"):
         started(tmp_path / "file" / "state")
 
 

@@ -110,7 +110,7 @@ def test_causes_have_what_was_spent(seed: int) -> None:
     for cause in ("starting", "compiling", "checkpoint"):
         assert shown[cause] == pytest.approx(loop.truth[cause], rel=1e-9), cause
     for cause in ("evaluation", "stalled", "other", "step"):
-        # Of an interruption that nobody ended, the last step is taken to be a usual one: 10 % of half a second.
+        # Of an interruption without a reported end, the last step is taken to be a usual one: 10 % of half a second.
         assert shown[cause] == pytest.approx(loop.truth[cause], rel=0.01, abs=0.1 * 0.5 * 40), cause
 
 
@@ -306,7 +306,7 @@ def test_causes_add_up_to_the_wall_clock(tmp_path: Path) -> None:
     assert 0 < shown["recomputed"] < shown["recomputed"] + shown["step"]
 
 
-def test_an_evaluation_that_nobody_reports() -> None:
+def test_an_unreported_evaluation() -> None:
     """Forwards in evaluation mode explain a gap between two steps."""
     model = Perceptron()
     with start_exporter(model, None, collectors=OFF) as exporter:

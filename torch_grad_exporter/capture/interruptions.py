@@ -39,7 +39,7 @@ class Interruptions:
         self._open: list[str] = []
         self._since = self.started  # when the last of the open ones began, or went on
         self._closed = deque[Interruption](maxlen=ROOM)
-        self._seen = deque[float](maxlen=ROOM)  # when forwards showed that an evaluation runs which nobody reports
+        self._seen = deque[float](maxlen=ROOM)  # when forwards showed that an unreported evaluation runs
 
     def begin(self, cause: str, last_step: float = -math.inf) -> bool:
         """Begin one and return True. An evaluation or a checkpoint that is reported again goes on, if no step was in between."""
@@ -104,7 +104,7 @@ class Interruptions:
         return ended, seen
 
     def since_last_step(self) -> tuple[list[Interruption], bool]:
-        """Return what nobody has taken yet, with the one that goes on, and whether an evaluation was seen."""
+        """Return what was not taken yet, with the one that goes on, and whether an evaluation was seen."""
         with self._lock:
             current = [Interruption(self._open[-1], self._since, math.inf)] if self._open else []
             return [*self._closed, *current], bool(self._seen)

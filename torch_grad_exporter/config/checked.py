@@ -20,7 +20,6 @@ from torch_grad_exporter.distributed.identity import Identity, identity, process
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
-from torch_grad_exporter.inspection.run_state import check_folder
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter, layers_of
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -107,10 +106,9 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     _check_ownership(index, arguments.optimizers)
     clip, modules = _clip(settings, arguments, index, place.world_size), _modules(models, settings, given)
     web_config = _web_config(settings, given)
-    _check_state_dir(settings, given, place)
+    _check_folders(settings, given, place)
     layers = LayerFilter(settings.include, settings.exclude)
     timed = InnerModules(models, layers, ModuleKind.OWNERS, settings.max_layers) if settings.layer_times else None
-    _check_folder(settings, given)
     extra = ExtraRegistries(arguments.extra_registries, REGISTRY.catalogue)
     # Last, since it may open a connection.
     store = JobStore()
@@ -206,28 +204,20 @@ def _check_ownership(index: LayerIndex, named: Mapping[str, torch.optim.Optimize
             )
 
 
-def _check_folder(settings: Settings, given: Mapping[str, object]) -> None:
-    """Make the folder for black boxes, and raise if nothing can be written in it."""
-    if not settings.black_box:
-        return
-    try:
-        Path(settings.black_box).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=settings.black_box) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        where = f"{source(given, 'black_box')}={settings.black_box!r}"
-        raise ValueError(f"{where}: cannot be written to: {error.strerror}; expected a directory with room for batches") from error
-
-
-def _check_state_dir(settings: Settings, given: Mapping[str, object], place: Identity) -> None:
-    if not settings.state_dir:
-        return
-    where = f"{source(given, 'state_dir')}={settings.state_dir!r}"
-    try:
-        check_folder(settings.state_dir)
-    except OSError as error:
-        raise ValueError(f"{where}: {error.strerror}; pass a folder that this process can write to") from error
-    if not settings.run and not place.run:
+def _check_folders(settings: Settings, given: Mapping[str, object], place: Identity) -> None:
+    """Make the folders that are written to, and raise if one cannot be; warn of a state that a restart would not find."""
+    for name, folder in (("black_box", settings.black_box), ("state_dir", settings.state_dir)):
+        if folder:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    file.write(bytes(4096))
+            except OSError as error:
+                where = f"{source(given, name)}={folder!r}"
+                fix = "expected a directory that this process can write to"
+                raise ValueError(f"{where}: cannot be written to: {error.strerror}; {fix}") from error
+    if settings.state_dir and not settings.run and not place.run:
+        where = f"{source(given, 'state_dir')}={settings.state_dir!r}"
         say(logger, logging.WARNING, "%s: a restart will be another run; pass run=, so that it finds its state", where)
 
 

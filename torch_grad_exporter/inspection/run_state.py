@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ WRITE_SECONDS, CLOSE_SECONDS = 5.0, 2.0
 
 # Between the processes of a run, from what the last one has written to the start of the next.
 DOWN = "down"
-
-
-def check_folder(folder: str) -> None:
-    """Make the folder, and a file in it that is removed again. Raises `OSError`."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 class RunState:

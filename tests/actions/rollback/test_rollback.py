@@ -142,7 +142,7 @@ def test_a_model_larger_than_the_memory_is_refused() -> None:
     with torch.device("meta"):
         net = torch.nn.Linear(1, 1, bias=False)
     elements = int(0.5 * psutil.virtual_memory().available / 4)
-    net.weight = torch.nn.Parameter(torch.empty(elements, 1))  # memory that nobody touches is not taken
+    net.weight = torch.nn.Parameter(torch.empty(elements, 1))  # untouched memory is not taken
     with start(net) as exporter, pytest.raises(RuntimeError, match=r"a copy takes .* GB, 2 take .* GB; .* GB are available"):
         exporter.on(Rollback())
 

@@ -178,7 +178,7 @@ def test_another_copy_begins_the_count_again(run: Run) -> None:
 
 
 def test_late_news_of_the_fault_do_not_count(run: Run) -> None:
-    """What was measured before going back, and is known only afterwards, is no reason to go back again."""
+    """What was measured before going back, and is known only afterwards, does not make it go back again."""
     action = Rollback(every=10)
     run.on(action, None)
     run.until(27)
