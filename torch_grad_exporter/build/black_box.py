@@ -40,7 +40,7 @@ def build_black_box(
     shown.worker.listen(suspects)
     return BlackBoxRecorder(
         Path(checked.settings.black_box) / files.file_name(checked.run, checked.rank, ""), _about(checked),
-        ring=ring, suspects=suspects, view=shown.view, origins=origins, capture=stage.capture,
+        ring=ring, suspects=suspects, view=shown.view, origins=origins, capture=stage.capture, clock=stage.clock,
         guard=errors.boundary(SOURCE, "writing", limit=None),
     )  # fmt: skip
 

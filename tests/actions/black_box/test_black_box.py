@@ -118,6 +118,23 @@ def test_a_loop_that_raises_at_once(tmp_path: Path) -> None:
     assert not box.batches[-1].args[0].any()
 
 
+def test_a_loop_that_ends_at_once(tmp_path: Path) -> None:
+    """Leaving the loop at the first NaN ends the run well, and the box has its batch though no sample was due."""
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), 1e-3)
+    with start_exporter(trained, None, every=4096, black_box=tmp_path):
+        for step in range(50):
+            loss = trained(torch.rand(1, 64) if step < 40 else torch.zeros(1, 64)).square().mean()
+            loss.backward()
+            if not loss.isfinite():
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+    box = load_black_box(tmp_path)
+    assert (box.step, box.found_at_step, box.problem.alert) == (40, 40, "TrainingNonFiniteGradients")
+    assert not box.batches[-1].args[0].any()
+
+
 def test_a_loop_that_skips_at_once(tmp_path: Path) -> None:
     """A loss that is observed and has no backward is that of the last forward before it."""
     trained = model()
@@ -211,13 +228,16 @@ def test_rules_of_others(tmp_path: Path) -> None:
 
 
 def test_a_healthy_run_writes_none(tmp_path: Path) -> None:
-    """Without a problem the folder stays empty, and says so."""
+    """Without a problem the folder stays empty, and says so; a step that a scaler skips is none."""
     trained = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(trained.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu")
     with start_exporter(trained, None, every=1, black_box=tmp_path / "new" / "boxes") as exporter:
-        for _ in range(30):
-            trained(torch.rand(4, 8)).square().mean().backward()
-            optimizer.step()
+        for step in range(30):
+            loss = trained(torch.rand(4, 8)).square().mean() * (1e38 if step == 20 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
         assert not errors(exporter)
     assert [*(tmp_path / "new" / "boxes").iterdir()] == []

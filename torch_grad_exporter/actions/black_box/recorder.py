@@ -15,6 +15,7 @@ from typing import Any
 
 from torch_grad_exporter.actions.black_box.writing import FORMAT, boxes_below, plain_batch, samples_of, sweep, write
 from torch_grad_exporter.capture.capture import Capture
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.errors import BusyError, Guard, warn
 from torch_grad_exporter.inspection.black_box.kept import SOURCE, BatchRing, KeptBatch
 from torch_grad_exporter.inspection.black_box.suspects import LOSS, NONFINITE, NORM, Suspects
@@ -42,6 +43,8 @@ KINDS = {
 }
 OTHERS = frozenset(rule.name for rules in JUDGED.values() for rule in rules) - KINDS.keys()
 
+AT_END = Problem("TrainingNonFiniteGradients", "critical", "Gradients were NaN or Inf when the run ended.")
+
 LOOK_SECONDS = 1.0
 
 # How long a box waits for the last samples, which the history takes every five seconds, and for batches to come from a device.
@@ -62,6 +65,7 @@ class BlackBoxRecorder:
         view: The history, and what was wrong.
         origins: What `nan_origin` has found, None if it is off.
         capture: Counts samples.
+        clock: Counts steps.
         guard: Of each box.
     """
 
@@ -75,14 +79,15 @@ class BlackBoxRecorder:
         view: View,
         origins: Origins | None,
         capture: Capture,
+        clock: StepClock,
         guard: Guard,
     ) -> None:
         self._folder, self._about, self._ring, self._suspects = folder, about, ring, suspects
-        self._view, self._origins, self._capture, self._guard = view, origins, capture, guard
+        self._view, self._origins, self._capture, self._clock, self._guard = view, origins, capture, clock, guard
         self._left, self._seen, self._origin_step = BOXES - len(boxes_below(folder)), 0, -1
         self._nonfinite_written = False
         self._ring.full = self._left <= 0
-        self._loop = BackgroundLoop("black-box", self._look, guard=guard, pause=LOOK_SECONDS, last=self._look)
+        self._loop = BackgroundLoop("black-box", self._look, guard=guard, pause=LOOK_SECONDS, last=self._look_at_end)
 
     def start(self) -> None:
         """Start the thread. Raises `RuntimeError` if no thread can be started."""
@@ -104,6 +109,12 @@ class BlackBoxRecorder:
         for problem, step in self._new_problems():
             if self._left > 0:
                 self._guard(self._record, problem, step)
+
+    def _look_at_end(self) -> None:
+        """Look once more. Rules judge by samples, and a run that ends right after a NaN or Inf may have no sample of it."""
+        self._look()
+        if self._left > 0 and self._suspects.of(NONFINITE) and not self._suspects.finite:
+            self._guard(self._record, AT_END, self._clock.number)
 
     def _new_problems(self) -> Iterator[tuple[Problem, int]]:
         """Yield what was not wrong at the last call, and at which step it was found."""
@@ -128,13 +139,13 @@ class BlackBoxRecorder:
         ring = self._ring.batches
         batches = [ring[number] for number in forwards or self._ring.latest() if number in ring]
         self._wait_for(batches)
+        self._suspects.written(kind)
         content = {"batches": [plain_batch(batch) for batch in batches], "samples": samples_of(self._view.history)}
         about = {**FORMAT, "problem": asdict(problem), "found_at_step": step, "lost": self._ring.lost, "time": time.time()}
         step = about["step"] = batches[-1].step if batches else step
         path = write(self._folder, f"{problem.alert}-step-{step}", {**about, **self._about}, content)
         self._left -= 1
         self._nonfinite_written |= kind == NONFINITE
-        self._suspects.written(kind)
         warn("%s: %s; what it takes to see it again is in %s", SOURCE, problem.text.rstrip("."), path)
         self._ring.full = self._left <= 0
         self._log_if_full()

@@ -43,13 +43,16 @@ class Suspects:
         ring: The batches.
         requests: Asks for a sample where NaN or Inf begins.
         clock: Returns seconds.
+
+    Attributes:
+        finite: Whether the last loss or gradient that was seen was finite.
     """
 
     def __init__(self, ring: BatchRing, requests: Requests, clock: Callable[[], float] = time.monotonic) -> None:
         self._ring, self._requests, self._clock = ring, requests, clock
         self._suspicions: dict[str, Suspicion] = {}
         self._baselines = {LOSS: Baseline(loss=True), NORM: Baseline()}
-        self._finite, self._forward, self._began = True, -1, -2
+        self.finite, self._forward, self._began = True, -1, -2
         self._spiking: set[str] = set()
 
     def of(self, kind: str) -> tuple[int, ...]:
@@ -96,13 +99,13 @@ class Suspects:
     def _judge(self, finite: bool, forward: int) -> None:
         """Pin the batches where NaN or Inf begins: what follows is its consequence."""
         known = self._suspicions.get(NONFINITE)
-        if not finite and self._finite and forward > self._began + 1:  # else it is the same one, seen by another value
+        if not finite and self.finite and forward > self._began + 1:  # else it is the same one, seen by another value
             self._began = forward
             self._pin(NONFINITE, forward)
             self._requests.arm(1, SOURCE)
         elif not finite and known is not None:
             self._suspicions[NONFINITE] = Suspicion(known.forwards, self._clock())
-        self._finite = finite
+        self.finite = finite
 
     def _judge_size(self, kind: str, value: float, forward: int) -> None:
         """Pin the batches where spikes begin: one after the other, they may be consequences of the first."""
