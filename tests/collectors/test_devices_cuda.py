@@ -68,10 +68,20 @@ def test_numbers_of_the_allocator(tensor: torch.Tensor) -> None:
     memory.refresh()
     expected = torch.cuda.memory_stats(0)
     found = {key[0]: value for key, value in series(CudaMemoryCollector(memory)).items() if key[1] == "cuda:0"}
+    assert found.pop("torch_gpu_info") == 1
     total = found.pop("torch_cuda_memory_total_bytes")
     assert found == {name: expected[key] for name, key in STATISTICS.items()}
     assert found["torch_cuda_ooms_total"] >= 1
     assert total == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_uuid_is_that_of_the_driver(tensor: torch.Tensor) -> None:
+    """UUID and name of `torch_gpu_info` are those that `nvidia-smi` lists."""
+    memory = DeviceMemory()
+    memory.refresh()
+    (info,) = [key for key in series(CudaMemoryCollector(memory)) if key[:2] == ("torch_gpu_info", "cuda:0")]
+    listed = subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True).stdout
+    assert f": {info[3]} (UUID: {info[2]})" in listed
 
 
 def test_nothing_waits(tensor: torch.Tensor) -> None:

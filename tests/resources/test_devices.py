@@ -15,6 +15,7 @@ from torch_grad_exporter.collectors.cuda_memory import CudaMemoryCollector
 from torch_grad_exporter.resources.devices import DeviceMemory, DeviceStatistics
 
 UUID = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
+NAME = "NVIDIA H100 80GB HBM3"
 
 FILLED = {
     "allocated_bytes": {"all": {"current": 300, "peak": 500, "allocated": 900, "freed": 600}, "small_pool": {"current": 1}},
@@ -56,6 +57,7 @@ class FakeCuda:
     backend: str = "native"
     reads: int = 0
     property_reads: int = 0
+    name: str = NAME
 
     def is_initialized(self) -> bool:
         return self.initialised
@@ -81,7 +83,7 @@ class FakeCuda:
     def get_device_properties(self, device: int, /) -> object:
         assert self.initialised
         self.property_reads += 1
-        return SimpleNamespace(total_memory=80_000, uuid=UUID)
+        return SimpleNamespace(total_memory=80_000, uuid=UUID, name=self.name)
 
 
 METHODS = [name for name, method in vars(FakeCuda).items() if not name.startswith("_") and callable(method)]
@@ -115,12 +117,25 @@ def refreshed(memory: DeviceMemory) -> tuple[DeviceStatistics, ...]:
 def test_every_number() -> None:
     """Each statistic is that of all pools, with the device's memory and its UUID."""
     memory = DeviceMemory(cuda=FakeCuda(), accelerator=None)
-    assert refreshed(memory) == (DeviceStatistics("cuda:0", 300, 1000, 400, 0, 290, 500, 2000, 80_000, 0, 3, UUID),)
+    assert refreshed(memory) == (DeviceStatistics("cuda:0", 300, 1000, 400, 0, 290, 500, 2000, 80_000, 0, 3, UUID, NAME),)
     names = ["allocated", "reserved", "active", "inactive_split", "requested", "peak_allocated", "peak_reserved", "total"]
     sizes = dict(zip(names, [300, 1000, 400, 0, 290, 500, 2000, 80_000], strict=True))
     expected = {(f"torch_cuda_memory_{name}_bytes", "cuda:0"): size for name, size in sizes.items()}
     expected |= {("torch_cuda_alloc_retries_total", "cuda:0"): 0, ("torch_cuda_ooms_total", "cuda:0"): 3}
+    expected |= {("torch_gpu_info", "cuda:0", f"GPU-{UUID}", NAME): 1}
     assert series(CudaMemoryCollector(memory)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "hip", "uuid"),
+    [(NAME, None, f"GPU-{UUID}"), (f"{NAME} MIG 1g.10gb", None, f"MIG-{UUID}"), ("AMD Instinct MI300X", "6.4", "")],
+)
+def test_a_device_has_the_uuid_of_its_driver(name: str, hip: str | None, uuid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The UUID of a GPU and of a part of one is that of NVIDIA's driver; that of another vendor's is absent."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    memory = DeviceMemory(cuda=FakeCuda(name=name), accelerator=None)
+    memory.refresh()
+    assert series(CudaMemoryCollector(memory))["torch_gpu_info", "cuda:0", uuid, name] == 1
 
 
 def test_what_is_not_counted_is_absent() -> None:

@@ -33,7 +33,7 @@ class Hardware:
 
     def __init__(self, root: Path) -> None:
         sizes = (60, 90, 61, 20, 59, 70, 91, 140)
-        self.memory = DeviceStatistics("cuda:0", *(gib * GIB for gib in sizes), retries=0, ooms=0, uuid=UUID)
+        self.memory = DeviceStatistics("cuda:0", *(gib * GIB for gib in sizes), retries=0, ooms=0, uuid=UUID, name="NVIDIA H200")
         self.gpu = FakeGpu(f"GPU-{UUID}")
         self._root = root
         self.container(0.5)

@@ -1,4 +1,4 @@
-"""Collector `cuda_memory`: the memory of CUDA devices, or of another accelerator, as PyTorch's allocator counts it."""
+"""Collector `cuda_memory`: CUDA devices, or another accelerator: what they are, and their memory as PyTorch's allocator counts it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows
 from torch_grad_exporter.resources.devices import DeviceMemory
 
-METRICS = Section("Memory of CUDA devices")
+METRICS = Section("CUDA devices and their memory")
+
+GPU_INFO = METRICS.gauge(
+    "torch_gpu_info",
+    "A device that this process uses, with its UUID as NVIDIA's driver and DCGM print it, where known; the value is always 1.",
+    "device", "uuid", "name",
+)  # fmt: skip
 
 CUDA_MEMORY_ALLOCATED = METRICS.gauge(
     "torch_cuda_memory_allocated_bytes", "Memory of the device that tensors occupy.", "device", unit="bytes"
@@ -80,6 +86,8 @@ class CudaMemoryCollector:
     def collect(self) -> Iterator[Family]:
         """Yield the families, all of one reading."""
         devices = self._memory.snapshot()
+        named = {(each.device, each.driver_uuid or "", each.name): 1.0 for each in devices if each.name is not None}
+        yield self._rows.family(GPU_INFO, named)
         for spec, name in _VALUES.items():
             yield self._rows.by_label(spec, {device.device: getattr(device, name) for device in devices})
 

@@ -23,7 +23,7 @@ INTERVAL = 1.0
 class DeviceStatistics:
     """The memory of one device in bytes, and two counts of allocations; None where it is not counted.
 
-    `device`: its name in PyTorch, such as `cuda:0`. `uuid`: 36 characters, without a prefix.
+    `device`: its name in PyTorch, such as `cuda:0`. `uuid`: 36 characters, without a prefix. `name`: of its model.
     """
 
     device: str
@@ -38,6 +38,14 @@ class DeviceStatistics:
     retries: int | None
     ooms: int | None
     uuid: str | None
+    name: str | None = None
+
+    @property
+    def driver_uuid(self) -> str | None:
+        """The UUID as NVIDIA's driver and DCGM print it, None if there is none."""
+        if self.uuid is None or not self.device.startswith("cuda:") or torch.version.hip is not None:
+            return None
+        return ("MIG-" if "MIG" in (self.name or "").split() else "GPU-") + self.uuid
 
 
 # The allocator's number for each field of `DeviceStatistics` that is in bytes.
@@ -45,6 +53,9 @@ _BYTES = {
     **{name: (f"{name}_bytes", "current") for name in ("allocated", "reserved", "active", "inactive_split", "requested")},
     **{f"peak_{name}": (f"{name}_bytes", "peak") for name in ("allocated", "reserved")},
 }
+
+# Total memory, UUID and name.
+_Facts = tuple[int | None, str | None, str | None]
 
 _ACCELERATOR: Any = getattr(torch, "accelerator", None)
 
@@ -85,7 +96,7 @@ class DeviceMemory:
         if hasattr(accelerator, "memory_stats"):
             self._readings.append(self._of_another)
         self._seen: dict[Callable[[], object], tuple[DeviceStatistics, ...]] = {}
-        self._facts: dict[str, tuple[int | None, str | None]] = {}  # total memory and UUID of the devices that have been shown
+        self._facts: dict[str, _Facts] = {}  # of the devices that have been shown
         self._snapshot: tuple[DeviceStatistics, ...] = ()
 
     def snapshot(self) -> tuple[DeviceStatistics, ...]:
@@ -155,13 +166,13 @@ class DeviceMemory:
                 if not _number(numbers, "reserved_bytes", "peak", exact=False):
                     continue
                 properties = getattr(module, "get_device_properties", lambda _: None)(index)
-                total, uuid = getattr(properties, "total_memory", None), getattr(properties, "uuid", None)
-                self._facts[device] = None if total is None else int(total), None if uuid is None else str(uuid)
+                total, uuid, name = (getattr(properties, fact, None) for fact in ("total_memory", "uuid", "name"))
+                self._facts[device] = None if total is None else int(total), None if uuid is None else str(uuid), name
             yield _read(device, numbers, self._facts[device], exact=exact)
 
 
-def _read(device: str, numbers: Mapping[str, Any], facts: tuple[int | None, str | None], *, exact: bool) -> DeviceStatistics:
-    total, uuid = facts
+def _read(device: str, numbers: Mapping[str, Any], facts: _Facts, *, exact: bool) -> DeviceStatistics:
+    total, uuid, name = facts
     retries, ooms = numbers.get("num_alloc_retries"), numbers.get("num_ooms")
     return DeviceStatistics(
         device,
@@ -170,6 +181,7 @@ def _read(device: str, numbers: Mapping[str, Any], facts: tuple[int | None, str 
         retries=retries if exact or retries else None,
         ooms=ooms if exact or ooms else None,
         uuid=uuid,
+        name=name,
     )
 
 
