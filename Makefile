@@ -25,10 +25,10 @@ TRAINERS_STAMP := .venv-trainers/installed
 # A gigabyte; see `make kernels`.
 TRITON := .tools/triton
 
-# What `make compat` runs: the oldest torch that pyproject.toml allows, and two in between, each in an environment of its own.
+# What `make compat` runs: the oldest torch that pyproject.toml allows, two in between, and the newest, each in an environment of its own.
 # A version may name a build, such as 2.4.0+cpu; COMPAT_PIP is what pip needs in addition to find it. From PyPI's builds for
 # Linux comes CUDA as well: about 5 GB each. COMPAT_NEEDS: `numpy<2` for one that was built before numpy 2.
-COMPAT ?= 2.4.0 2.6.0 2.9.1
+COMPAT ?= 2.4.0 2.6.0 2.9.1 2.15.0
 COMPAT_PIP ?=
 COMPAT_NEEDS ?=
 # The tests of what the package does with PyTorch.
@@ -176,11 +176,13 @@ $(BENCH_STAMP): pyproject.toml
 	$(BENCH)/python -m pip install --no-deps '$(COMPOSER)'
 	@touch $@
 
-lint: venv ## check style, formatting, names and who imports whom
+lint: venv ## check style, formatting, names, who imports whom and the files for GitHub
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/names.py
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 
 type: venv ## check types
 	$(BIN)/mypy --strict --package torch_grad_exporter

@@ -20,6 +20,9 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "GOVERNANCE.md": "governance.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
+    "SECURITY.md": "security-policy.md",
     "examples/README.md": "examples.md",
 }
 """Pages from outside of docs/, and their places in the site."""

@@ -22,7 +22,8 @@ from tests.support.browser import chromium, visit
 from tests.support.tools import REPOSITORY
 
 PAGES = [
-    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted(REPOSITORY.glob("*.md")),
+    REPOSITORY / "examples" / "README.md",
     *sorted((REPOSITORY / "docs").rglob("*.md")),
 ]
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)

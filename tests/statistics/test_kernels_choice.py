@@ -160,6 +160,8 @@ def test_auto_is_triton_where_it_was_measured(
     """By default programs measure where torch is built for NVIDIA's GPUs and Triton can be imported."""
     if installed:
         (tmp_path / "triton.py").touch()
+    else:
+        monkeypatch.setitem(sys.modules, "triton", None)  # cannot be imported, also where torch brings it
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(torch.version, "hip", hip)
     assert Implementation.AUTO.by_programs is chosen

@@ -1,4 +1,4 @@
-"""Where versions of PyTorch differ for the tests: names that have moved since 2.4, what came later, what older ones warn of.
+"""Where versions of PyTorch differ for the tests: names that have moved since 2.4, what came later, what some warn of.
 
 `make compat` loads this module as a plugin of pytest, which then ignores `WARNINGS`.
 """
@@ -23,8 +23,9 @@ WARNINGS: dict[str, type[Warning]] = {
     "DTensor random operators may not have complete support on cpu": UserWarning,  # 2.4: parallelize_module
     "Skipping serialization of skipfiles_inline_module_allowlist value": UserWarning,  # 2.6: inductor's cache
     "Trying to prepend a node to itself": UserWarning,  # 2.6: compiled autograd
+    "`torch.jit.": FutureWarning,  # 2.15: deprecated, and used by torch itself
 }
-"""How messages begin by which older versions warn of themselves, whatever the tests do."""
+"""How messages begin by which other versions warn of themselves, whatever the tests do."""
 
 if VERSION >= (2, 5):
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -71,7 +72,7 @@ def recompiled(metrics: Any) -> bool:  # noqa: ANN401 - a record of dynamo
 
 
 def let_torch_warn() -> None:
-    """Ignores, until the filters of warnings change, what older versions warn of themselves."""
+    """Ignores, until the filters of warnings change, what other versions warn of themselves."""
     for message, category in WARNINGS.items():
         warnings.filterwarnings("ignore", re.escape(message), category)
 
