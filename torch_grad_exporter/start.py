@@ -73,6 +73,7 @@ def start_exporter(
     rank: int | Unset = UNSET,
     ranks: Literal["auto", "all", "first"] | Unset = UNSET,
     labels: Mapping[str, str] | Unset = UNSET,
+    labels_on: Literal["series", "target"] | Unset = UNSET,
     sd_dir: str | os.PathLike[str] | Unset = UNSET,
     advertise: str | Unset = UNSET,
     linger: Literal["auto"] | float | Unset = UNSET,
@@ -168,6 +169,9 @@ def start_exporter(
             equal, and all others; "all"; "first": rank 0, where the user's code makes them equal.
             What is sharded is shown by every rank that has a part of it.
         labels: More labels for every series (default: none).
+        labels_on: Where `run`, `rank` and `labels` are (default: "series"). With "target" only on
+            `torch_train_info`: for a Prometheus that has them on its targets, as from `sd_dir`. See
+            docs/distributed.md.
         sd_dir: Directory that Prometheus reads with `file_sd_configs`; this rank's file is there as
             long as it runs (default: none).
         advertise: Host name or address under which Prometheus reaches this host, if it is not the
@@ -227,7 +231,7 @@ def start_exporter(
         nan_origin=nan_origin, replicas=replicas, black_box=black_box, flops_per_step=flops_per_step,
         peak_flops=peak_flops, statistics=statistics, collectors=collectors,
         web_config_file=web_config_file, run=run, rank=rank, ranks=ranks, labels=labels,
-        sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir, state_dir=state_dir,
+        labels_on=labels_on, sd_dir=sd_dir, advertise=advertise, linger=linger, textfile_dir=textfile_dir, state_dir=state_dir,
         on_failure=on_failure, otlp_endpoint=otlp_endpoint, otlp_protocol=otlp_protocol,
         otlp_headers=otlp_headers, otlp_interval=otlp_interval, optimizers=optimizers,
         grad_scaler=grad_scaler, clip=clip, dry_run=dry_run, alerts=alerts, registry=registry,

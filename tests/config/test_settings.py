@@ -82,6 +82,7 @@ RIGHT: list[tuple[str, object, object]] = [
     ],
     *[("advertise", value, value) for value in ("node-7.cluster", "10.0.0.7", "2001:db8::7", "[fe80::1%eth0]")],
     *[("linger", value, value) for value in (0, 0.5, 3600, "auto")],
+    *[("labels_on", value, value.lower()) for value in ("series", "Target")],
     ("labels", {"team": 'a "b"', "_x9": ""}, {"team": 'a "b"', "_x9": ""}),
 ]
 
@@ -137,6 +138,8 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[("on_failure", value, TypeError) for value in (None, False)],
     *[("on_failure", value, ValueError) for value in ("", "stop")],
     *[("ranks", value, ValueError) for value in ("", "none", "0")],
+    *[("labels_on", value, TypeError) for value in (None, True)],
+    *[("labels_on", value, ValueError) for value in ("", "info")],
     *[(name, value, TypeError) for name in ("sd_dir", "textfile_dir", "state_dir", "black_box") for value in (None, 3, b"sd")],
     *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir", "state_dir", "black_box")],
     *[("advertise", value, TypeError) for value in (None, 7)],
@@ -177,6 +180,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[("rank", text) for text in ("first", "-1", "0.0")],
     *[("ranks", text) for text in ("some", "1")],
     ("on_failure", "ignore"),
+    ("labels_on", "resource"),
     ("advertise", "a b"),
     *[("linger", text) for text in ("long", "-1", "nan")],
     *[("labels", text) for text in ("team", "team=a,b", "run=x", "1a=b")],
@@ -220,6 +224,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("advertise", "10.1.2.3", "10.1.2.3"),
     *[("linger", text, value) for text, value in (("2.5", 2.5), ("Auto", "auto"))],
     ("rank", "3", 3),
+    *[("labels_on", text, text.lower()) for text in ("series", "Target")],
     ("labels", "team=vision, cost = 7 , x=a=b", {"team": "vision", "cost": "7", "x": "a=b"}),
 ]
 
@@ -250,7 +255,7 @@ def test_the_defaults_are_those_documented() -> None:
         "flops_per_step": None, "peak_flops": None,
         "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
-        "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
+        "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "labels_on": "series", "sd_dir": "",
         "advertise": "", "linger": "auto", "textfile_dir": "", "state_dir": "", "on_failure": OnFailure.CONTINUE,
     }  # fmt: skip
 

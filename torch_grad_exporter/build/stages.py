@@ -17,6 +17,7 @@ from torch_grad_exporter.build.scraping import build_scrape
 from torch_grad_exporter.capture.observations import ValueLog
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.process import STANDARD
+from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import Ending
@@ -118,7 +119,7 @@ class Stages:
         if (registry := checked.arguments.registry) is not None:
             registered = RegistryCollector(
                 scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs,
-                errors=errors,
+                only_on=TRAIN_INFO if settings.labels_on == "target" else None, errors=errors,
             )  # fmt: skip
             self.at_end(registered.close)
             registered.register(registry)
@@ -136,6 +137,7 @@ class Stages:
                 textfile_dir=settings.textfile_dir,
                 web_config_file=settings.web_config_file,
                 linger=settings.linger,
+                labels_on=settings.labels_on,
             ),
             errors,
             health=self._health,

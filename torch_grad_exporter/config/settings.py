@@ -75,6 +75,7 @@ class Settings:
     rank: Annotated[int, Range(0, 10_000_000)] | None = None
     ranks: Ranks = Ranks.AUTO
     labels: Annotated[Mapping[str, str], values.labels] = field(default_factory=dict)
+    labels_on: Literal["series", "target"] = "series"
     sd_dir: FilePath = NO_PATH
     advertise: Annotated[str, values.host] = ""
     linger: Annotated[float, Range(0, 3600)] | Literal["auto"] = "auto"
@@ -215,6 +216,9 @@ HELP = {
         '"auto": the first of those whose gradients `DistributedDataParallel` makes equal, and all others; "all"; "first": rank 0, '
         "where the user's code makes them equal. What is sharded is shown by every rank that has a part of it."),
     "labels": Help("more labels for every series", default="none"),
+    "labels_on": Help("where `run`, `rank` and `labels` are",
+        'With "target" only on `torch_train_info`: for a Prometheus that has them on its targets, as from `sd_dir`. See '
+        "docs/distributed.md.", '"series"'),
     "sd_dir": Help(
         "directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it runs", default="none"),
     "advertise": Help(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torch_grad_exporter.collectors.scrape import Scrape
+from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.errors import ErrorLog, caught, inform, logger, show, warn
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
@@ -47,6 +48,7 @@ class OutputOptions:
     textfile_dir: str = ""
     web_config_file: str = ""
     linger: float | Literal["auto"] = "auto"
+    labels_on: Literal["series", "target"] = "series"
 
 
 class Outputs:
@@ -81,7 +83,9 @@ class Outputs:
         self._rank = rank
         self._options = options
         self._errors = errors
+        # The file with the last values has a target that is not this process', and so all labels.
         self._renderer = Renderer(rank.labels)
+        self._served = Renderer(rank.labels, only_on=TRAIN_INFO if options.labels_on == "target" else None)
         self.ended = self._was_read = False
         self._saw_end = threading.Event()
         self._scrapers = Scrapers()
@@ -118,7 +122,7 @@ class Outputs:
     def _start_push(self, settings: PushSettings) -> None:
         from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415 - OpenTelemetry's exporters are slow to import
 
-        push = Push(self._scrape, settings, self._rank.labels, self._errors)
+        push = Push(self._scrape, settings, self._rank.labels, self._errors, labels_on=self._options.labels_on)
         push.start()
         self._push = push
 
@@ -126,7 +130,7 @@ class Outputs:
         addr, identity = self._options.addr, self._rank.identity
         ports = candidate_ports(port, identity.local_rank, identity.local_world_size)
         try:
-            return MetricsServer(self, self._renderer, self._errors, addr=addr, ports=ports, web_config=web_config)
+            return MetricsServer(self, self._served, self._errors, addr=addr, ports=ports, web_config=web_config)
         except (OSError, RuntimeError) as error:  # no free port, or no more threads can be started
             message = "no metrics are served, training goes on: cannot serve on %s, port %d and on: %s"
             warn(message, addr or "all interfaces", port, error)

@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from typing import Literal
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
 
@@ -58,12 +59,21 @@ class Push(BackgroundLoop):
         settings: Where to, and how often.
         labels: Of every point.
         errors: Counts failures of exports.
+        labels_on: Whether points have the labels, or only the resource, which else has `run` and `rank`.
 
     Raises:
         Exception: See `Delivery`.
     """
 
-    def __init__(self, scrape: Scrape, settings: PushSettings, labels: Mapping[str, str], errors: ErrorLog) -> None:
+    def __init__(
+        self,
+        scrape: Scrape,
+        settings: PushSettings,
+        labels: Mapping[str, str],
+        errors: ErrorLog,
+        *,
+        labels_on: Literal["series", "target"] = "series",
+    ) -> None:
         self._scrape = scrape
         self._settings = settings
         self._errors = errors
@@ -71,6 +81,8 @@ class Push(BackgroundLoop):
         self._at = time.time_ns()
         self._deltas = Deltas(settings.delta, began=self._at)
         attributes = resource(labels["run"], labels["rank"])
+        if labels_on == "target":
+            attributes, labels = {**attributes, **labels}, {}
         self._points = Points(labels, attributes, self._deltas, errors, start=self._at)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)
         for warning in self._delivery.warnings:

@@ -23,6 +23,7 @@ class RegistryCollector:
     Args:
         scrape: Returns the metrics.
         constant_labels: Of every series.
+        only_on: The metric that has them instead, None for all.
         specs: All metrics that may come.
         common: Metrics that are left to the registry if it has some of these names.
         errors: Counts failures under `request`.
@@ -34,11 +35,13 @@ class RegistryCollector:
         constant_labels: Mapping[str, str],
         specs: Iterable[Spec],
         *,
+        only_on: Spec | None = None,
         common: Collection[Spec] = (),
         errors: ErrorLog,
     ) -> None:
         self._scrape = scrape
         self._constant_labels = dict(constant_labels)
+        self._only_on = only_on
         self._specs = tuple(specs)
         self._common = common
         self._guard = errors.boundary("request", limit=None)
@@ -75,9 +78,10 @@ class RegistryCollector:
 
     def _filled(self, spec: Spec, members: list[Family]) -> Metric:
         metric = _metric(spec)
+        constant = self._constant_labels if self._only_on in (None, spec) else {}
         for family in members:
             exemplars, place = series.exemplars(family), itertools.count()
-            for labels, values in zip(series.labels(family, self._constant_labels), series.table(family).tolist(), strict=True):
+            for labels, values in zip(series.labels(family, constant), series.table(family).tolist(), strict=True):
                 for (suffix, le), value in zip(series.columns(spec), values, strict=True):
                     exemplar = _exemplar(exemplars.get(next(place)))
                     own = labels if le is None else {**labels, "le": le}

@@ -40,10 +40,15 @@ class Renderer:
 
     Every metric's lines are together, even if they come from several families. A metric without a present row does not appear. If a
     family has a label of the same name as a constant one, the family's own is shown. Invalid Unicode is shown as `?`.
+
+    Args:
+        constant_labels: Of every series.
+        only_on: The metric that has them instead, None for all.
     """
 
-    def __init__(self, constant_labels: Mapping[str, str]) -> None:
+    def __init__(self, constant_labels: Mapping[str, str], *, only_on: Spec | None = None) -> None:
         self._constant_labels = dict(constant_labels)
+        self._only_on = only_on
         self._prepared: WeakKeyDictionary[LabelRows, dict[Spec, list[str]]] = WeakKeyDictionary()
 
     def render(self, families: Iterable[Family], form: Format) -> bytes:
@@ -75,7 +80,8 @@ class Renderer:
         prepared = self._prepared.setdefault(labels, {})
         if spec in prepared:
             return prepared[spec]
-        constant = [_pair(name, value) for name, value in self._constant_labels.items() if name not in spec.labels]
+        labelled = self._constant_labels if self._only_on in (None, spec) else {}
+        constant = [_pair(name, value) for name, value in labelled.items() if name not in spec.labels]
         frames = {labelled: _frames(spec, labelled=labelled) for labelled in (False, True)}
         prefixes: list[str] = []
         for row in labels.rows:
