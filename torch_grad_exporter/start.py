@@ -187,7 +187,7 @@ def start_exporter(
         on_failure: What becomes of a step whose gradients `clip` cannot clip (default: "continue").
             With "continue" it is taken without clipping, which is counted, and after ten in a row
             nothing is clipped any more; with "raise" it raises `RuntimeError`.
-        otlp_endpoint: OpenTelemetry receiver to push the metrics to as well, such as
+        otlp_endpoint: OpenTelemetry receiver of metrics, problems and actions, such as
             "http://localhost:4318" (default: none). OpenTelemetry's other variables count, too; see
             docs/otlp.md.
         otlp_protocol: How to push (default: "http/protobuf"). "http/protobuf", or "grpc", which

@@ -26,12 +26,15 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import RetryInfo
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceServicer, add_LogsServiceServicer_to_server
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest, ExportMetricsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
     MetricsServiceServicer,
     add_MetricsServiceServicer_to_server,
 )
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ExponentialHistogramDataPoint, HistogramDataPoint, Metric, NumberDataPoint
 
 from tests.support.tools import PATIENCE
@@ -92,6 +95,8 @@ class Receiver:
 
     def __init__(self) -> None:
         self.received: list[Received] = []
+        self.logs: list[ResourceLogs] = []
+        self.log_answer, self.log_requests = Answer(), 0
         self.violations: list[str] = []
         self._answers: Iterator[Answer] = itertools.repeat(Answer())
         self._lock = threading.Lock()
@@ -100,6 +105,20 @@ class Receiver:
     def answer(self, *answers: Answer) -> None:
         """What the next requests get, each the next answer, and the last one for all further ones."""
         self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
+
+    def take_logs(self, request: ExportLogsServiceRequest) -> Answer:
+        """Take log records, and return what their request gets."""
+        answer = self.log_answer
+        if answer.status < 300 and answer.code is grpc.StatusCode.OK:
+            self.logs.extend(request.resource_logs)
+        self.log_requests += 1
+        self._over.wait(answer.after)
+        return answer
+
+    @property
+    def records(self) -> list[LogRecord]:
+        """The log records that were taken."""
+        return [record for resource in list(self.logs) for scope in resource.scope_logs for record in scope.log_records]
 
     def _next(self, headers: Mapping[str, str], request: ExportMetricsServiceRequest) -> Answer:
         with self._lock:
@@ -190,7 +209,7 @@ def expected(families: Iterable[Family], constant: Mapping[str, str]) -> dict[Ke
 
 
 class HttpReceiver(Receiver):
-    """Takes `POST /v1/metrics`. `tls`: for a server that has it; `port`: 0 for a free one.
+    """Takes `POST /v1/metrics` and `/v1/logs`. `tls`: for a server that has it; `port`: 0 for a free one.
 
     `most`: bytes of a body, as proxies have; `refused`: how many were larger.
     """
@@ -206,14 +225,17 @@ class HttpReceiver(Receiver):
 
     def take(self, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Return what a request gets."""
-        if (path, headers.get("content-type")) != ("/v1/metrics", TYPE):
+        if path not in ("/v1/metrics", "/v1/logs") or headers.get("content-type") != TYPE:
             self.violations.append(f"{path} {headers.get('content-type')}")
             return Answer(404)
         if len(body) > self._most:
             self.refused += 1
             return Answer(413)
         try:
-            request = ExportMetricsServiceRequest.FromString(DECODERS[headers.get("content-encoding", "")](body))
+            content = DECODERS[headers.get("content-encoding", "")](body)
+            if path == "/v1/logs":
+                return self.take_logs(ExportLogsServiceRequest.FromString(content))
+            request = ExportMetricsServiceRequest.FromString(content)
         except (KeyError, OSError, zlib.error, DecodeError) as error:
             self.violations.append(f"{type(error).__name__}: {error}")
             return Answer(400)
@@ -294,6 +316,7 @@ class GrpcReceiver(Receiver, MetricsServiceServicer):
         self._pool = ThreadPoolExecutor(4)
         self._server = grpc.server(self._pool, options=(("grpc.so_reuseport", 0),))
         add_MetricsServiceServicer_to_server(self, self._server)
+        add_LogsServiceServicer_to_server(_LogsService(self), self._server)
         address = f"127.0.0.1:{port}"
         if credentials is None:
             self.port = self._server.add_insecure_port(address)
@@ -317,6 +340,18 @@ class GrpcReceiver(Receiver, MetricsServiceServicer):
         self._server.stop(0).wait()
         self._pool.shutdown()  # else its threads end at any time, also while another test lists threads
         assert self.violations == []
+
+
+class _LogsService(LogsServiceServicer):
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def Export(self, request: ExportLogsServiceRequest, context: grpc.ServicerContext) -> ExportLogsServiceResponse:
+        answer = self._receiver.take_logs(request)
+        context.set_trailing_metadata(answer.trailers)
+        if answer.code is not grpc.StatusCode.OK:
+            context.abort(answer.code, "refused by the test")
+        return ExportLogsServiceResponse()
 
 
 # Liars

@@ -41,7 +41,7 @@ def build_black_box(
     return BlackBoxRecorder(
         Path(checked.settings.black_box) / files.file_name(checked.run, checked.rank, ""), _about(checked),
         ring=ring, suspects=suspects, view=shown.view, origins=origins, capture=stage.capture, clock=stage.clock,
-        guard=errors.boundary(SOURCE, "writing", limit=None),
+        guard=errors.boundary(SOURCE, "writing", limit=None), journal=shown.journal,
     )  # fmt: skip
 
 

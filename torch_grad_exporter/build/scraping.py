@@ -16,6 +16,7 @@ from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.gradients import dead_from
+from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.collectors.rollbacks import RollbackTotals
 from torch_grad_exporter.collectors.sample_families import SampleFamilies
@@ -29,6 +30,7 @@ from torch_grad_exporter.model.layers import LayerIndex, device_kinds
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
 from torch_grad_exporter.outputs.live.live import Run
 from torch_grad_exporter.outputs.live.view import View
+from torch_grad_exporter.outputs.otlp.push_settings import Signal
 from torch_grad_exporter.resources.peak_flops import peak_of
 from torch_grad_exporter.store.worker import Worker
 from torch_grad_exporter.version import __version__
@@ -47,6 +49,7 @@ class ScrapeStage:
     scrape: Scrape
     announcement: Announcement
     view: View
+    journal: Journal | None
 
 
 def _peak(settings: Settings, index: LayerIndex, clock: StepClock) -> Callable[[], float | None]:
@@ -86,7 +89,8 @@ def build_scrape(
 ) -> ScrapeStage:
     """Make the collectors and the history, by which rules judge."""
     settings, errors, identity = checked.settings, stage.errors, checked.identity
-    frozen, acted, rollbacks = FrozenLabels(), ActionTotals(), RollbackTotals()
+    journal = Journal() if any(push.signal is Signal.LOGS for push in checked.push) else None
+    frozen, acted, rollbacks = FrozenLabels(), ActionTotals(journal), RollbackTotals()
     notified = notify_totals(checked.arguments.alerts) if checked.arguments.alerts else None
     snapshots = Snapshots(worker.snapshot, stage.clock.counts)
     context = CollectorContext(
@@ -118,9 +122,9 @@ def build_scrape(
         stage.clock, scrape, targets=announcement.body, marks=acted.marks,
         sample_families=SampleFamilies(REGISTRY, settings.enabled_collectors, context),
         dead_from=dead_from(settings.dead_window), moments=settings.moments, errors=errors,
-        activations=totals.activations, logged=totals.logged,
+        activations=totals.activations, logged=totals.logged, journal=journal,
     )  # fmt: skip
     return ScrapeStage(
         worker=worker, context=context, frozen=frozen, acted=acted, rollbacks=rollbacks, notified=notified, scrape=scrape,
-        announcement=announcement, view=view,
+        announcement=announcement, view=view, journal=journal,
     )  # fmt: skip

@@ -81,7 +81,7 @@ class Stages:
         # In the background.
         self._worker = build_worker(capturing, totals, checked)
         shown = build_scrape(capturing, totals, self._worker, self.clip, models=models, checked=checked, ending=ending)
-        self.scrape, self.view, self._announcement = shown.scrape, shown.view, shown.announcement
+        self.scrape, self.view, self._announcement, self._journal = shown.scrape, shown.view, shown.announcement, shown.journal
         self._black_box = None
         if checked.settings.black_box:
             # Here, since most runs do without.
@@ -144,6 +144,7 @@ class Stages:
             announcement=self._announcement,
             web_config=checked.web_config,
             push=checked.push,
+            journal=self._journal,
             view=self.view,
         )
         self.at_end(functools.partial(self._close_outputs, outputs, automatic=settings.linger == "auto"))

@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str]) -> RunOptions:
     try:
         options = {option.name: from_command_line(option, texts[option.name]) for option in OFFERED if option.name in texts}
         resolve(options, os.environ)
-        push = {name.removeprefix("otlp_"): value for name, value in options.items() if name.startswith("otlp_")}
+        push: dict[str, Any] = {name.removeprefix("otlp_"): value for name, value in options.items() if name.startswith("otlp_")}
         push_settings.resolve(**push, environment={})
     except (TypeError, ValueError, ImportError) as error:
         parser.error(str(error))

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from torch_grad_exporter.collectors.journal import Journal
+
 # Names that are counted apart, at most, and the name under which further ones count together.
 NAMES, OTHERS = 100, "other"
 
@@ -120,11 +122,12 @@ class ActionMarks:
 
 
 class ActionTotals(OutcomeCounts):
-    """Actions by name and outcome, and when they happened."""
+    """Actions by name and outcome, and when they happened. `journal`: takes each of them as an event, None for nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
         super().__init__(ActionOutcome)
         self.marks = ActionMarks()
+        self.journal = journal
 
     def after_fork_in_child(self) -> None:
         """See `OutcomeCounts`."""

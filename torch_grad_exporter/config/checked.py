@@ -26,6 +26,7 @@ from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.otlp import push_settings
+from torch_grad_exporter.outputs.otlp.push_settings import Signal
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -44,7 +45,7 @@ class Checked:
         store: The job's store, which may be connected already; the owner of this closes it.
         web_config: TLS and users of the server, None for plain HTTP.
         extra: Registries whose metrics are shown as well.
-        push: What to push over OTLP, None for nothing.
+        push: Where to push metrics and log records over OTLP, empty for nowhere.
         clip: How to clip gradients, None to only watch.
         modules: The modules whose activations are shown, None for none.
         timed: The modules whose times are shown, None for none.
@@ -59,7 +60,7 @@ class Checked:
     store: JobStore
     web_config: WebConfigFile | None
     extra: ExtraRegistries
-    push: push_settings.PushSettings | None
+    push: tuple[push_settings.PushSettings, ...]
     clip: ClipOptions | None
     modules: InnerModules | None
     timed: InnerModules | None
@@ -91,13 +92,8 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
     if settings.peak_flops is not None and settings.flops_per_step is None:
         where = f"{source(given, 'peak_flops')}={settings.peak_flops:g}"
         raise ValueError(f"{where}: there is nothing to compare it with; set flops_per_step=")
-    push = push_settings.resolve(
-        arguments.otlp_endpoint,
-        arguments.otlp_protocol,
-        arguments.otlp_headers,
-        arguments.otlp_interval,
-        environment=environment,
-    )
+    otlp = (arguments.otlp_endpoint, arguments.otlp_protocol, arguments.otlp_headers, arguments.otlp_interval)
+    each = [push_settings.resolve(*otlp, signal=signal, environment=environment) for signal in Signal]
     place = identity(environment, process_group())
     rank = place.rank if settings.rank is None else settings.rank
     for sentence in misspelt(environment) if rank == 0 else ():
@@ -127,7 +123,7 @@ def check(models: Mapping[str, torch.nn.Module], environment: Mapping[str, str],
         store=store,
         web_config=web_config,
         extra=extra,
-        push=push,
+        push=tuple(push for push in each if push is not None),
         clip=clip,
         modules=modules,
         timed=timed,

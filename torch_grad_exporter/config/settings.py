@@ -234,7 +234,7 @@ HELP = {
     "on_failure": Help("what becomes of a step whose gradients `clip` cannot clip",
         'With "continue" it is taken without clipping, which is counted, and after ten in a row nothing is clipped any more; '
         'with "raise" it raises `RuntimeError`.'),
-    "otlp_endpoint": Help('OpenTelemetry receiver to push the metrics to as well, such as "http://localhost:4318"',
+    "otlp_endpoint": Help('OpenTelemetry receiver of metrics, problems and actions, such as "http://localhost:4318"',
         "OpenTelemetry's other variables count, too; see docs/otlp.md.", "none", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     "otlp_protocol": Help("how to push", '"http/protobuf", or "grpc", which needs the extra of that name.', '"http/protobuf"',
         "OTEL_EXPORTER_OTLP_PROTOCOL"),

@@ -1,4 +1,4 @@
-"""Outputs: the server, its entries for discovery, the push, and the file at the end."""
+"""Outputs: the server, its entries for discovery, the pushes, and the file at the end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.errors import ErrorLog, caught, inform, logger, show, warn
@@ -20,10 +21,11 @@ from torch_grad_exporter.outputs.http.server import MetricsServer, candidate_por
 from torch_grad_exporter.outputs.http.shared import Scrapers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.live.view import View
-from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
+from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
 from torch_grad_exporter.outputs.prometheus.text import Format, LastValues, Renderer, text_file
 
 if TYPE_CHECKING:
+    from torch_grad_exporter.outputs.otlp.logs import LogPush
     from torch_grad_exporter.outputs.otlp.push import Push
 
 # How long the end of a program waits for what is under way, at most, in addition to `linger`.
@@ -62,7 +64,8 @@ class Outputs:
         health: Returns the object of `/healthz`.
         announcement: Publishes where the server is, from its start until `close`.
         web_config: TLS, users and the rest of the server.
-        push: What to push and where, None for nothing.
+        push: Where to push metrics, and where what the journal has.
+        journal: Beginnings and ends of problems, and actions; None if they are pushed nowhere.
         view: The live page, and the answers that it asks for.
     """
 
@@ -77,7 +80,8 @@ class Outputs:
         announcement: Announcement,
         view: View,
         web_config: WebConfigFile | None = None,
-        push: PushSettings | None = None,
+        push: Iterable[PushSettings] = (),
+        journal: Journal | None = None,
     ) -> None:
         self._scrape = scrape
         self._rank = rank
@@ -91,26 +95,26 @@ class Outputs:
         self._scrapers = Scrapers()
         self._announcement = announcement
         self._last_values: LastValues | None = None
-        self._push: Push | None = None
+        self._pushes: list[Push | LogPush] = []
         self._server: MetricsServer | None = None
         self.health, self.targets, self._view = health, announcement.body, view
         try:
-            self._start(web_config, push)
+            self._start(web_config, push, journal)
         except BaseException:  # such as Ctrl-C while the name service is asked
             self.close(failed=False, hurried=True)
             raise
 
-    def _start(self, web_config: WebConfigFile | None, push: PushSettings | None) -> None:
+    def _start(self, web_config: WebConfigFile | None, push: Iterable[PushSettings], journal: Journal | None) -> None:
         options, rank = self._options, self._rank
         if options.textfile_dir:
             guard = self._errors.boundary("textfile", limit=None)
             path = text_file(options.textfile_dir, rank.run, rank.number)
             self._last_values = LastValues(path, self._rendered, guard)
             guard(self._last_values.start)
-        if push is not None:
-            failure = caught(self._start_push, push)
+        for settings in push:
+            failure = caught(self._start_push, settings, journal)
             if failure is not None:  # some variables are read by OpenTelemetry's exporters only
-                self._errors.report("otlp", RuntimeError(f"no metrics are pushed: {failure}"))
+                self._errors.report("otlp", RuntimeError(f"no {settings.signal.noun} are pushed: {failure}"))
         if options.port is not None:
             self._server = self._serve(options.port, web_config)
         if self._server is not None:
@@ -119,12 +123,19 @@ class Outputs:
     def _rendered(self) -> bytes:
         return self._renderer.render(self._scrape(), Format.TEXT)
 
-    def _start_push(self, settings: PushSettings) -> None:
-        from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415 - OpenTelemetry's exporters are slow to import
+    def _start_push(self, settings: PushSettings, journal: Journal | None) -> None:
+        labels, labels_on = self._rank.labels, self._options.labels_on
+        # OpenTelemetry's exporters are slow to import.
+        if settings.signal is Signal.METRICS:
+            from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415
 
-        push = Push(self._scrape, settings, self._rank.labels, self._errors, labels_on=self._options.labels_on)
+            push: Push | LogPush = Push(self._scrape, settings, labels, self._errors, labels_on=labels_on)
+        else:
+            from torch_grad_exporter.outputs.otlp.logs import LogPush  # noqa: PLC0415
+
+            push = LogPush(journal or Journal(), settings, labels, self._errors, labels_on=labels_on)
         push.start()
-        self._push = push
+        self._pushes.append(push)
 
     def _serve(self, port: int, web_config: WebConfigFile | None) -> MetricsServer | None:
         addr, identity = self._options.addr, self._rank.identity
@@ -174,7 +185,7 @@ class Outputs:
 
     def log_unread(self) -> None:
         """Log how a run is kept, if no client has read what was served, and nothing else gets it."""
-        if self._server is not None and not self._was_read and self._push is None and self._last_values is None:
+        if self._server is not None and not self._was_read and not self._pushes and self._last_values is None:
             self._log(UNREAD, once=UNREAD)
 
     def _log(self, message: str, *arguments: object, once: str = "") -> None:
@@ -203,8 +214,8 @@ class Outputs:
         self.ended = True
         if self._last_values is not None:
             self._last_values.stop()
-        if self._push is not None:
-            self._push.stop()
+        for push in self._pushes:
+            push.stop()
         if self._server is not None and not hurried:
             with contextlib.suppress(KeyboardInterrupt):  # which is meant for the waiting
                 self._linger()
@@ -215,7 +226,7 @@ class Outputs:
             return max(0.05, deadline - time.monotonic())
 
         guard(lambda: self._announcement.close(left(), leave=failed))
-        for output in (self._last_values, self._push, self._server):
+        for output in (self._last_values, *self._pushes, self._server):
             if output is not None:
                 guard(output.close, left())
 
@@ -229,8 +240,8 @@ class Outputs:
 
     def after_fork_in_child(self) -> None:
         """Leave everything to the parent."""
-        if self._push is not None:
-            self._push.after_fork_in_child()
+        for push in self._pushes:
+            push.after_fork_in_child()
         self._announcement.after_fork_in_child()
         if self._server is not None:
             self._server.after_fork_in_child()

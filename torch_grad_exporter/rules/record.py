@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
 from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.metrics.families import Family
@@ -20,8 +21,10 @@ from torch_grad_exporter.rules.catalogue import RULES
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
 from torch_grad_exporter.rules.declaration import Problem, Rule
 from torch_grad_exporter.rules.episodes import Episode, Episodes, Key
+from torch_grad_exporter.rules.problem_events import ProblemEvents
 from torch_grad_exporter.rules.values import Values
-from torch_grad_exporter.rules.watch import Watch
+from torch_grad_exporter.rules.watch import OVER, Watch
+from torch_grad_exporter.store.records import TraceIds
 
 EVERY = 4
 """Samples between two judgements by samples, which is a minute of theirs: Prometheus evaluates its rules each minute."""
@@ -54,18 +57,28 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class JudgedAt:
-    """The moment of a judgement: Unix time, and how many samples and optimizer steps there have been."""
+    """The moment of a judgement: Unix time, and how many samples and optimizer steps there have been.
+
+    `trace`: the span that was active when the run ended, if it has ended and there was one.
+    """
 
     now: float
     samples: int
     step: int
+    trace: TraceIds | None = None
 
 
 class Record:
-    """The problems of a run until now. From any thread. `rules`: by default those that are registered when it is made."""
+    """The problems of a run until now. From any thread.
 
-    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+    Args:
+        rules: By default those that are registered when it is made.
+        journal: Takes beginnings and ends, None for nothing.
+    """
+
+    def __init__(self, rules: Iterable[Rule] = RULES, journal: Journal | None = None) -> None:
         self.rules = tuple(rules)
+        self._events = None if journal is None else ProblemEvents(journal, self.rules)
         counted = tuple(rule for rule in self.rules if rule.by_samples)
         self._watch = Watch(counted, by_samples=True)
         self._by_clock, self._by_samples = _Course(self.rules), _Course(counted, by_samples=True)
@@ -130,6 +143,10 @@ class Record:
             self._latest = max(self._latest, moment.now)
             self._take(self._by_clock, problems, moment.now, moment.step)
             self._take(self._at_end, ended, moment.now, moment.step, last=True)  # nothing follows that could end it
+            if self._events is not None:
+                self._events.judge(problems, moment)
+                if values.state() in OVER:
+                    self._events.judge(ended, moment, last=True)
             # While samples come one by one, a scrape shows of the last minute what they show of four.
             if moment.samples > self._seen:
                 self._judge_samples(values, moment.samples, moment.step)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Event, Trigger
-from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.progress import StepClock, active_trace
+from torch_grad_exporter.collectors.journal import JournalEvent
 from torch_grad_exporter.collectors.outcomes import ActionMark, ActionOutcome, ActionTotals
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, contained, warn, without_addresses
 from torch_grad_exporter.lifecycle import BackgroundLoop
@@ -65,7 +66,13 @@ class ActionReports:
             return
         changes_training = isinstance(trigger.action, StepAction)
         action = repr(trigger.action) if changes_training else trigger.counted
-        self.totals.marks.add(ActionMark(self.now(), self.steps, trigger.name, action, outcome.value), trigger.counted)
+        mark = ActionMark(self.now(), self.steps, trigger.name, action, outcome.value)
+        self.totals.marks.add(mark, trigger.counted)
+        if (journal := self.totals.journal) is not None:
+            severity = "info" if outcome is ActionOutcome.DONE and not changes_training else "warning"
+            text = f"{mark.name}: {action} {mark.result} at step {mark.step}"
+            facts = {"action": action, "condition": mark.name, "result": mark.result}
+            journal.add(JournalEvent(mark.time, "torch.action", severity, text, {**facts, "step": mark.step}, active_trace()))
         if changes_training and outcome is ActionOutcome.DONE:
             warn("%s: %s changed the training at step %d", trigger.name, action, self.steps)
 

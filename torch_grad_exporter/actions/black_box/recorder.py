@@ -16,6 +16,7 @@ from typing import Any
 from torch_grad_exporter.actions.black_box.writing import FORMAT, boxes_below, plain_batch, samples_of, sweep, write
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.collectors.journal import Journal, JournalEvent
 from torch_grad_exporter.errors import BusyError, Guard, warn
 from torch_grad_exporter.inspection.black_box.kept import SOURCE, BatchRing, KeptBatch
 from torch_grad_exporter.inspection.black_box.suspects import LOSS, NONFINITE, NORM, Suspects
@@ -67,6 +68,7 @@ class BlackBoxRecorder:
         capture: Counts samples.
         clock: Counts steps.
         guard: Of each box.
+        journal: Takes each box as an event, None for nothing.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class BlackBoxRecorder:
         capture: Capture,
         clock: StepClock,
         guard: Guard,
+        journal: Journal | None = None,
     ) -> None:
         self._folder, self._about, self._ring, self._suspects = folder, about, ring, suspects
         self._view, self._origins, self._capture, self._clock, self._guard = view, origins, capture, clock, guard
+        self._journal = journal
         self._left, self._seen, self._origin_step = BOXES - len(boxes_below(folder)), 0, -1
         self._nonfinite_written = False
         self._ring.full = self._left <= 0
@@ -146,7 +150,11 @@ class BlackBoxRecorder:
         path = write(self._folder, f"{problem.alert}-step-{step}", {**about, **self._about}, content)
         self._left -= 1
         self._nonfinite_written |= kind == NONFINITE
-        warn("%s: %s; what it takes to see it again is in %s", SOURCE, problem.text.rstrip("."), path)
+        text = f"{SOURCE}: {problem.text.rstrip('.')}; what it takes to see it again is in {path}"
+        warn("%s", text)
+        if self._journal is not None:
+            facts = {"alert": problem.alert, "layer": problem.layer, "step": step, "path": str(path)}
+            self._journal.add(JournalEvent(time.time(), "torch.black_box", "warning", text, facts))
         self._ring.full = self._left <= 0
         self._log_if_full()
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from torch_grad_exporter.capture.progress import active_trace
 from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.scrape import Scrape
@@ -38,6 +39,7 @@ from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
 from torch_grad_exporter.outputs.live.track import Part, Together, Track
 from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch, Wrong
 from torch_grad_exporter.rules.watch import OVER
+from torch_grad_exporter.store.records import TraceIds
 
 # A clip coefficient above this comes from something that makes gradients longer, not from clipping.
 LONGER = 1.001
@@ -117,11 +119,12 @@ class Live:
         self._latest = LatestScrape(scrape, self._watch, self._lock, self._now)
         self._ended: float | None = None
         self._ended_by: str | None = None
+        self._ended_in: TraceIds | None = None  # the span that was active then
 
     def end(self, error: str | None = None) -> None:
         """Mark the run as ended, by an exception of type `error` if there is one; the page stays readable. Idempotent."""
         if self._ended is None:
-            self._ended, self._ended_by = self._now(), error
+            self._ended, self._ended_by, self._ended_in = self._now(), error, active_trace()
 
     def remember(self) -> None:
         """Remember the metrics by which problems are judged, and judge, whether the page is open or not."""
@@ -139,7 +142,8 @@ class Live:
         with self._lock:
             problems = self._watch.problems(values, now, going=True)
             ended = self._watch.problems(values, now) if over else []
-        self._record.of_scrape(values, JudgedAt(now, self._history.samples, int(step(values))), problems, ended)
+        moment = JudgedAt(now, self._history.samples, int(step(values)), self._ended_in)
+        self._record.of_scrape(values, moment, problems, ended)
 
     def problems(self) -> list[Problem]:
         """Return what is wrong now, the worst first."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
@@ -142,6 +143,7 @@ class View:
         moments: Whether mean and standard deviation are measured.
         logged: Values that the user logs.
         activations: What was seen of inner modules, if the option is on.
+        journal: Takes beginnings and ends of problems, None for nothing.
     """
 
     def __init__(
@@ -159,10 +161,11 @@ class View:
         logged: LoggedValues,
         moments: bool = False,
         activations: ActivationTotals | None = None,
+        journal: Journal | None = None,
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
         inside = None if activations is None else ActivationMoments(activations)
-        record = Record()
+        record = Record(journal=journal)
         gradients = GradientMoments(dead_from, quantities)
         looks = Looks(host, gradients, inside, clock, sample_families=sample_families, record=record, errors=errors)
         self.history = History(looks.gradients, now=time.time, quantities=quantities)

@@ -7,18 +7,20 @@ failed, which is where a failure gets its text from.
 from __future__ import annotations
 
 import contextlib
+import enum
+import importlib
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
 from http import HTTPStatus
 from http.cookiejar import DefaultCookiePolicy
-from typing import Any
+from typing import Any, Protocol
 
 import requests
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
-from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings
+from torch_grad_exporter.outputs.otlp import push_settings
+from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
 from torch_grad_exporter.outputs.own_requests import mute, unlogged
 
 # What helps against a limit of a proxy, such as nginx with its 1 MB.
@@ -26,6 +28,12 @@ SMALLER = "set OTEL_EXPORTER_OTLP_COMPRESSION=gzip, or raise the limit of the re
 
 # Headers that every request has.
 OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-encoding", "content-type", "user-agent"})
+
+# Of OpenTelemetry, their modules and classes, over HTTP and gRPC alike.
+EXPORTERS = {Signal.METRICS: ("metric_exporter", "OTLPMetricExporter"), Signal.LOGS: ("_log_exporter", "OTLPLogExporter")}
+
+# What a receiver answers that has nothing at this path, VictoriaMetrics the first of them.
+NOT_TAKEN = frozenset({400, 404, 405, 501})
 
 # Characters of what an exporter says.
 NAMED = 300
@@ -39,8 +47,22 @@ class TooLargeError(DeliveryError):
     """A request that was refused because of its size."""
 
 
+class NotTakenError(DeliveryError):
+    """A request that must not be sent again: the receiver does not take this signal, or not this content."""
+
+
 class RejectedError(Exception):
     """A request that has arrived, but not all of its points were accepted: it must not be sent again."""
+
+
+class _Exporter(Protocol):
+    """An exporter of OpenTelemetry, of metrics or of log records."""
+
+    def export(self, data: Any, /) -> enum.Enum:  # noqa: ANN401 - each its own
+        """Returns `SUCCESS` or `FAILURE`."""
+
+    def shutdown(self) -> None:
+        """Ends it."""
 
 
 class Delivery:
@@ -59,38 +81,37 @@ class Delivery:
 
     def __init__(self, settings: PushSettings, seconds: float) -> None:
         seconds = min(seconds, settings.timeout)
-        self._session = _Session(settings) if settings.protocol is Protocol.HTTP else None
-        self._exporter: MetricExporter
+        self._session = _Session(settings) if settings.protocol is push_settings.Protocol.HTTP else None
+        module, name = EXPORTERS[settings.signal]
         with unlogged() as said:
+            # Slow to import, and over gRPC optional.
+            package = "grpc" if self._session is None else "http"
+            exporter = getattr(importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.{module}"), name)
+            mute("opentelemetry", "urllib3")
+            self._exporter: _Exporter
             if self._session is not None:
-                from opentelemetry.exporter.otlp.proto.http import metric_exporter as http  # noqa: PLC0415 - slow to import
-
-                mute("opentelemetry", "urllib3")
-                self._exporter = http.OTLPMetricExporter(
-                    settings.endpoint, headers=settings.headers, timeout=seconds, session=self._session
-                )
+                self._exporter = exporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=self._session)
             else:
-                from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc  # noqa: PLC0415 - optional
-
-                mute("opentelemetry")
                 headers = None if settings.headers is None else tuple(settings.headers.items())
-                self._exporter = grpc.OTLPMetricExporter(settings.endpoint, headers=headers, timeout=seconds)
+                self._exporter = exporter(settings.endpoint, headers=headers, timeout=seconds)
         # It quotes a header that it cannot read, which may be a password.
         self.warnings = [_shown("a header of the environment cannot be read" if "eader" in text else text) for text in said]
 
-    def send(self, data: MetricsData) -> None:
-        """Return when a request has arrived. Raises `DeliveryError`, `TooLargeError` or `RejectedError`."""
-        result = MetricExportResult.FAILURE
+    def send(self, data: object) -> None:
+        """Return when a request has arrived. Raises `DeliveryError`, `TooLargeError`, `NotTakenError` or `RejectedError`."""
+        arrived = False
         with unlogged() as said:
             try:
-                result = self._exporter.export(data)
+                arrived = self._exporter.export(data).name == "SUCCESS"
             except Exception as error:  # noqa: BLE001 - some versions raise where others return a failure
                 said.append(f"{type(error).__name__}: {error}")
         text = _shown("; ".join(dict.fromkeys(said)) or "the export failed")
         session = self._session
-        if result is not MetricExportResult.SUCCESS:
+        if not arrived:
             if session is not None and session.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
                 raise TooLargeError(f"{text}; {SMALLER}")
+            if "UNIMPLEMENTED" in text if session is None else session.status in NOT_TAKEN:
+                raise NotTakenError(text)
             raise DeliveryError(text)
         if session is not None and session.rejected:
             raise RejectedError(_shown(session.rejected))
@@ -134,7 +155,7 @@ class _Session(requests.Session):
         if response.ok and kind == "text/html":
             raise requests.RequestException("the answer is a web page, this is not an OTLP receiver")
         if response.ok and kind == "application/x-protobuf":
-            with contextlib.suppress(DecodeError):
+            with contextlib.suppress(DecodeError):  # the answer for log records is the same message, under other names
                 partial = ExportMetricsServiceResponse.FromString(response.content).partial_success
                 if partial.rejected_data_points > 0:
                     self.rejected = f"{partial.rejected_data_points} points were rejected: {partial.error_message!r}"

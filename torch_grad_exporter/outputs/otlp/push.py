@@ -51,6 +51,11 @@ LEFT_BEHIND = 3
 _inherited: list[object] = []
 
 
+def inherit(connection: object) -> None:
+    """Keep a connection of the parent process for as long as this one lives."""
+    _inherited.append(connection)
+
+
 class Push(BackgroundLoop):
     """Exports all metrics: soon after `start`, every `interval` seconds, and once more at `close`.
 
@@ -101,7 +106,7 @@ class Push(BackgroundLoop):
 
     def after_fork_in_child(self) -> None:
         """Keep the parent's connection, which must not be touched; the child has no thread that would send anything."""
-        _inherited.append(self._delivery)
+        inherit(self._delivery)
 
     # The thread
 

@@ -4,7 +4,7 @@ OpenTelemetry's exporters read variables of headers, certificates and compressio
 
 Push is on where an endpoint is given. A wrong argument raises before anything is registered. A wrong variable never ends a run: an
 endpoint or a protocol that cannot be used costs the push and a warning, a number only itself. A variable
-`OTEL_EXPORTER_OTLP_METRICS_<NAME>` wins over `OTEL_EXPORTER_OTLP_<NAME>`.
+`OTEL_EXPORTER_OTLP_METRICS_<NAME>` wins over `OTEL_EXPORTER_OTLP_<NAME>`, for log records `OTEL_EXPORTER_OTLP_LOGS_<NAME>`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.own_requests import with_path
 
-# Where a receiver takes metrics over HTTP, below its endpoint.
-PATH = "/v1/metrics"
-
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 
 # Seconds between two exports, and for one request with all its retries, as in OpenTelemetry's SDKs.
@@ -43,6 +40,18 @@ DELTA = {"delta": frozenset({Kind.COUNTER, Kind.HISTOGRAM}), "lowmemory": frozen
 OTLP = {"otlp", "otlp_proto_http", "otlp_proto_grpc"}
 
 
+class Signal(enum.Enum):
+    """What is sent, by its name in the path at which a receiver takes it over HTTP."""
+
+    METRICS = "metrics"
+    LOGS = "logs"
+
+    @property
+    def noun(self) -> str:
+        """Its name in a sentence."""
+        return "metrics" if self is Signal.METRICS else "log records"
+
+
 class Protocol(enum.Enum):
     """How requests are sent, by the names that `OTEL_EXPORTER_OTLP_PROTOCOL` has."""
 
@@ -56,15 +65,17 @@ class PushSettings:
 
     Attributes:
         endpoint: A URL, over gRPC also `host:port`.
+        signal: What is sent there.
         protocol: How requests are sent.
         headers: Sent instead of those of the environment, names in lower case; None for those of the environment.
-        interval: Seconds between two exports.
+        interval: Seconds between two exports, of log records after one that failed.
         timeout: Seconds for a request with its retries.
         delta: The kinds of metrics that are sent as differences.
         exponential: Whether distributions of norms have exponential buckets.
     """
 
     endpoint: str
+    signal: Signal = Signal.METRICS
     protocol: Protocol = Protocol.HTTP
     headers: Mapping[str, str] | None = None
     interval: float = INTERVAL
@@ -79,9 +90,10 @@ def resolve(
     headers: object = None,
     interval: object = None,
     *,
+    signal: Signal = Signal.METRICS,
     environment: Mapping[str, str] = os.environ,
 ) -> PushSettings | None:
-    """Return the settings, None where nothing is to be pushed. An argument that is None is left to the environment.
+    """Return the settings of a signal, None where nothing is to be pushed. An argument that is None is left to the environment.
 
     Raises:
         TypeError: An argument is of a wrong type.
@@ -95,7 +107,7 @@ def resolve(
     if interval is not None:
         what = "a number of seconds"
         seconds = check_number(f"otlp_interval={shown(interval)}", interval, least=0.1, most=86400.0, what=what, example=60)
-    variables = _Variables(environment)
+    variables = _Variables(environment, signal)
     if not _enabled(variables, argument=given is not None):
         return None
     try:
@@ -104,19 +116,26 @@ def resolve(
         name, text = variables.specific("ENDPOINT") if given is None else ("otlp_endpoint", given)
         target = _endpoint(name, text, used)
     except (ValueError, ImportError) as error:
-        warn("no metrics are pushed: %s", error)
+        # What is wrong with a variable of all signals is said for metrics.
+        (warn if signal is Signal.METRICS or signal.name in name else inform)("no %s are pushed: %s", signal.noun, error)
         return None
+    url = target if used is Protocol.GRPC or signal.name in name else _with_path(target, signal)
+    longest = min(variables.number(variables.specific("TIMEOUT")[0], TIMEOUT), LONGEST)
+    if signal is Signal.LOGS:
+        return PushSettings(
+            endpoint=url, signal=signal, protocol=used, headers=checked, interval=seconds or INTERVAL, timeout=longest
+        )  # fmt: skip
     # No thread can wait for 2 ** 63 ms, which some write for "never".
     often = min(max(0.1, variables.number("OTEL_METRIC_EXPORT_INTERVAL", 1e3 * INTERVAL) / 1e3), 86400.0)
     reader = variables.number("OTEL_METRIC_EXPORT_TIMEOUT", 1e3 * LONGEST) / 1e3
     temporality = variables.text("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE").lower()
     buckets = variables.text("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION").lower()
     return PushSettings(
-        endpoint=target if used is Protocol.GRPC or "METRICS" in name else with_path(target, PATH),
+        endpoint=url,
         protocol=used,
         headers=checked,
         interval=seconds or often,
-        timeout=min(variables.number(variables.specific("TIMEOUT")[0], TIMEOUT), reader, LONGEST),
+        timeout=min(longest, reader),
         delta=DELTA.get(temporality, frozenset()),
         exponential=buckets == "base2_exponential_bucket_histogram",
     )
@@ -125,15 +144,16 @@ def resolve(
 class _Variables:
     """Reads OpenTelemetry's variables; an empty one counts as unset."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], signal: Signal) -> None:
         self._environment = environment
+        self.signal = signal
 
     def text(self, name: str) -> str:
         return self._environment.get(name, "").strip()
 
     def specific(self, name: str) -> tuple[str, str]:
-        """Return the name and the text of the variable for metrics, or else of the one for all signals."""
-        own = f"OTEL_EXPORTER_OTLP_METRICS_{name}"
+        """Return the name and the text of the variable for the signal, or else of the one for all signals."""
+        own = f"OTEL_EXPORTER_OTLP_{self.signal.name}_{name}"
         variable = own if self.text(own) else f"OTEL_EXPORTER_OTLP_{name}"
         return variable, self.text(variable)
 
@@ -144,19 +164,21 @@ class _Variables:
             if 0 < (number := float(text or default)) < math.inf:
                 return number
         message = "environment variable %s=%r is ignored: expected a number above 0; using %g"
-        warn(message, name, text, default)
+        if self.signal is Signal.METRICS or self.signal.name in name:  # else it was said for metrics
+            warn(message, name, text, default)
         return default
 
 
 def _enabled(variables: _Variables, *, argument: bool) -> bool:
     """Return whether an endpoint is given, and no variable disables the push."""
-    asked = variables.text("OTEL_METRICS_EXPORTER")
+    switch = f"OTEL_{variables.signal.name}_EXPORTER"
+    asked = variables.text(switch)
     exporters = {name.strip().lower() for name in asked.split(",")}
     disabled = variables.text("OTEL_SDK_DISABLED").lower() == "true"
     if disabled or "none" in exporters:
         if argument:
-            reason = "OTEL_SDK_DISABLED=true" if disabled else "OTEL_METRICS_EXPORTER=none"
-            inform("no metrics are pushed: %s", reason)
+            reason = "OTEL_SDK_DISABLED=true" if disabled else f"{switch}=none"
+            inform("no %s are pushed: %s", variables.signal.noun, reason)
         return False
     return argument or bool(variables.specific("ENDPOINT")[1] and (exporters & OTLP or not asked))
 
@@ -195,6 +217,12 @@ def _is_endpoint(text: str, protocol: Protocol) -> bool:
     if protocol is Protocol.GRPC and ("@" in text or (address and port is None)):  # gRPC would log a password, and not send it
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and text.isprintable() and " " not in text
+
+
+def _with_path(endpoint: str, signal: Signal) -> str:
+    """Return an endpoint for all signals, which may already have the path of metrics, with the path of this one."""
+    parts = urlsplit(with_path(endpoint, "/v1/metrics"))
+    return parts._replace(path=parts.path.removesuffix("metrics") + signal.value).geturl()
 
 
 def without_password(endpoint: str) -> str:
