@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 DIST ?= dist
 # Programs that the tests run against; a Debian package each, as PACKAGE or PACKAGE=PROGRAM. Chromium alone is installed.
-TOOLS ?= prometheus promtool prometheus-alertmanager prometheus-alertmanager=amtool victoria-metrics docker-compose chromium
+TOOLS ?= prometheus promtool prometheus-alertmanager prometheus-alertmanager=amtool victoria-metrics victoria-metrics=vmalert docker-compose chromium
 
 # The one pin of pyproject.toml, given to pip by name besides: it would first download the newest torch, which the package itself
 # allows, and only then read the pin among the extra's requirements.

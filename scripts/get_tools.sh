@@ -19,7 +19,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-TOOLS="${TOOLS:-prometheus promtool prometheus-alertmanager prometheus-alertmanager=amtool victoria-metrics docker-compose chromium}"
+TOOLS="${TOOLS:-prometheus promtool prometheus-alertmanager prometheus-alertmanager=amtool victoria-metrics victoria-metrics=vmalert docker-compose chromium}"
 SUITE="${SUITE:-trixie}" # The first Debian release whose promtool knows everything that the tests use.
 KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 ROOT="$PWD/.tools"

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from dashboards.generate import alerts, exporter, goodput, layers, ranks, resources, rl, training
+from dashboards.generate import alerts, exporter, goodput, layers, ranks, resources, rl, training, v2
 from dashboards.generate import runbook as runbook_page
 from dashboards.generate.board import plain
 
@@ -25,6 +25,7 @@ def rendered() -> dict[str, str]:
     runbook = alerts.with_table((ROOT / RUNBOOK).read_text(encoding="utf-8"))
     return {
         **{f"dashboards/grafana/{name}.json": _json(board) for name, board in boards.items()},
+        **{f"dashboards/grafana-v2/{name}.json": _json(v2.resource(board)) for name, board in boards.items()},
         **{f"dashboards/prometheus/{name}": text for name, text in alerts.rendered().items()},
         RUNBOOK: runbook,
         SERVED_RUNBOOK: runbook_page.rendered(runbook),
@@ -38,8 +39,9 @@ def _json(board: object) -> str:
 def differing(root: Path = ROOT) -> list[str]:
     """The paths of files that are not what is made now, also of those that are missing or too many."""
     texts = rendered()
-    boards, rules = (root / "dashboards").glob("grafana/*.json"), (root / "dashboards").glob("prometheus/*.alerts.yml")
-    made = [*boards, *rules, root / RUNBOOK, root / SERVED_RUNBOOK]
+    patterns = ("grafana/*.json", "grafana-v2/*.json", "prometheus/*.alerts.yml")
+    found = [path for pattern in patterns for path in (root / "dashboards").glob(pattern)]
+    made = [*found, root / RUNBOOK, root / SERVED_RUNBOOK]
     there = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in made if path.exists()}
     return sorted(path for path in texts.keys() | there.keys() if texts.get(path) != there.get(path))
 

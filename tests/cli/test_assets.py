@@ -13,7 +13,7 @@ from tests.support.tools import PATIENCE, REPOSITORY, find
 from torch_grad_exporter.cli import assets
 from torch_grad_exporter.cli import main as cli
 
-FOLDERS = ("alertmanager", "grafana", "kubernetes", "prometheus", "provisioning")
+FOLDERS = ("alertmanager", "grafana", "grafana-v2", "kubernetes", "prometheus", "provisioning")
 
 
 def repository_files() -> dict[str, bytes]:
@@ -69,7 +69,10 @@ def test_job_name_is_applied(tmp_path: Path) -> None:
             assert {"targetLabel": "job", "replacement": "gpu-farm/train.1"} in endpoint["relabelings"]
     for path in sorted((tmp_path / "grafana").glob("*.json")):
         variables = {each["name"]: each for each in json.loads(path.read_text())["templating"]["list"]}
-        assert variables["job"]["current"]["value"] in ("gpu-farm/train.1", ["gpu-farm/train.1"])
+        resource = json.loads((tmp_path / "grafana-v2" / path.name).read_text())
+        of_resource = {each["spec"]["name"]: each["spec"] for each in resource["spec"]["variables"]}
+        for found in (variables, of_resource):
+            assert found["job"]["current"]["value"] in ("gpu-farm/train.1", ["gpu-farm/train.1"])
     config_maps = (tmp_path / "kubernetes" / "dashboards.yaml").read_text()
     for config_map in yaml.safe_load_all(config_maps):
         for name, text in config_map["data"].items():
@@ -117,5 +120,6 @@ def test_runbook_address_is_applied(tmp_path: Path) -> None:
     links = [path for path, text in written.items() if "https://wiki.example.org/training#" in text]
     assert {"prometheus/gradients.alerts.yml", "kubernetes/rules.yaml", "grafana/training.json"} <= set(links)
     assert "runbook_url: https://wiki.example.org/training#TrainingStalled\n" in written["prometheus/training.alerts.yml"]
-    assert "https://wiki.example.org/training#${__data.fields.alertname}" in written["grafana/training.json"]
+    for folder in ("grafana", "grafana-v2"):
+        assert "https://wiki.example.org/training#${__data.fields.alertname}" in written[f"{folder}/training.json"]
     assert '<a id="TrainingStalled"></a>' in written["runbook.md"]

@@ -45,6 +45,7 @@ def test_check_reports_changed_and_extra_files(tmp_path: Path) -> None:
     changed = []
     for folder, first, second, other in (
         ("grafana", "ranks.json", "layers.json", "other.json"),
+        ("grafana-v2", "ranks.json", "layers.json", "other.json"),
         ("prometheus", "training.alerts.yml", "gradients.alerts.yml", "other.alerts.yml"),
     ):
         place = tmp_path / "dashboards" / folder

@@ -21,6 +21,7 @@ Json = dict[str, Any]
 HERE = REPOSITORY / "tests" / "dashboards" / "grafana_schema"
 INSTALLED = REPOSITORY / ".tools" / "grafana_schema"
 FILES = sorted((REPOSITORY / "dashboards" / "grafana").glob("*.json"))
+RESOURCES = sorted((REPOSITORY / "dashboards" / "grafana-v2").glob("*.json"))
 
 
 def installed() -> None:
@@ -55,7 +56,7 @@ def pieces(board: Json) -> Iterator[Piece]:
 
 def as_typescript(parts: Sequence[Piece]) -> str:
     """Return a program that assigns each piece to its type as a literal, in which the compiler rejects unknown keys."""
-    lines = ["import type { Annotations, Dashboard, Panels, Variables } from './dashboard.ts';"]
+    lines = ["import type { Annotations, Dashboard, Panels, Resource, Variables } from './dashboard.ts';"]
     for number, (name, kind, piece) in enumerate(parts):
         lines += [f"// {json.dumps(name)}", f"export const piece{number}: {kind} = {json.dumps(piece, indent=1)};"]
     return "\n".join(lines) + "\n"
@@ -98,7 +99,16 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[Complaint]:
     installed()
     shipped = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in FILES}
     boards = {name: list(pieces(board)) for name, board in shipped.items()}
-    return compile_all(tmp_path_factory.mktemp("schema"), {**boards, "unknown": [("link", "Dashboard", {"unknown": "key"})]})
+    for path in RESOURCES:
+        boards[f"{path.stem}-v2"] = [("resource", "Resource", json.loads(path.read_text(encoding="utf-8")))]
+    unknown: list[Piece] = [("link", "Dashboard", {"unknown": "key"}), ("resource", "Resource", _with_unknown_key(RESOURCES[0]))]
+    return compile_all(tmp_path_factory.mktemp("schema"), {**boards, "unknown": unknown})
+
+
+def _with_unknown_key(path: Path) -> Json:
+    resource: Json = json.loads(path.read_text(encoding="utf-8"))
+    next(iter(resource["spec"]["elements"].values()))["spec"]["data"]["spec"]["unknown"] = "key"
+    return resource
 
 
 @pytest.mark.process
@@ -108,6 +118,16 @@ def test_dashboard_is_what_grafana_reads(path: Path, complaints: list[Complaint]
     left = [found for found in complaints if found.board == path.stem]
     assert any("unknown" in found.text for found in complaints if found.board == "unknown")
     assert not left, "\n".join(f"{found.piece}: {found.line}: {found.text}" for found in left)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("path", RESOURCES, ids=lambda path: path.stem)
+def test_resource_is_what_grafana_reads(path: Path, complaints: list[Complaint]) -> None:
+    """Each key and value of a shipped resource of the second schema is one of Grafana's, apart from options of panels."""
+    left = [found for found in complaints if found.board == f"{path.stem}-v2"]
+    unknown = [found.piece for found in complaints if found.board == "unknown" and "unknown" in found.text]
+    assert unknown == ["link", "resource"]
+    assert not left, "\n".join(f"{found.line}: {found.text}" for found in left)
 
 
 def test_units_are_grafanas_own() -> None:

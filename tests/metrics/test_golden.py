@@ -151,8 +151,15 @@ def made_up() -> str:
 @pytest.mark.server
 def test_promtool_finds_nothing_to_complain_about(made: Callable[[], str]) -> None:
     """`promtool check metrics` accepts the scrape, and all declared metrics, without a remark."""
-    result = subprocess.run([find("promtool"), "check", "metrics"], input=made(), capture_output=True, text=True, check=False)
+    command, text = [find("promtool"), "check", "metrics"], made()
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
+    # A table of what each metric costs, and remarks of the linter before it.
+    extended = subprocess.run([*command, "--extended"], input=text, capture_output=True, text=True, check=False)
+    lines = extended.stdout.splitlines()
+    assert (extended.returncode, extended.stderr, lines[0].split()) == (0, "", ["Metric", "Cardinality", "Percentage"])
+    counted = {line.split()[0] for line in lines[1:-1]}
+    assert counted == set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
 
 
 def test_metrics_page_follows_the_catalogue() -> None:

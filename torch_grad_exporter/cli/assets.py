@@ -10,10 +10,11 @@ import argparse
 import importlib.resources
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import torch_grad_exporter
 from torch_grad_exporter.cli.terminal import matching, show
@@ -23,10 +24,10 @@ from torch_grad_exporter.files import replace
 JOB = "training"
 """The name of the scrape job in the files as they are shipped."""
 
-OVERVIEW = "grafana/training.json"
-"""The dashboard that lists the alerts that fire."""
+OVERVIEW = ("grafana/training.json", "grafana-v2/training.json")
+"""The dashboard that lists the alerts that fire, in both schemas of Grafana."""
 
-_FOLDERS = ("alertmanager", "grafana", "kubernetes", "prometheus", "provisioning")
+_FOLDERS = ("alertmanager", "grafana", "grafana-v2", "kubernetes", "prometheus", "provisioning")
 
 _SECRETS = "alertmanager/secrets/training-alerts"
 """Files with secrets that may lie in a checkout in use; they are not written."""
@@ -115,14 +116,21 @@ def _walk(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:
 
 def _with_job(path: str, text: str, job: str) -> str:
     """Return a file with this job's name; the variable `job` of a dashboard begins with it instead of with all jobs."""
-    if not path.startswith("grafana/"):
+    if not path.startswith("grafana"):
         return _JOB_LINES.sub(rf"\g<1>{job}", text) if path.endswith((".yml", ".yaml")) else text
-    dashboard = json.loads(text)
-    for variable in dashboard["templating"]["list"]:
-        if variable["name"] == "job":
-            chosen = [job] if variable.get("multi") else job
-            variable["current"] = {"selected": True, "text": chosen, "value": chosen}
-    return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
+
+    def chosen(part: dict[str, Any]) -> dict[str, Any]:
+        if part.get("name") == "job" and "current" in part:
+            value = [job] if part.get("multi") else job
+            part["current"] = {"selected": True, "text": value, "value": value}
+        return part
+
+    return _edited(text, chosen)
+
+
+def _edited(text: str, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+    """Return a dashboard each of whose objects was edited."""
+    return json.dumps(json.loads(text, object_hook=edit), indent=2, ensure_ascii=False) + "\n"
 
 
 def _with_runbook(path: str, text: str, url: str) -> str:
@@ -130,16 +138,16 @@ def _with_runbook(path: str, text: str, url: str) -> str:
     if path.endswith(".alerts.yml"):
         rule = re.compile(r"- alert: (\w+)\n(?:.*\n)*?( +)annotations:\n")
         return rule.sub(lambda found: f"{found[0]}{found[2]}  runbook_url: {url}#{found[1]}\n", text)
-    if path != OVERVIEW:
+    if path not in OVERVIEW:
         return text
-    dashboard = json.loads(text)
-    for panel in dashboard["panels"]:
-        for override in panel.get("fieldConfig", {}).get("overrides", ()):
-            if override["matcher"]["options"] == "Alert":
-                override["properties"].append(
-                    {"id": "links", "value": [{"title": "What to do", "url": f"{url}#${{__data.fields.alertname}}"}]}
-                )
-    return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
+
+    def linked(part: dict[str, Any]) -> dict[str, Any]:
+        if "properties" in part and part["matcher"]["options"] == "Alert":
+            link = {"title": "What to do", "url": f"{url}#${{__data.fields.alertname}}"}
+            part["properties"].append({"id": "links", "value": [link]})
+        return part
+
+    return _edited(text, linked)
 
 
 def _rules(files: dict[str, str]) -> str:

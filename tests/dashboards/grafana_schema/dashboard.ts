@@ -14,6 +14,16 @@ import type * as timeseries from '@grafana/schema/dist/esm/raw/composable/timese
 // Grafana 10 was the last whose published types had the query of Prometheus.
 import type * as prometheus from '@grafana/schema-10/dist/esm/raw/composable/prometheus/dataquery/x/PrometheusDataQuery_types.gen.d.ts';
 
+// Of the second schema, which is as narrow as these but for the options of panels.
+import type { Spec } from '@grafana/schema-13/apis/dashboard.grafana.app/v2beta1';
+
+export interface Resource {
+  apiVersion: 'dashboard.grafana.app/v2beta1';
+  kind: 'Dashboard';
+  metadata: { name: string };
+  spec: Spec;
+}
+
 // A type as it stands in JSON: an enum of texts is its texts.
 type Json<T> = T extends string ? `${T}`
   : T extends number | boolean | null | undefined ? T
