@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.matrix.harness import CUMULATIVE, Regime, Run, regime
 from tests.support.models import Perceptron, sgd
 from tests.support.record import norm, wide
-from tests.support.torch_versions import CPUOffloadPolicy, Replicate, Shard, fully_shard, need
+from tests.support.torch_versions import VERSION, CPUOffloadPolicy, Replicate, Shard, fully_shard, need
 
 REGIMES: dict[str, Regime] = {}
 
@@ -648,6 +648,8 @@ class Stages:
 def pipeline(run: Run, kind: str) -> None:
     """Norms are those of the mean over the micro-batches, by which the schedule has divided, and before clipping."""
     need(2, 6, "the division of gradients by a schedule")
+    if VERSION == (2, 9):
+        pytest.skip("torch 2.9 aborts in gloo, also in a pipeline of its own")
     stages = [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh()), torch.nn.Linear(8, 4)]
     model, divided, clipped = stages[dist.get_rank()], "divided" in kind, "clipped" in kind
     alone = Stages(stages, divided=divided, clipped=clipped)

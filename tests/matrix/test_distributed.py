@@ -117,7 +117,7 @@ def rank_main(rank: int, folder: str, pairs: list[Pair]) -> None:
                 finding.failed = traceback.format_exc()
             gc.collect()
             gc.freeze()
-            if "powersgd" in name:  # the last of its callbacks may still be running in a thread of gloo, and holds the group
+            if "powersgd" in name or "sparse" in name:  # a thread of gloo may still hold the group, or need the interpreter
                 kept.append(dist.group.WORLD)
             dist.destroy_process_group()
             report.write(pickle.dumps((name, way, finding)))
