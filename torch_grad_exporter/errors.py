@@ -20,7 +20,7 @@ import signal
 import threading
 import types
 from collections.abc import Callable
-from typing import TypeVar, TypeVarTuple
+from typing import ParamSpec, TypeVar
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -30,7 +30,7 @@ PREFIX = "torch_grad_exporter: "
 # Failures in a row after which a boundary is disabled.
 LIMIT = 10
 
-_Arguments = TypeVarTuple("_Arguments")
+P = ParamSpec("P")
 _Result = TypeVar("_Result")
 
 
@@ -71,12 +71,12 @@ class Guard:
         self._gave_up = gave_up
         self._in_a_row = 0
 
-    def __call__(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> bool:
+    def __call__(self, action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> bool:
         """Run `action`, unless it is disabled; return whether it ran and raised nothing."""
         if self._in_a_row >= self._limit:
             return False
         try:
-            action(*arguments)
+            action(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the caller
             self.failed(error)
             return False
@@ -84,10 +84,10 @@ class Guard:
             self._in_a_row = 0
         return True
 
-    def result(self, action: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result | None:
+    def result(self, action: Callable[P, _Result], *arguments: P.args, **named: P.kwargs) -> _Result | None:
         """Return what `action` returns, None if it fails or the guard is disabled."""
         results: list[_Result] = []
-        self(lambda: results.append(action(*arguments)))
+        self(lambda: results.append(action(*arguments, **named)))
         return results[0] if results else None
 
     def failed(self, error: Exception) -> None:
@@ -174,20 +174,20 @@ class ErrorLog:
             return dict(self._counts)
 
 
-def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> Exception | None:
+def caught(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> Exception | None:
     """Run `action` and return what it raised, None if nothing, for code that judges it. What a signal's handler raised passes."""
     failures: list[Exception] = []
-    Guard(failures.append)(action, *arguments)
+    Guard(failures.append)(action, *arguments, **named)
     return failures[0] if failures else None
 
 
-def contained(function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+def contained(function: Callable[P, _Result], *arguments: P.args, **named: P.kwargs) -> _Result:
     """Call a user's function in a thread of ours. An end of the program, such as `sys.exit`, becomes a `RuntimeError`.
 
     It would end only the thread.
     """
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     except Exception:
         raise
     except BaseException as error:

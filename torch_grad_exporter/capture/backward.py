@@ -11,7 +11,6 @@ Which parameters got a gradient is known by their nodes. Where a wrapper writes 
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -95,6 +94,7 @@ class BackwardHooks:
         self._end_hook = hooks.guarded("backward_hook", self._ended)
         self._output_hook = hooks.guarded("backward_hook", self._output_reached)
         detection.nodes.on_first = hooks.guarded("backward_hook", self._node_reached)
+        self._reading = errors.boundary("capture", "gradients after a backward")
         self._reading_versions = errors.boundary("capture", "gradients before a backward")
         self._reading_reductions = errors.boundary("reduction", "beginning of a backward")
 
@@ -156,7 +156,7 @@ class BackwardHooks:
         detection = self._detection
         detection.looked = self._rounds.next_is_sampled and detection.by_nodes
         if detection.looked:  # no parameter is reached yet: hook what was added or thawed since the last step
-            self._cost.of(functools.partial(detection.arm_all, within_step=True))
+            self._cost.of(detection.arm_all, within_step=True)
         if self._index.fully_sharded:
             self._begin(None)
         self._clock.spent(start)
@@ -284,7 +284,7 @@ class BackwardHooks:
         current = rounds.current
         divisor = self._forwards.divisor if self._detection.sees_backwards else 1.0
         before = current.parts
-        self._reader.read(current, rounds.pattern, divisor=divisor, step=step, now=now)
+        self._reading(self._reader.read, current, rounds.pattern, divisor=divisor, step=step, now=now)
         if current.parts is before:
             rounds.withdraw(Lost.FAILED)
             return

@@ -69,7 +69,7 @@ class Capture:
         self._inspections = inspections = Inspections(cost)
         self.rounds = rounds = RoundTracker(
             index=index, optimizers=optimizers, schedule=schedule, clock=clock, cost=cost, mailbox=mailbox, reader=reader,
-            inspections=inspections,
+            inspections=inspections, errors=errors,
         )  # fmt: skip
         self.detection = detection = BackwardDetection(index, optimizers, cost, inspections)
         self._counted = counted = CountedRounds(
@@ -93,7 +93,7 @@ class Capture:
         self._steps = StepHooks(
             index=index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule, mailbox=mailbox, reader=reader,
             hooks=hooks, loss_scale=loss_scale, inspections=inspections, rounds=rounds, detection=detection, counted=counted,
-            forwards=forwards, backward=backward, observations=self.observations, thread=thread, periodic=periodic,
+            forwards=forwards, backward=backward, observations=self.observations, thread=thread, errors=errors, periodic=periodic,
         )  # fmt: skip
 
     def inspect(self, inspection: Inspection, guard: Guard) -> None:

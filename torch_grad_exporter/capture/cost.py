@@ -87,10 +87,10 @@ class SampleCost:
         # What samples cost on the host, and the events of what they cost on devices, which may be behind.
         self._pending: deque[tuple[float, list[Pair]]] = deque()
 
-    def of(self, action: Callable[..., object], *arguments: object) -> None:
+    def of(self, action: Callable[..., object], *arguments: object, **named: object) -> None:
         """Run a part of a sample. The time of the whole hook that it is in is counted by the loop."""
         start = self._clock.clock()
-        action(*arguments)
+        action(*arguments, **named)
         self._seconds += self._clock.clock() - start
 
     def charge(self, start: float) -> None:

@@ -6,7 +6,6 @@ neither the others nor the sample.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec
 
@@ -128,7 +127,7 @@ class Inspections:
             return
         start = self._cost.now()
         for guard, handler in handlers:
-            guard(functools.partial(handler, *arguments, **named))
+            guard(handler, *arguments, **named)
         # That of a forward in a round that is not sampled belongs to no sample.
         if event.__name__ in CHARGED and not (event.__name__ == "forward_began" and named.get("sampled") is False):
             self._cost.charge(start)

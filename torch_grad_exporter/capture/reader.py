@@ -1,16 +1,14 @@
 """GradientReader: measures the gradients of sampled rounds on request, and hands over what it read.
 
-A failure costs one sample. When a reading is due, and which gradients count, is decided in `rounds.py`.
+A failure costs one sample: callers guard each reading. When a reading is due, and which gradients count, is decided in `rounds.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -36,15 +34,6 @@ CROWDED = 1 << 12
 DIVISORS = 4
 """Rounds whose divisors are kept: the current one, and those that the loop has reported since."""
 
-AFTER, AT_STEP, AGAIN, END, OTHERS = BOUNDARIES = (
-    "gradients after a backward", "gradients at a step", "gradients as the optimizer sees them", "end of a sample",
-    "units that do not count",
-)  # fmt: skip
-"""Each has a guard of its own."""
-
-P = ParamSpec("P")
-_Method = Callable[Concatenate["GradientReader", P], None]
-
 
 @dataclass(slots=True)
 class StepView:
@@ -59,19 +48,6 @@ class StepView:
     optimizer: int
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-
-
-def _guarded(boundary: str) -> Callable[[_Method[P]], Callable[Concatenate[GradientReader, P], bool]]:
-    """Keep what a method of `GradientReader` raises from its caller, which learns whether it raised nothing."""
-
-    def decorate(method: _Method[P]) -> Callable[Concatenate[GradientReader, P], bool]:
-        @functools.wraps(method)
-        def guarded(reader: GradientReader, /, *arguments: P.args, **named: P.kwargs) -> bool:
-            return reader.guards[boundary](functools.partial(method, reader, *arguments, **named))
-
-        return guarded
-
-    return decorate
 
 
 class GradientReader:
@@ -95,7 +71,7 @@ class GradientReader:
     ) -> None:
         self._optimizers, self._statistics, self.taken_once = optimizers, statistics, statistics.taken_once
         self._clock, self._cost, self._mailbox = clock, cost, mailbox
-        self.guards = {part: errors.boundary("capture", part) for part in BOUNDARIES}
+        self._forgetting = errors.boundary("capture", "units that do not count")
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._loss_scale = loss_scale
         self._bypass: set[int] = set()  # optimizers whose gradients were once edited in a way that versions do not show
@@ -122,7 +98,6 @@ class GradientReader:
 
     # Reading
 
-    @_guarded(AFTER)
     def read(
         self,
         current: ArmedRound,
@@ -193,11 +168,10 @@ class GradientReader:
         )
         current.parts = parts
 
-    @_guarded(AT_STEP)
     def read_early(self, current: ArmedRound, positions: Iterable[int]) -> None:
         """Read gradients that an optimizer is about to use up before the backward is over, or that no backward has shown.
 
-        If it fails, the sample lacks them: the caller has to withdraw it.
+        If this fails, the sample lacks them: the caller has to withdraw it.
         """
         tracked = current.table.tracked
         there = ((i, tracked[i].gradient()) for i in positions if i not in current.early_fired)
@@ -207,7 +181,6 @@ class GradientReader:
         self._cost.timer.end(begun)
         current.early_fired |= gradients.keys()
 
-    @_guarded(AGAIN)
     def read_again(self, current: ArmedRound, seen: StepView, *, ours: bool = False) -> None:
         """Measure norms as an optimizer sees them. `ours`: after `clip=` has clipped them."""
         table, optimizer = current.table, seen.optimizer
@@ -280,7 +253,6 @@ class GradientReader:
         every = len(current.fired) == len(owners)
         return np.arange(len(owners)) if every else np.array(sorted(current.fired), dtype=np.int64), owners
 
-    @_guarded(END)
     def ended(self, current: ArmedRound, outcome: Outcome, usual: frozenset[int] = frozenset(), *, final: bool) -> None:
         """Hand over what became of the sample. A failure costs this sample; the next round begins all the same.
 
@@ -306,13 +278,13 @@ class GradientReader:
         )
         if not mine <= stepped:
             others = fired[~np.isin(owners[fired], list(stepped))].tolist()
-            self.guards[OTHERS](self._statistics.forget, current.table, others, current.number)
+            self._forgetting(self._statistics.forget, current.table, others, current.number)
 
     def withdraw(self, current: ArmedRound) -> None:
         """Take back what was read of the round."""
         owners = self._optimizers.owners(current.table)
         self._mailbox.append(RoundEnded(current.number, Outcome.UNKNOWN, owners, frozenset(), {}, withdrawn=True))
-        self.guards[OTHERS](self._statistics.forget, current.table, sorted(current.fired), current.number)
+        self._forgetting(self._statistics.forget, current.table, sorted(current.fired), current.number)
 
 
 def _same_norms(before: Iterable[SamplePart], after: Iterable[SamplePart], parameters: int) -> bool:

@@ -18,6 +18,7 @@ from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
@@ -108,10 +109,12 @@ class RoundTracker:
         mailbox: Mailbox,
         reader: GradientReader,
         inspections: Inspections,
+        errors: ErrorLog,
     ) -> None:
         self._index, self._optimizers, self._schedule = index, optimizers, schedule
         self._clock, self._cost, self._mailbox, self._reader = clock, cost, mailbox, reader
         self._inspections, self.fused = inspections, FusedStepCounter(clock)
+        self._ending = errors.boundary("capture", "end of a sample")
         self.current = ArmedRound(0, sampled=schedule.next_due(0) == 0, table=index.table)
         self.pattern = RoundPattern()
         self.stepping: set[int] = set()
@@ -238,7 +241,7 @@ class RoundTracker:
             if complete:
                 self._close(Outcome.STEPPED)
             else:
-                self._reader.ended(current, Outcome.STEPPED, final=False)
+                self._ending(self._reader.ended, current, Outcome.STEPPED, final=False)
 
     def step_abandoned(self) -> None:
         """A step that had begun raised and will not end."""
@@ -322,7 +325,7 @@ class RoundTracker:
         current.open = False
         # First, since its cost is part of the sample's.
         self._inspections.tell(Inspection.round_over, current.number, kept=True)
-        self._reader.ended(current, outcome, self.pattern.steppers(current.models), final=True)
+        self._ending(self._reader.ended, current, outcome, self.pattern.steppers(current.models), final=True)
         self._cost.sample_over(once=self._reader.taken_once())
 
     def _resolve(self, outcome: Outcome) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
 import threading
@@ -25,6 +24,7 @@ from torch_grad_exporter.capture.reader import GradientReader, StepView
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers, positions_in
 from torch_grad_exporter.store.records import Mailbox, Observed
@@ -67,6 +67,7 @@ class StepHooks:
         backward: BackwardHooks,
         observations: Observations,
         thread: TrainingThread,
+        errors: ErrorLog,
         periodic: Callable[[], object] | None,
     ) -> None:
         self._index, self._optimizers, self._clock, self._cost, self._schedule = index, optimizers, clock, cost, schedule
@@ -74,6 +75,8 @@ class StepHooks:
         self._inspections, self._rounds, self._detection = inspections, rounds, detection
         self._counted, self._forwards, self._backward = counted, forwards, backward
         self._observations, self._thread, self._periodic = observations, thread, periodic
+        self._reading_early = errors.boundary("capture", "gradients at a step")
+        self._reading_again = errors.boundary("capture", "gradients as the optimizer sees them")
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
         self._look_hook = hooks.guarded("optimizer_hook", self._look)
         self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
@@ -194,7 +197,7 @@ class StepHooks:
         current, seen = self._rounds.current, StepView(number, _grad_scale(optimizer), skip)
         looked = number in current.read if self._detection.sees_backwards else current.sampled and current.captured
         if looked and current.sample_is_open and number not in self._rounds.closures:
-            self._cost.of(functools.partial(self._reader.read_again, current, seen, ours=True))
+            self._cost.of(self._reading_again, self._reader.read_again, current, seen, ours=True)
         clock.spent(start)
         if self._rounds.current.sampled:
             self._inspections.tell(Inspection.step_clipped, self._rounds.current, number)
@@ -215,7 +218,7 @@ class StepHooks:
         copied = seen.optimizer in self._optimizers.copying or (current.foreign and not self._optimizers.reporting)
         if current.sample_is_open and seen.optimizer not in current.read and not copied:
             current.read.add(seen.optimizer)
-            self._cost.of(self._reader.read_again, current, seen)
+            self._cost.of(self._reading_again, self._reader.read_again, current, seen)
 
     def _inner_step(self, seen: StepView) -> None:
         """A step calls that of its base class: it may have reduced gradients before, as Horovod's does."""
@@ -255,7 +258,7 @@ class StepHooks:
         return untouched
 
     def _read_early(self, current: ArmedRound, positions: list[int]) -> bool:
-        read = self._reader.read_early(current, positions)
+        read = self._reading_early(self._reader.read_early, current, positions)
         if not read:
             self._rounds.withdraw(Lost.FAILED)
         return read
