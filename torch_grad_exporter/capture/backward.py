@@ -245,7 +245,7 @@ class BackwardHooks:
                 current.left = GradientVersions.of(table.tracked)
             if nodes.table is not None and not sampled:  # it is not known which parameters report backwards
                 self._detection.follow(nodes.table, nodes.positions(nodes.table))
-            self._detection.backward_seen(current.models)
+            self._detection.probes.backward_over(current.models)
         else:
             self._inspections.tell(Inspection.backward_dropped)
         self._cost.spent(start, sampled=sampled)
@@ -288,6 +288,5 @@ class BackwardHooks:
         if current.parts is before:
             rounds.withdraw(Lost.FAILED)
             return
-        rounds.sample_read()
         self._inspections.tell(Inspection.gradients_read, current)
         self._detection.follow(current.table, current.fired)

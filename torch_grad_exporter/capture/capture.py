@@ -71,15 +71,14 @@ class Capture:
             index=index, optimizers=optimizers, schedule=schedule, clock=clock, cost=cost, mailbox=mailbox, reader=reader,
             inspections=inspections, errors=errors,
         )  # fmt: skip
-        self.detection = detection = BackwardDetection(index, optimizers, cost, inspections)
+        self.detection = detection = BackwardDetection(index, optimizers, cost, hooks, inspections)
         self._counted = counted = CountedRounds(
             optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks, inspections=inspections, rounds=rounds,
             detection=detection, requests=requests,
         )  # fmt: skip
         self._forwards = forwards = ForwardHooks(
-            index=index, optimizers=optimizers, clock=clock, cost=cost, hooks=hooks, loss_scale=loss_scale,
-            inspections=inspections, rounds=rounds, detection=detection, reductions=self.reductions, counted=counted,
-            thread=thread, requests=requests,
+            index=index, optimizers=optimizers, clock=clock, cost=cost, loss_scale=loss_scale, inspections=inspections,
+            rounds=rounds, detection=detection, reductions=self.reductions, counted=counted, thread=thread, requests=requests,
             errors=errors,
         )  # fmt: skip
         self._backward = backward = BackwardHooks(
@@ -114,6 +113,11 @@ class Capture:
     def models(self) -> int:
         """How many models are watched."""
         return self._index.models
+
+    @property
+    def samples(self) -> int:
+        """How many rounds had their gradients read."""
+        return self._reader.samples
 
     @property
     def devices(self) -> frozenset[str]:

@@ -183,7 +183,6 @@ class CountedRounds:
         self._seen = (0, 0)
         """Examples and backward passes up to the last round."""
         self.counting: CountingHook | None = None
-        self._resume: Callable[[], None] | None = None
         self._witness: Witness | None = None
         """Reports backwards, in rounds that are only counted or on trial."""
         self._skipped = 0
@@ -191,11 +190,11 @@ class CountedRounds:
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
-    def round_over(self, regular: Callable[[], Regular | None], over: GuardedHook, resume: Callable[[], None]) -> None:
+    def round_over(self, regular: Callable[[], Regular | None], over: GuardedHook) -> None:
         """Begin to only count, or a witness' trial, after a round that was followed closely, if the next ones need not be.
 
         `regular`: the only optimizer that ever steps, where all recent rounds were alike. `over`: is called with the step that ends
-        the counting, and with that of another optimizer. `resume`: prepares the round after it.
+        the counting, and with that of another optimizer.
         """
         number, clock = self._rounds.current.number, self._clock
         examples, backwards = clock.examples - self._seen[0], clock.backward_passes - self._seen[1]
@@ -208,7 +207,6 @@ class CountedRounds:
         follow = number < self._not_before or self._requests.pending
         optimizer, witness = None if rounds < AT_LEAST or follow else regular(), self._witness
         if optimizer is not None and witness is not None and witness.passed(backwards):
-            self._resume = resume
             self._begin(optimizer, witness, rounds, over)
             return
         if witness is not None:
@@ -280,8 +278,8 @@ class CountedRounds:
         if durations:
             self._schedule.counted(durations, own)
         rounds.rounds_counted(steps, skipped)
-        if steps and self._resume is not None:
-            self._resume()
+        if steps:
+            self._detection.arm(sampled=rounds.next_is_sampled)
         if unfinished:
             rounds.backwards_counted(unfinished)
             self._detection.probes.backward_over(rounds.current.models)

@@ -15,6 +15,7 @@ from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -50,8 +51,8 @@ class BackwardDetection:
         trusts_backwards: Whether a loop that reduces gradients by itself has done so by the end of a backward.
     """
 
-    def __init__(self, index: LayerIndex, optimizers: Optimizers, cost: SampleCost, inspections: Inspections) -> None:
-        self._index, self._optimizers, self._cost, self._inspections = index, optimizers, cost, inspections
+    def __init__(self, index: LayerIndex, optimizers: Optimizers, cost: SampleCost, hooks: Hooks, inspections: Inspections) -> None:
+        self._index, self._optimizers, self._cost, self._hooks, self._inspections = index, optimizers, cost, hooks, inspections
         self.sees_backwards = BACKWARDS_ARE_SEEN
         self.nodes = AccumulateGradNodes()
         self.probes = GradientProbes()
@@ -78,8 +79,16 @@ class BackwardDetection:
     # What is hooked
 
     def arm(self, *, sampled: bool) -> None:
-        """After a step: hook all nodes for a round that is sampled, else those of a few parameters that report its backwards."""
+        """After a step, before any backward of the next round can begin: hook what that round needs.
+
+        These are all nodes if it is `sampled`, else those of a few parameters that report its backwards.
+        """
         nodes = self.nodes
+        self._inspections.tell(Inspection.step_over, sampled=sampled)
+        if self._index.fully_sharded:
+            self._hooks.come_first()
+            if sampled:  # here its sharded parameters are in their places
+                self._cost.of(self._index.refresh)
         if not self.by_nodes:
             nodes.disarm()
         elif not (sampled or self._unsure) and self._detectors:
@@ -118,7 +127,7 @@ class BackwardDetection:
 
         The first and the last parameter of each optimizer and model show backwards; probes are spread over what got a gradient.
         """
-        self._unsure = False
+        self._unsure, self._misses = False, 0
         if (table, fired) == self._followed:
             return
         self._followed = table, set(fired)
@@ -138,11 +147,6 @@ class BackwardDetection:
                     key = model, owner, place
                     if key in self._detectors or len(self._detectors) < DETECTORS:
                         self._detectors[key] = table.tracked[i]
-
-    def backward_seen(self, models: set[int]) -> None:
-        """A backward that has written gradients of these models is over."""
-        self._misses = 0
-        self.probes.backward_over(models)
 
     def step_without_backward(self) -> None:
         """A step was taken, and no backward was seen before it."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch_grad_exporter.capture.detection import BackwardDetection
     from torch_grad_exporter.capture.progress import StepClock, TrainingThread
     from torch_grad_exporter.capture.rounds import RoundTracker
-    from torch_grad_exporter.capture.torch_hooks import Hooks
     from torch_grad_exporter.errors import ErrorLog
     from torch_grad_exporter.model.layers import LayerIndex
     from torch_grad_exporter.model.optimizers import Optimizers
@@ -54,7 +53,6 @@ class ForwardHooks:
         optimizers: Optimizers,
         clock: StepClock,
         cost: SampleCost,
-        hooks: Hooks,
         loss_scale: LossScale,
         inspections: Inspections,
         rounds: RoundTracker,
@@ -65,7 +63,7 @@ class ForwardHooks:
         requests: Requests,
         errors: ErrorLog,
     ) -> None:
-        self._index, self._optimizers, self._clock, self._cost, self._hooks = index, optimizers, clock, cost, hooks
+        self._index, self._optimizers, self._clock, self._cost = index, optimizers, clock, cost
         self._loss_scale, self._inspections, self._rounds, self._detection = loss_scale, inspections, rounds, detection
         self._reductions, self._counted, self._thread, self._requests = reductions, counted, thread, requests
         self._ranks = errors.boundary("reduction", "which ranks have the same gradients")
@@ -74,17 +72,7 @@ class ForwardHooks:
         self._early_evidence = ClearingEvidence()
         self._placed: tuple[ParameterTable | None, torch.device | None] = None, None  # whose device is known, and which it is
 
-    # After a step, and before a forward
-
-    def step_over(self) -> None:
-        """A step is over: hook what the next round needs, before any backward of it can begin."""
-        sampled = self._rounds.next_is_sampled
-        self._inspections.tell(Inspection.step_over, sampled=sampled)
-        if self._index.fully_sharded:
-            self._hooks.come_first()
-            if sampled:  # here its sharded parameters are in their places
-                self._cost.of(self._index.refresh)
-        self._detection.arm(sampled=sampled)
+    # Before a forward
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""

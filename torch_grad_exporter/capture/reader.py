@@ -54,6 +54,7 @@ class GradientReader:
     """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward.
 
     Attributes:
+        samples: Rounds whose gradients were read.
         readable: Whether the last sample's gradients can be compared at the step: plain tensors on the host.
         taken_once: Returns whether the last sample did work that others will not need, such as that of a first time.
     """
@@ -76,7 +77,7 @@ class GradientReader:
         self._loss_scale = loss_scale
         self._bypass: set[int] = set()  # optimizers whose gradients were once edited in a way that versions do not show
         self._looks: Counter[int] = Counter()  # by optimizer, how often its view was taken
-        self._samples = 0
+        self.samples = 0
         self.readable = True
         self._places: frozenset[torch.device] = frozenset()
         self._divisors: dict[int, Ticket | float] = {}  # by round, as the loop has reported them
@@ -109,7 +110,7 @@ class GradientReader:
     ) -> None:
         """Measure the gradients of a round and hand them over, in place of an earlier reading of the same round.
 
-        Sets `parts` of the round; they stay as they were if its gradients cannot be read.
+        Sets `parts` of the round, and that it was captured; both stay as they were if its gradients cannot be read.
 
         Args:
             current: The round.
@@ -135,10 +136,9 @@ class GradientReader:
         self._cost.timer.end(begun)
         if not parts:
             return
-        self._samples += 1
         self.readable = all(map(operator.attrgetter("group.readable"), readings))
         compared = now.marks if self.readable and not current.early_fired else None
-        current.as_read = None if compared is None else GradientsAsRead(present, compared, self._samples)
+        current.as_read = None if compared is None else GradientsAsRead(present, compared, self.samples)
         # A gradient that a hook of the user removed at once counts as none.
         there = current.early_fired | gradients.keys() if current.early_fired else gradients.keys()
         missing: list[int] = []
@@ -166,7 +166,9 @@ class GradientReader:
                 at_step=step is not None,
             )
         )
-        current.parts = parts
+        current.parts, current.again = parts, False
+        self.samples += not current.counted
+        current.counted = current.captured = True
 
     def read_early(self, current: ArmedRound, positions: Iterable[int]) -> None:
         """Read gradients that an optimizer is about to use up before the backward is over, or that no backward has shown.

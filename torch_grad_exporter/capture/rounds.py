@@ -92,7 +92,6 @@ class RoundTracker:
         pattern: What is usual for rounds.
         stepping: The optimizers that have begun a step and not ended it.
         closures: Those of them whose backward comes within the step.
-        samples: Rounds whose gradients were read.
         lost: Rounds that were due and were not read, by the reason.
         fused: Corrects counts of steps that a fused optimizer may have skipped.
         inputs_wanted: Whether the last forward of a root got an input that is to have a gradient.
@@ -119,7 +118,6 @@ class RoundTracker:
         self.pattern = RoundPattern()
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
-        self.samples = 0
         self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
         self.inputs_wanted = False
         self._postponed = False  # a sample that could not be taken yet is to be taken of the next round
@@ -200,13 +198,6 @@ class RoundTracker:
         current.fired |= fired
         # A step within the backward waits for no other backward.
         return bool(fired) and (bool(current.early_fired) or current.backwards >= (self.pattern.backwards or 1))
-
-    def sample_read(self) -> None:
-        """The round's gradients were read."""
-        current = self.current
-        self.samples += not current.counted
-        current.counted = current.captured = True
-        current.again = False
 
     # Steps
 

@@ -109,10 +109,10 @@ class SamplingSchedule:
             return number + NEVER
         interval, first, last = self._due
         if interval != self.interval or not first <= number <= last:
-            payable, step = number, self._step
+            payable = number
             if self.lending:  # where the first sample was enough, the second round shows how long a step takes
                 payable += number == 1 and self._lent_enough
-            elif self.every is None and step is not None:  # for how many rounds no sample can be paid for
+            elif self.every is None and (step := self._step) is not None:  # for how many rounds no sample can be paid for
                 payable += max(0, math.ceil((self._owed + self._a_sample) / (self._available * step)))
             block = payable // self.interval
             last = _sampled_of(block, self.interval)
@@ -150,9 +150,10 @@ class SamplingSchedule:
                 self._add_up(1, 0, 0.0)
             self._rounds += 1
             self._trained += seconds
-        self._charge(own, seconds or 0.0, sampled=sampled)
-        if self.lending:
-            self._end_loan()
+        if self.every is None:
+            self._charge(own, seconds or 0.0, sampled=sampled)
+            if self.lending:
+                self._end_loan()
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
         """Learn how long rounds took that were only counted, and what they cost together."""
@@ -160,7 +161,8 @@ class SamplingSchedule:
         self._add_up(0, len(seconds), own)
         self._rounds += len(seconds)
         self._trained += (trained := sum(seconds))
-        self._charge(own, trained - own)
+        if self.every is None:
+            self._charge(own, trained - own)
 
     def _add_up(self, followed: int, counted: int, counted_cost: float) -> None:
         older = 1.0 if self._followed + self._counted <= _ROUNDS_ADDED_UP else 0.5
@@ -170,8 +172,6 @@ class SamplingSchedule:
 
     def _charge(self, own: float, trained: float = 0.0, *, sampled: bool = False) -> None:
         """Enter what the exporter took, besides this many seconds of training, into the account. A fixed interval has none."""
-        if self.every is not None:
-            return
         self._age += trained
         if self._age < LEARNT_SECONDS:
             self._due = 0, 0, -1

@@ -348,7 +348,7 @@ class StepHooks:
             self._before_step(seen)
         first = not rounds.current.stepped
         rounds.step_ended(number, every=not self._detection.sees_backwards)
-        self._forwards.step_over()
+        self._detection.arm(sampled=rounds.next_is_sampled)
         if sampled:
             self._inspections.tell(Inspection.step_ended, rounds.current, number, found_inf)
         if sampled or start - self._settings_read > SETTINGS_SECONDS:
@@ -361,7 +361,7 @@ class StepHooks:
         seconds, own = clock.step_ended(start, first_of_round=first, traced=sampled, lent=lent)
         if first:
             self._schedule.stepped(None if seconds is None else seconds - own, own, sampled=sampled)
-            self._counted.round_over(self._regular_optimizer, self._over_hook, self._forwards.step_over)
+            self._counted.round_over(self._regular_optimizer, self._over_hook)
 
     def _read_settings(self) -> None:
         """Hand over learning rates and the loss scale."""

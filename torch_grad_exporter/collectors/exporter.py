@@ -123,7 +123,7 @@ class ExporterCollector:
         yield self._rows.by_label(EXPORTER_CAPTURE_MODE, {mode.value: mode is capture.detection.mode for mode in Mode})
         yield scalar(EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
         yield scalar(EXPORTER_THREADS_CPU_SECONDS, threads - self._threads_before)
-        yield scalar(EXPORTER_CAPTURES, capture.rounds.samples)
+        yield scalar(EXPORTER_CAPTURES, capture.samples)
         gradients = snapshot.gradients
         lost = {**capture.rounds.lost, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}
         yield self._rows.by_label(EXPORTER_CAPTURES_SKIPPED, {why.value: count for why, count in lost.items()})

@@ -164,7 +164,7 @@ class BlackBoxRecorder:
 
     def _wait_for(self, batches: list[KeptBatch]) -> None:
         """Wait until the history has the last sample, and the host has the batches; for a limited time, and not at the end."""
-        samples, end = self._capture.rounds.samples, time.monotonic() + WAIT_SECONDS
+        samples, end = self._capture.samples, time.monotonic() + WAIT_SECONDS
         while time.monotonic() < end and not self._loop.stopping:
             if self._view.history.samples >= samples and all(batch.on_host for batch in batches):
                 return
