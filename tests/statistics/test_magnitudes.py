@@ -55,7 +55,7 @@ class Elsewhere(torch.Tensor):
 def measured(tensors: Sequence[torch.Tensor], accumulate: torch.dtype = torch.float64, *, elsewhere: bool = False) -> torch.Tensor:
     """Return the rows of a batch, on the CPU or in the way of other devices."""
     batch = tuple(tensor.as_subclass(Elsewhere) for tensor in tensors) if elsewhere else tuple(tensors)
-    return magnitudes(Batch(tuple(range(len(batch))), batch, None), accumulate)
+    return magnitudes(Batch.of(tuple(range(len(batch))), batch), accumulate)
 
 
 @pytest.mark.slow
@@ -83,6 +83,6 @@ def test_nothing_is_read_from_a_device() -> None:
     """On the device `meta`, where any reading raises, a large tensor is measured in parts."""
     for dtype in DTYPES:
         tensor = torch.empty(5 * CHUNK_ELEMENTS, dtype=dtype, device="meta")
-        rows = magnitudes(Batch((0,), (tensor,), None), torch.float32)
+        rows = magnitudes(Batch.of((0,), (tensor,)), torch.float32)
         assert rows.shape[1] == WIDTH
         assert len(rows) >= 5

@@ -181,10 +181,6 @@ class AccumulateGradNodes:
             return True
         return all(map(self.hooked.__contains__, table.tracked)) or not _trained(t for t in table.tracked if t not in self.hooked)
 
-    def parameters(self, table: ParameterTable) -> Sequence[torch.nn.Parameter] | None:
-        """Return the table's parameters where all of their nodes are held."""
-        return self._held.parameters if self._held.tracked is table.tracked else None
-
     def positions(self, table: ParameterTable) -> set[int]:
         """The positions in the table of the parameters that a backward has reached."""
         fired = {*self.fired}

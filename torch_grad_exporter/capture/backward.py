@@ -224,7 +224,7 @@ class BackwardHooks:
             return
         nodes.running = False
         table, sampled = current.table, current.sampled
-        now = PresentGradients.of(table.tracked, nodes.parameters(table), marked=self._reader.readable) if sampled else None
+        now = PresentGradients.of(table.tracked, marked=self._reader.readable) if sampled else None
         fired = self._fired(before, now) if sampled else set()
         # FSDP2 may keep gradients that it has not reduced yet in a place that cannot be observed.
         if fired or sampled or before is None or not self._index.fully_sharded or before.moved():

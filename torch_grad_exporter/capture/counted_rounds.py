@@ -214,7 +214,7 @@ class CountedRounds:
             if optimizer is not None:
                 self.follow(AFTER_TROUBLE)
         if optimizer is not None:  # the next round is a trial of a parameter that gets a gradient in each backward
-            self._witness = next(map(Witness.on_trial, self._detection.probes.present()), None)
+            self._witness = next((Witness.on_trial(probe) for probe, _ in self._detection.probes.present()), None)
 
     def follow(self, rounds: int) -> None:
         """Follow at least this many of the next rounds instead of counting them."""

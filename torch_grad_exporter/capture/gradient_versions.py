@@ -64,15 +64,9 @@ class PresentGradients:
     """Whether each parameter is in its place."""
 
     @classmethod
-    def of(
-        cls,
-        tracked: Sequence[TrackedParameter],
-        parameters: Sequence[torch.nn.Parameter | None] | None = None,
-        *,
-        marked: bool = False,
-    ) -> PresentGradients:
-        """Look the gradients up, without a line of Python for each. `parameters`: if they were looked up already."""
-        parameters = parameters_of(tracked) if parameters is None else parameters
+    def of(cls, tracked: Sequence[TrackedParameter], *, marked: bool = False) -> PresentGradients:
+        """Look the gradients up, without a line of Python for each."""
+        parameters = parameters_of(tracked)
         if types.NoneType in map(type, parameters):
             return cls(tracked, parameters, [None if p is None else p.grad for p in parameters], in_place=False)
         gradients: list[torch.Tensor | None] = []
@@ -213,11 +207,10 @@ class GradientProbes:
         firsts: list[TrackedParameter] = []
         zero: set[int] = set()
         for model in models:
-            present = self.present(model)
-            first = next(present, None)
-            if first is not None:
-                firsts.append(first)
-                if self._are_zero(itertools.chain([first], present)):
+            present = [*self.present(model)]
+            if present:
+                firsts.append(present[0][0])
+                if _are_zero(gradient for _, gradient in present):
                     zero.add(model)
         values = [-1 if p is None else version_of_local(p) for p in parameters_of(firsts)]
         self._last = GradientVersions.of(firsts), values, zero
@@ -226,12 +219,12 @@ class GradientProbes:
     def _after_backward(self) -> GradientVersions:
         return self._last[0]
 
-    def present(self, model: int | None = None) -> Iterator[TrackedParameter]:
-        """Return the probes, of one model only, that are trained and have a gradient."""
+    def present(self, model: int | None = None) -> Iterator[tuple[TrackedParameter, torch.Tensor]]:
+        """Return the probes, of one model only, that are trained and have a gradient; and that."""
         for probe in self.all() if model is None else self._probes.get(model, ()):
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                yield probe
+                yield probe, parameter.grad
 
     def gone(self) -> bool:
         """Return whether a gradient of the last backward is gone."""
@@ -248,26 +241,8 @@ class GradientProbes:
         """
         after, _, zero = self._last
         moved = [probe for position in after.moved() if (probe := after.tracked[position]).model not in zero]
-        return self._are_zero([other for probe in moved for other in (probe, *self.present(probe.model))])
-
-    def _are_zero(self, probes: Iterable[TrackedParameter]) -> bool | None:
-        """Return whether all gradients are zero, since one alone may be by itself; False without any, `None` if unknown."""
-        seen: set[bool | None] = set()
-        for probe in probes:
-            if (gradient := probe.gradient()) is None:
-                continue
-            values = gradient if type(gradient) in PLAIN else local(gradient)
-            if values.device.type != "cpu" or values.is_sparse or not values.is_contiguous():
-                seen.add(None)  # cannot be seen without waiting for a device
-                continue
-            try:  # by NumPy, which a mode that forbids reads does not see
-                first = values.numpy(force=True).reshape(-1)[:LOOKED_AT]
-            except TypeError:  # NumPy has no bfloat16
-                first = (values.detach().view(-1)[:LOOKED_AT] != 0).numpy()
-            if first.any():
-                return False
-            seen.add(True)
-        return None if None in seen else bool(seen)
+        others = (gradient for probe in moved for _, gradient in self.present(probe.model))
+        return _are_zero([*(probe.gradient() for probe in moved), *others])
 
     def updated(self) -> bool:
         """Return whether parameters were written to since the last backward."""
@@ -283,3 +258,23 @@ class GradientProbes:
         """Return whether gradients were written since this was last asked, at a step; the first answer is that they were."""
         before, self._between_steps = self._between_steps, GradientVersions.of(table.tracked[:PROBES])
         return before is None or bool(before.moved()) or None in parameters_of(before.tracked)
+
+
+def _are_zero(gradients: Iterable[torch.Tensor | None]) -> bool | None:
+    """Return whether all gradients are zero, since one alone may be by itself; False without any, `None` if unknown."""
+    seen: set[bool | None] = set()
+    for gradient in gradients:
+        if gradient is None:
+            continue
+        values = gradient if type(gradient) in PLAIN else local(gradient)
+        if values.device.type != "cpu" or values.is_sparse or not values.is_contiguous():
+            seen.add(None)  # cannot be seen without waiting for a device
+            continue
+        try:  # by NumPy, which a mode that forbids reads does not see
+            first = values.numpy(force=True).reshape(-1)[:LOOKED_AT]
+        except TypeError:  # NumPy has no bfloat16
+            first = (values.detach().view(-1)[:LOOKED_AT] != 0).numpy()
+        if first.any():
+            return False
+        seen.add(True)
+    return None if None in seen else bool(seen)

@@ -127,8 +127,7 @@ class GradientReader:
         if not now.in_place:
             return
         begun = self._cost.timer.begin(self._places)
-        present = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
-        gradients = table.tracked.own(present)
+        gradients = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.
         loss_scale = self._loss_scale.value if step is None else step.grad_scale
@@ -138,7 +137,7 @@ class GradientReader:
             return
         self.readable = all(map(operator.attrgetter("group.readable"), readings))
         compared = now.marks if self.readable and not current.early_fired else None
-        current.as_read = None if compared is None else GradientsAsRead(present, compared, self.samples)
+        current.as_read = None if compared is None else GradientsAsRead(gradients, compared, self.samples)
         # A gradient that a hook of the user removed at once counts as none.
         there = current.early_fired | gradients.keys() if current.early_fired else gradients.keys()
         missing: list[int] = []
@@ -177,7 +176,7 @@ class GradientReader:
         """
         tracked = current.table.tracked
         there = ((i, tracked[i].gradient()) for i in positions if i not in current.early_fired)
-        gradients = tracked.own({int(i): gradient for i, gradient in there if gradient is not None})
+        gradients = {int(i): gradient for i, gradient in there if gradient is not None}
         begun = self._cost.timer.begin(self._places)
         current.early += self._statistics.read(current.table, gradients)
         self._cost.timer.end(begun)
@@ -190,7 +189,7 @@ class GradientReader:
         mine: list[int] = fired[owners[fired] == optimizer].tolist()
         tracked = table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine]
         compared = current.as_read if not ours and optimizer not in self._bypass else None
-        now = PresentGradients.of(tracked, self._optimizers.parameters_at(optimizer, mine), marked=compared is not None)
+        now = PresentGradients.of(tracked, marked=compared is not None)
         if not now.in_place:
             return
         loss_scale = self._loss_scale.value
@@ -202,7 +201,7 @@ class GradientReader:
         if unchanged and not in_full:
             scale = None if loss_scale is None else self._send_one(loss_scale)
         else:
-            gradients = table.tracked.own({i: g for i, g in zip(mine, now.gradients, strict=True) if g is not None})
+            gradients = {i: g for i, g in zip(mine, now.gradients, strict=True) if g is not None}
             begun = self._cost.timer.begin(self._places)
             parts, scale = self._sent(self._statistics.norms(table, gradients), loss_scale)
             self._cost.timer.end(begun)

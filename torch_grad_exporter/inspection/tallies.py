@@ -110,7 +110,7 @@ def _on_host(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, 
     values = resolved(values)
     measured = _fast(values)
     if measured is None:
-        columns, _, _ = host.measure((Batch((0,), (values,), None),), ORDINARY, counts=True)
+        columns, _, _ = host.measure((Batch.of((0,), (values,)),), ORDINARY, counts=True)
         measured = columns[0][_ROW], float(np.maximum(abs(columns[0][Column.MIN]), abs(columns[0][Column.MAX])))
     row, peak = measured
     units = 1 if unit_dim is None else values.shape[unit_dim]
@@ -136,7 +136,7 @@ def _fast(values: torch.Tensor) -> tuple[Sequence[float] | FloatArray, float] | 
 def _on_device(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row and peaks without waiting; temporaries are as bounded as for gradients."""
     values, accumulate = resolved(values), device.wide(values.device)
-    batch = Batch((0,), (values,), None)
+    batch = Batch.of((0,), (values,))
     norm = device.norms(batch, accumulate).prod(dim=1)  # without float64 it comes with a scale
     counts = [
         torch.stack([flags.sum(dtype=accumulate) for flags in (chunk == 0, chunk.isnan(), chunk.isinf())])

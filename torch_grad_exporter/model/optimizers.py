@@ -58,8 +58,6 @@ class Optimizers:
         self._groups_seen = -1
         self._groups_listed: list[object] = []
         self._owners = np.zeros(0, dtype=np.int64)
-        self._places: dict[int, list[int]] = {}
-        """By optimizer the positions in the table of its parameters, in its own order; -1 of those that are not there."""
         for name, optimizer in (named or {}).items():
             self.names.append(name)
             self._enter(optimizer, len(self.names) - 1)
@@ -191,44 +189,26 @@ class Optimizers:
         self._groups_listed = listed
         if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
             return self._owners
-        owners, places = self._assigned(table, groups, stepped)
+        owners = self._assigned(table, groups, stepped)
         if adopter is not None:
             owners[owners == -1] = adopter
         # At once: what a signal's handler raises must not leave the owners of another table.
-        self._table, self._groups_seen, self._owners, self._places = table, seen, owners, places
+        self._table, self._groups_seen, self._owners = table, seen, owners
         return owners
 
     def _assigned(
         self, table: ParameterTable, groups: list[tuple[int, list[torch.nn.Parameter]]], stepped: Collection[int]
-    ) -> tuple[IntArray, dict[int, list[int]]]:
-        """Return the owner of each parameter, and the positions of each optimizer's own; see `owners`."""
+    ) -> IntArray:
+        """Return the owner of each parameter; see `owners`."""
         position = table.tracked.positions
         owners = np.full(len(table.tracked), -1, dtype=np.int64)
         overlap = False
-        places: dict[int, list[int]] = {}
-        for number, parameters in groups:
-            places.setdefault(number, []).extend(position.get(id(parameter), -1) for parameter in parameters)
-        for number, owned in sorted(places.items(), key=lambda place: place[0] in stepped):
-            for where in owned:
-                if where != -1:
-                    overlap |= bool(owners[where] not in (-1, number))
-                    owners[where] = number
+        for number, parameters in sorted(groups, key=lambda group: group[0] in stepped):
+            owned = [where for parameter in parameters if (where := position.get(id(parameter))) is not None]
+            overlap |= not np.isin(owners[owned], (-1, number)).all()
+            owners[owned] = number
         self._overlap = overlap
-        return owners, places
-
-    def parameters_at(self, number: int, positions: Sequence[int]) -> list[torch.nn.Parameter | None] | None:
-        """Return the parameters at these positions of the table that `owners` was asked of last, as the optimizer itself has them.
-
-        `None` where these are not all that it owns, or in another order. To be called right after `owners`.
-        """
-        if self._places.get(number) != positions:
-            return None
-        parameters: list[torch.nn.Parameter | None] = []
-        for other, optimizer in self.numbered():
-            if other == number:
-                for group in optimizer.param_groups:
-                    parameters += group["params"]
-        return parameters
+        return owners
 
     def positions_of(self, table: ParameterTable, number: int) -> list[int]:
         """Return the positions in the table of what an optimizer owns."""

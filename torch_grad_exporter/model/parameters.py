@@ -175,10 +175,6 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
             return parameters_of([*self])
         return parameters if [*map(id, parameters)] == identities else parameters_of([*self])
 
-    def own(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients by position, each without what only fills it up."""
-        return gradients | {i: self[i].own(gradients[i]) for i in self.flat & gradients.keys()} if self.flat else gradients
-
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
     """`parameter()` of each, in one go."""

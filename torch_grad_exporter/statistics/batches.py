@@ -40,14 +40,17 @@ class Batch:
     positions: tuple[int, ...]  # of the parameters in their table
     tensors: tuple[torch.Tensor, ...]
     layout: UnitLayout | None  # None: they have no units
+    rows: int  # output units of each gradient, 1 where there are none
+    elements: int  # stored in each gradient; a complex one counts as two
     implied_zeros: int = 0  # elements of a sparse gradient that are not stored, and so are zero
-    rows: int = 0  # output units of each gradient, 1 where there are none
-    elements: int = 0  # stored in each gradient; a complex one counts as two
 
-    def __post_init__(self) -> None:
-        if not self.rows:
-            self.rows = 1 if self.layout is None else self.layout.count
-            self.elements = self.tensors[0].numel() * (2 if self.tensors[0].is_complex() else 1)
+    @classmethod
+    def of(
+        cls, positions: tuple[int, ...], tensors: tuple[torch.Tensor, ...], layout: UnitLayout | None = None, implied_zeros: int = 0
+    ) -> Batch:
+        """Return the batch of these gradients."""
+        elements = tensors[0].numel() * (2 if tensors[0].is_complex() else 1)
+        return cls(positions, tensors, layout, 1 if layout is None else layout.count, elements, implied_zeros)
 
     def cut(self, most: int) -> Iterator[torch.Tensor]:
         """Return real tensors of shape (gradients, rows, columns); only small ones are copies.
@@ -144,7 +147,7 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
         if elements == 0:
             continue
         if implied or not small:
-            yield Batch((position,), (values,), layout, implied)
+            yield Batch.of((position,), (values,), layout, implied)
         else:
             key = (values.device, values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
             positions, tensors = stacks.setdefault(key, ([], []))
@@ -154,7 +157,7 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
         most = STACKED_ELEMENTS // tensors[0].numel()
         for start in range(0, len(positions), most):
             part = slice(start, start + most)
-            yield Batch(tuple(positions[part]), tuple(tensors[part]), table.tracked[positions[start]].units)
+            yield Batch.of(tuple(positions[part]), tuple(tensors[part]), table.tracked[positions[start]].units)
 
 
 Grouped = list[tuple[Group, list[Batch]]]
@@ -170,11 +173,13 @@ class Grouping:
     def groups(self, table: ParameterTable, gradients: Gradients) -> Grouped:
         """Return the gradients, without empty ones and those of which this rank has a summand."""
         wanted = dict(gradients)
+        for position in table.tracked.flat & wanted.keys():
+            wanted[position] = table.tracked[position].own(wanted[position])
         which, values, at = (table, [*wanted]), wanted.values(), wanted.__getitem__
         for known, kinds, groups in self._known:
             if known == which and all(map(operator.eq, map(_kind, values), kinds)):
                 return [
-                    (group, [Batch(p.positions, (*map(at, p.positions),), p.layout, 0, p.rows, p.elements) for p in parts])
+                    (group, [Batch(p.positions, (*map(at, p.positions),), p.layout, p.rows, p.elements) for p in parts])
                     for group, parts in groups
                 ]
         by_device: dict[torch.device, list[Batch]] = {}

@@ -31,7 +31,7 @@ def norms(gradient: torch.Tensor, added_to: torch.Tensor | None = None, wide: de
     else:
         parts = (part + other for part, other in zip(slices(gradient, most), slices(added_to, most), strict=True))
     for part in parts:
-        batch = Batch((0,), (plain_local(part, keep_sparse=True),), None)
+        batch = Batch.of((0,), (plain_local(part, keep_sparse=True),))
         if batch.elements and part.device.type == "cpu":
             yield float(host.measure((batch,), _NORMS, counts=False)[0][0, 0])
         elif batch.elements:

@@ -134,15 +134,18 @@ class LossScale:
 
     Args:
         scaler: One that the user has named.
+
+    Attributes:
+        is_known: Whether it is known if there is a scaler, as it is from the first step on.
     """
 
     def __init__(self, scaler: Scaler | None = None) -> None:
         self._scaler = None if scaler is None else weakref.ref(scaler)
-        self._searched = False
+        self.is_known = scaler is not None
 
     def search(self, frame: types.FrameType | None) -> None:
         """Search the callers of an optimizer's step for a scaler whose `step` called it."""
-        self._searched = True
+        self.is_known = True
         for _ in range(NEAREST):
             if frame is None:
                 return
@@ -162,11 +165,6 @@ class LossScale:
     def has_scaler(self) -> bool:
         """Whether a scaler was given or found, and is alive."""
         return self.scaler is not None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is known if there is a scaler, as it is from the first step on."""
-        return self._searched or self.has_scaler
 
     @property
     def value(self) -> torch.Tensor | None:

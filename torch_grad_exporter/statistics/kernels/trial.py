@@ -103,7 +103,7 @@ def probe(device: torch.device) -> tuple[Group, tuple[Batch, ...]]:
         for place, (shape, view, dims) in enumerate(_SHAPES)
         for tensor in _of(shape, kind, 100 * number + place, device)
     ]
-    parts = tuple(Batch((place,), (tensor,), layout) for place, (tensor, layout) in enumerate(made))
+    parts = tuple(Batch.of((place,), (tensor,), layout) for place, (tensor, layout) in enumerate(made))
     sizes = np.array([(one.elements, 0 if one.layout is None else one.rows) for one in parts], dtype=np.int64)
     positions = np.arange(len(parts), dtype=np.int64)
     return Group(device, (), positions, sizes[:, 0], sizes[:, 1], np.zeros_like(positions), readable=False), parts
