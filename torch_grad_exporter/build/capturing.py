@@ -19,7 +19,7 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import THREAD_TIME
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.requests import Requests
-from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.resources.devices import DeviceMemory, built_for_devices
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.kernels.choice import Kernels
@@ -76,11 +76,13 @@ def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
     )  # fmt: skip
     memory = DeviceMemory(used=lambda: reader.devices)
     requests = Requests()
-    refresh = functools.partial(errors.boundary("devices"), memory.refresh)
+    refresh = None
+    if built_for_devices() and REGISTRY.reads_devices(settings.enabled_collectors):
+        refresh = functools.partial(errors.boundary("devices"), memory.refresh)
     capture = Capture(
         index=checked.index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule,
         reader=reader, loss_scale=loss_scale, hooks=hooks, mailbox=mailbox, requests=requests, errors=errors,
-        periodic=refresh if REGISTRY.reads_devices(settings.enabled_collectors) else None,
+        periodic=refresh,
     )  # fmt: skip
     return CaptureStage(
         errors=errors, mailbox=mailbox, layout=layout, events=events, hooks=hooks, clock=clock, schedule=schedule, cost=cost,

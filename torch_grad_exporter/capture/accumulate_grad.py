@@ -202,7 +202,7 @@ class AccumulateGradNodes:
         self._held, self.frozen_at_times = _Held(TrackedParameters()), set()
 
     def _remember_frozen(self) -> None:
-        pairs = zip(self._held.tracked, self._held.tracked.parameters(), strict=True)
+        pairs = zip(self._held.tracked, parameters_of(self._held.tracked), strict=True)
         self.frozen_at_times = {t for t, p in pairs if p is not None and (t in self.frozen_at_times or not p.requires_grad)}
 
     def _unhook(self, tracked: TrackedParameter) -> None:

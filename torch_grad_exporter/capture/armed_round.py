@@ -53,7 +53,7 @@ class ArmedRound:
 
     number: int
     sampled: bool
-    """Whether its gradients are read."""
+    """Whether its gradients are to be read."""
     table: ParameterTable
     """The parameters, as they were when its last backward began."""
     extra: bool = False
@@ -80,10 +80,11 @@ class ArmedRound:
     counted: bool = False
     """Whether gradients were read of it, also if they were thrown away since."""
     captured: bool = False
+    """Whether its gradients were read."""
+    open: bool = False
+    """Whether they were, and the outcome is unknown yet."""
     lost: bool = False
     """Whether there were gradients that could not be read."""
-    open: bool = True
-    """Whether the outcome of the sample is still unknown."""
     as_read: GradientsAsRead | None = None
     parts: tuple[SamplePart, ...] = ()
     early: list[GroupReading] = field(default_factory=list)
@@ -110,7 +111,8 @@ class ArmedRound:
 
     def begin_again(self) -> None:
         """Forget the backwards so far: gradients were cleared, and it is unknown yet whether that was a skipped step."""
-        self.backwards, self.again, self.captured = 0, True, False
+        self.backwards, self.again = 0, True
+        self.captured = self.open = False
         self.passes += 1
         self.fired.clear()
 
@@ -118,11 +120,6 @@ class ArmedRound:
     def behind(self) -> bool:
         """Whether there are gradients to read that were not read when the last backward ended."""
         return self.sampled and bool(self.fired) and not self.captured
-
-    @property
-    def sample_is_open(self) -> bool:
-        """Whether the gradients were read and the outcome is unknown yet."""
-        return self.captured and self.open
 
 
 MULTI_PASS = 4

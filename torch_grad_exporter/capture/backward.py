@@ -29,7 +29,6 @@ from torch_grad_exporter.torch_compat.autograd import (
     at_end_of_backward,
     graph_is_kept,
     graph_task,
-    on_gradient,
     within_transform,
 )
 
@@ -90,7 +89,6 @@ class BackwardHooks:
         self.task = -1
         self.returned = False
         self._before: GradientVersions | None = None  # all gradients before it, where nodes do not show all that is written
-        self._at_start: GradientVersions | None = None  # when the exporter was started, until a backward is over
         self._end_hook = hooks.guarded("backward_hook", self._ended)
         self._output_hook = hooks.guarded("backward_hook", self._output_reached)
         detection.nodes.on_first = hooks.guarded("backward_hook", self._node_reached)
@@ -99,12 +97,6 @@ class BackwardHooks:
         self._reading_reductions = errors.boundary("reduction", "beginning of a backward")
 
     # Before it
-
-    def watch(self) -> None:
-        """The training may begin: a backward that comes before any forward of a root is not seen, but what it has left."""
-        # Another thread may be training already, whose gradients are not to be looked at meanwhile.
-        if not self._index.fully_sharded and threading.current_thread() is threading.main_thread():
-            self._at_start = GradientVersions.of(self._index.table.tracked)
 
     def forward_ended(self, model: int, module: torch.nn.Module, _args: object, kwargs: dict[str, Any], output: object) -> None:
         """The forward of the root with this number is over: hook its output."""
@@ -137,7 +129,7 @@ class BackwardHooks:
         if self.task != -1:
             self.abandon()
         for tensor in differentiable(output):
-            on_gradient(tensor, self._output_hook)
+            tensor.register_hook(self._output_hook)  # type: ignore[no-untyped-call]
 
     def abandon(self) -> None:
         """Outside of any backward: one that began and did not end has raised."""
@@ -223,47 +215,41 @@ class BackwardHooks:
             self._clock.spent(start)
             return
         nodes.running = False
-        table, sampled = current.table, current.sampled
-        now = PresentGradients.of(table.tracked, marked=self._reader.readable) if sampled else None
-        fired = self._fired(before, now) if sampled else set()
+        table, sampled, now = current.table, current.sampled, None
+        fired: set[int] = set()  # the parameters whose gradient the backward wrote, in a sampled round
+        if sampled:
+            now = PresentGradients.of(table.tracked, marked=self._reader.readable)
+            # A gradient that changed although its node was not reached was written by other code: DDP writes those of other ranks.
+            moved = set() if before is None else before.moved(now)
+            # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
+            empty = {i for i in table.tracked.empty if now.gradients[i] is not None}
+            fired = nodes.positions(table) | moved | empty | current.early_fired
+            if table.tracked.flat:
+                fired = reduced(table, fired)
         # FSDP2 may keep gradients that it has not reduced yet in a place that cannot be observed.
-        if fired or sampled or before is None or not self._index.fully_sharded or before.moved():
-            reached: Iterable[int] = ()
-            if self._index.models > 1:
-                reached = {tracked.model for tracked in nodes.fired} or {table.tracked[i].model for i in fired}
-            current.models.update(reached or range(self._index.models))
-            self._clock.backward_passes += 1
-            if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
-                say(logger, logging.WARNING, NO_STEP, UNANSWERED)
-            complete = self._rounds.backward_ended(fired)
-            self._inspections.tell(Inspection.backward_ended, current, start)
-            # Gradients that the loop reduces after the backward are read at the step, see `StepHooks`.
-            by_loop = sampled and self.reduces_by_itself
-            if complete and (not by_loop or self._detection.trusts_backwards):
-                self.read(now=now)
-            if by_loop or current.behind:
-                current.left = GradientVersions.of(table.tracked)
-            if nodes.table is not None and not sampled:  # it is not known which parameters report backwards
-                self._detection.follow(nodes.table, nodes.positions(nodes.table))
-            self._detection.probes.backward_over(current.models)
-        else:
+        elif before is not None and self._index.fully_sharded and not before.moved():
             self._inspections.tell(Inspection.backward_dropped)
+            self._clock.spent(start)
+            return
+        reached: Iterable[int] = ()
+        if self._index.models > 1:
+            reached = {tracked.model for tracked in nodes.fired} or {table.tracked[i].model for i in fired}
+        current.models.update(reached or range(self._index.models))
+        self._clock.backward_passes += 1
+        if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
+            say(logger, logging.WARNING, NO_STEP, UNANSWERED)
+        complete = self._rounds.backward_ended(fired)
+        self._inspections.tell(Inspection.backward_ended, current, start)
+        # Gradients that the loop reduces after the backward are read at the step, see `StepHooks`.
+        by_loop = sampled and self.reduces_by_itself
+        if complete and (not by_loop or self._detection.trusts_backwards):
+            self.read(now=now)
+        if by_loop or current.behind:
+            current.left = GradientVersions.of(table.tracked)
+        if nodes.table is not None and not sampled:  # it is not known which parameters report backwards
+            self._detection.follow(nodes.table, nodes.positions(nodes.table))
+        self._detection.probes.backward_over(current.models)
         self._cost.spent(start, sampled=sampled)
-
-    def _fired(self, before: GradientVersions | None, now: PresentGradients | None) -> set[int]:
-        """Return the parameters whose gradient the backward wrote, in a sampled round. `now`: what there is of the table's."""
-        current = self._rounds.current
-        table = current.table
-        # A gradient that changed although its node was not reached was written by other code: DDP writes those of other ranks.
-        moved = set() if before is None else before.moved(now)
-        at_start, self._at_start = self._at_start, None
-        if at_start is not None and at_start.tracked is table.tracked:
-            moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
-        fired = self._detection.nodes.positions(table) | moved | current.early_fired
-        # Nodes of parameters without elements are not hooked; of their gradients there is nothing to be read.
-        if table.tracked.empty:
-            fired.update(i for i in table.tracked.empty if table.tracked[i].gradient() is not None)
-        return reduced(table, fired) if table.tracked.flat else fired
 
     @property
     def reduces_by_itself(self) -> bool:

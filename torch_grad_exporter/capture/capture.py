@@ -104,7 +104,6 @@ class Capture:
         for number, module in enumerate(models):
             self._hooks.on_module(module, self._forwards.began, functools.partial(self._backward.forward_ended, number))
         self._hooks.on_optimizers(self._steps.began, self._steps.ended)
-        self._backward.watch()
         self._forwards.follow_device()
 
     # What others see

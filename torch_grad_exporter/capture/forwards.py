@@ -17,6 +17,7 @@ from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.torch_hooks import batch_size
+from torch_grad_exporter.model.parameters import parameters_of
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
 from torch_grad_exporter.torch_compat.replicas import PIPELINES, calling_pipeline
@@ -122,7 +123,7 @@ class ForwardHooks:
     def follow_device(self) -> None:
         """The model may be somewhere else than before: phases are timed on the device where most of its parameters are."""
         table = self._index.table
-        first = table.tracked[0].parameter() if table.tracked else None
+        first = next(iter(parameters_of(table.tracked[:1])), None)
         known, at = self._placed
         if first is None or (table is known and first.device == at):
             return

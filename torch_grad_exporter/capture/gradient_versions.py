@@ -221,8 +221,8 @@ class GradientProbes:
 
     def present(self, model: int | None = None) -> Iterator[tuple[TrackedParameter, torch.Tensor]]:
         """Return the probes, of one model only, that are trained and have a gradient; and that."""
-        for probe in self.all() if model is None else self._probes.get(model, ()):
-            parameter = probe.parameter()
+        probes = self.all() if model is None else self._probes.get(model, [])
+        for probe, parameter in zip(probes, parameters_of(probes), strict=True):
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                 yield probe, parameter.grad
 

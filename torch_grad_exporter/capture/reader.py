@@ -167,7 +167,7 @@ class GradientReader:
         )
         current.parts, current.again = parts, False
         self.samples += not current.counted
-        current.counted = current.captured = True
+        current.counted = current.captured = current.open = True
 
     def read_early(self, current: ArmedRound, positions: Iterable[int]) -> None:
         """Read gradients that an optimizer is about to use up before the backward is over, or that no backward has shown.

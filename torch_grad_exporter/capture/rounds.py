@@ -139,8 +139,8 @@ class RoundTracker:
 
         Such as those that a loop writes itself, from second derivatives or `torch.func`.
         """
-        if self.current.stepped and self.current.sample_is_open:
-            self._close(Outcome.STEPPED)
+        if self.current.stepped:
+            self._end(Outcome.STEPPED)
 
     # Backwards
 
@@ -176,13 +176,13 @@ class RoundTracker:
     def withdraw(self, why: Lost) -> None:
         """Some gradients of the round cannot be read: what was read of it, if anything, is not all of it."""
         current = self.current
-        if current.sample_is_open or current.again:
+        if current.open or current.again:
             self._inspections.tell(Inspection.round_over, current.number, kept=False)
             self._reader.withdraw(current)
             self._cost.sample_over(once=self._reader.taken_once())
         if current.captured or not current.extra:
             self._lose(why)
-        current.sampled = current.captured = False
+        current.sampled = current.captured = current.open = False
 
     def postpone(self) -> None:
         """Take the sample of this round of the next one."""
@@ -203,7 +203,8 @@ class RoundTracker:
 
     def step_to_be_read(self, optimizer: int) -> None:
         """An optimizer's gradients are about to be read, since no backward is seen: a round that it has ended is over."""
-        if optimizer in self.current.stepped or not self.current.open:
+        current = self.current
+        if optimizer in current.stepped or (current.captured and not current.open):
             self._begin_round()
 
     def step_taken(self, optimizer: int) -> bool:
@@ -222,7 +223,7 @@ class RoundTracker:
         self._steps_on_inputs |= current.of_inputs
         if current.observed:
             self._resolve(Outcome.STEPPED)
-        if current.sample_is_open:
+        if current.open:
             # Whether no other optimizer will step on the captured gradients in this round, as far as the last rounds show.
             active = self.pattern.active(current.models)
             complete = active is not None and active <= current.stepped
@@ -230,7 +231,7 @@ class RoundTracker:
                 waited = self._reader.waited_for(current, every=every)
                 complete = (waited if active is None else waited & active) <= current.stepped
             if complete:
-                self._close(Outcome.STEPPED)
+                self._end(Outcome.STEPPED)
             else:
                 self._ending(self._reader.ended, current, Outcome.STEPPED, final=False)
 
@@ -299,20 +300,20 @@ class RoundTracker:
     def training_over(self, *, failed: bool) -> None:
         """The exporter is being closed: a whole round without a step is a skipped one, unless an exception ended it, `failed`."""
         current = self.current
-        skipped = not failed and not current.stepped and current.open and self.pattern.is_whole(current.backwards)
+        skipped = not failed and not current.stepped and self.pattern.is_whole(current.backwards)
         self._clock.skipped += skipped
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
-        current.open = False
+        current.backwards = 0  # another call finds no round
 
     def _end(self, outcome: Outcome) -> None:
-        """Report what is open. `outcome`: of a round without a step."""
-        if self.current.observed:
-            self._resolve(outcome)
-        if self.current.sample_is_open:
-            self._close(Outcome.STEPPED if self.current.stepped and outcome is Outcome.UNKNOWN else outcome)
-
-    def _close(self, outcome: Outcome) -> None:
+        """Report what is open of the current round. `outcome`: of a round without a step."""
         current = self.current
+        if current.observed:
+            self._resolve(outcome)
+        if not current.open:
+            return
+        if current.stepped and outcome is Outcome.UNKNOWN:
+            outcome = Outcome.STEPPED
         current.open = False
         # First, since its cost is part of the sample's.
         self._inspections.tell(Inspection.round_over, current.number, kept=True)

@@ -196,7 +196,7 @@ class StepHooks:
             self._found_inf[number] = skip
         current, seen = self._rounds.current, StepView(number, _grad_scale(optimizer), skip)
         looked = number in current.read if self._detection.sees_backwards else current.sampled and current.captured
-        if looked and current.sample_is_open and number not in self._rounds.closures:
+        if looked and current.open and number not in self._rounds.closures:
             self._cost.of(self._reading_again, self._reader.read_again, current, seen, ours=True)
         clock.spent(start)
         if self._rounds.current.sampled:
@@ -216,7 +216,7 @@ class StepHooks:
             self._cost.of(self._backward.catch_up)
         # Where the model's gradients were copied to those of another optimizer, it is not known what that one saw.
         copied = seen.optimizer in self._optimizers.copying or (current.foreign and not self._optimizers.reporting)
-        if current.sample_is_open and seen.optimizer not in current.read and not copied:
+        if current.open and seen.optimizer not in current.read and not copied:
             current.read.add(seen.optimizer)
             self._cost.of(self._reading_again, self._reader.read_again, current, seen)
 
@@ -381,7 +381,7 @@ class StepHooks:
     def _regular_optimizer(self) -> Regular | None:
         """Return the only optimizer, if its round is over and the next ones may be taken for the same as all recent ones."""
         rounds, optimizers, detection, current = self._rounds, self._optimizers, self._detection, self._rounds.current
-        busy = rounds.stepping or rounds.closures or current.sample_is_open or self._backward.task != -1
+        busy = rounds.stepping or rounds.closures or current.open or self._backward.task != -1
         # FSDP2 with parameters on the host would wait for a hook; an answer may say that a step did not take place.
         if busy or not detection.by_nodes or detection.nodes.frozen_at_times or rounds.fused.undecided:
             return None

@@ -17,7 +17,7 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.model.replicas import Reduction, Reductions
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
@@ -128,7 +128,7 @@ class LocalGradients(Inspection):
     def _hook_nodes(self, table: ParameterTable, reduced: frozenset[int]) -> None:
         """Hook the nodes of what is reduced; if that is nothing, of all, to see what is there before."""
         trained: dict[int, torch.nn.Parameter] = {}
-        for position, (tracked, parameter) in enumerate(zip(table.tracked, table.tracked.parameters(), strict=True)):
+        for position, (tracked, parameter) in enumerate(zip(table.tracked, parameters_of(table.tracked), strict=True)):
             if parameter is not None and parameter.requires_grad and (not reduced or tracked.identity in reduced):
                 trained[position] = parameter
         self._hooked = {table.tracked[position]: position for position in trained}

@@ -23,7 +23,7 @@ from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.distributed.identity import group_size
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.torch_compat.autograd import capturing_graph, on_gradient, within_transform
+from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 from torch_grad_exporter.torch_compat.compiler import is_tracing, never_compile
 
 # The keyword argument by which Transformers gives a model the number of items in the whole round.
@@ -181,7 +181,7 @@ class RoundLoss(Inspection):
         closure = self if self._clock.phases.stepping else None
         returned = ReturnedLoss(_copy(loss), model, whole, current.number, first, closure)
         if seen and loss.grad_fn is not None:
-            on_gradient(loss, returned)
+            loss.register_hook(returned)  # type: ignore[no-untyped-call]
         else:
             returned.passes = self._clock.backward_passes
         return returned

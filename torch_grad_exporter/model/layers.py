@@ -91,7 +91,7 @@ class LayerIndex:
 
     def look_at_shapes(self) -> None:
         """Let the next refresh scan again if a tracked parameter has data of another shape, and is gathered."""
-        pairs = zip(self.table.tracked, self.table.tracked.parameters(), strict=True)
+        pairs = zip(self.table.tracked, parameters_of(self.table.tracked), strict=True)
         if any(p is not None and p.shape != tracked.shape and p.numel() and math.prod(tracked.shape) for tracked, p in pairs):
             self._structures.clear()
 
@@ -109,7 +109,7 @@ class LayerIndex:
         for known in self._structures:
             if known.columns == columns:
                 if known.places is None:
-                    return self.table.tracked.parameters()
+                    return parameters_of(self.table.tracked)
                 return owned if len(known.places) == len(owned) else [*map(owned.__getitem__, known.places)]
         return None
 

@@ -16,7 +16,7 @@ import torch
 
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
 
 MANUAL = "manual"
 """The name under which `exporter.step()` counts where no optimizer's hook fires."""
@@ -125,7 +125,7 @@ class Optimizers:
         number = self._of_wrapper(optimizer)
         if number is None:
             number = self._new(type(optimizer).__name__, within_backward=within_backward)
-        if has_copies(optimizer, self._index.table.tracked.parameters()):
+        if has_copies(optimizer, parameters_of(self._index.table.tracked)):
             self.copying.add(number)
         self._enter(optimizer, number)
         return number
@@ -255,7 +255,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
 
 def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer owns a parameter of the table, even if that is out of its place, or copies of all."""
-    return bool(positions_in(table, optimizer)) or has_copies(optimizer, table.tracked.parameters())
+    return bool(positions_in(table, optimizer)) or has_copies(optimizer, parameters_of(table.tracked))
 
 
 def has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -147,7 +148,8 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
     """
 
     @functools.cached_property
-    def _columns(self) -> tuple[list[weakref.ref[torch.nn.Module]], list[str], list[int]]:
+    def columns(self) -> tuple[list[weakref.ref[torch.nn.Module]], list[str], list[int]]:
+        """The module, the attribute and the identity of each."""
         return [t.module for t in self], [t.attribute for t in self], [t.identity for t in self]
 
     @functools.cached_property
@@ -163,23 +165,19 @@ class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the co
     @functools.cached_property
     def positions(self) -> dict[int, int]:
         """The position of each by its identity."""
-        return dict(zip(self._columns[2], itertools.count()))
-
-    def parameters(self) -> list[torch.nn.Parameter | None]:
-        """`parameter()` of each."""
-        modules, attributes, identities = self._columns
-        try:
-            owned = parameters_of_each([*map(operator.call, modules)])  # type: ignore[list-item]  # the error is met
-            parameters = [*map(_look_up, owned, attributes)]
-        except (AttributeError, TypeError):  # a module is gone, or keeps its parameters in no dictionary
-            return parameters_of([*self])
-        return parameters if [*map(id, parameters)] == identities else parameters_of([*self])
+        return dict(zip(self.columns[2], itertools.count()))
 
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
     """`parameter()` of each, in one go."""
     if isinstance(tracked, TrackedParameters):
-        return tracked.parameters()
+        modules, attributes, identities = tracked.columns
+        # Of a module that is gone, or keeps its parameters in no dictionary, each is looked up by itself.
+        with contextlib.suppress(AttributeError, TypeError):
+            each = parameters_of_each([*map(operator.call, modules)])  # type: ignore[list-item]  # the error is met
+            parameters = [*map(_look_up, each, attributes)]
+            if [*map(id, parameters)] == identities:
+                return parameters
     owned = parameters_in
     return [
         p
@@ -228,7 +226,7 @@ class ParameterTable:
 
     def parameters(self) -> list[torch.nn.Parameter] | None:
         """Return the parameters by position, or `None` if one of them is not in its place."""
-        parameters = self.tracked.parameters()
+        parameters = parameters_of(self.tracked)
         return None if types.NoneType in map(type, parameters) else parameters  # type: ignore[return-value]
 
 

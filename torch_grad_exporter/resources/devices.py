@@ -60,6 +60,12 @@ _Facts = tuple[int | None, str | None, str | None]
 _ACCELERATOR: Any = getattr(torch, "accelerator", None)
 
 
+def built_for_devices() -> bool:
+    """Return whether this PyTorch can have devices with memory of their own."""
+    cuda: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return cuda or (_ACCELERATOR is not None and _ACCELERATOR.current_accelerator() is not None)
+
+
 def _module(kind: str) -> Any:  # noqa: ANN401 - a module such as `torch.xpu`
     return torch.get_device_module(kind)
 

@@ -7,7 +7,6 @@ import functools
 import itertools
 import operator
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -119,20 +118,6 @@ class _OfMany(torch.autograd.Function):
 def _nodes_behind(result: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
     nodes: Any = result.grad_fn
     return (node for node, _ in nodes.next_functions)
-
-
-def on_gradient(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
-    """Call `hook` with the gradient of a tensor that is not a leaf, as its `register_hook` would at three times the price.
-
-    That makes a handle which is not needed here: the hook goes with the graph.
-    """
-    attach = getattr(tensor.grad_fn, "_register_hook_dict", None)
-    if attach is None or getattr(tensor, "_backward_hooks", tensor) is not None or type(tensor) is not torch.Tensor:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        return
-    # No number: handles of hooks that others add later have those.
-    tensor._backward_hooks = OrderedDict(torch_grad_exporter=hook)
-    attach(tensor)
 
 
 _sequence = find("torch._C._autograd._get_sequence_nr")
