@@ -262,7 +262,7 @@ class Exporter:
             number: The number of the step, so that ranks or restarted runs count alike.
         """
         if not self._ending.closed:
-            self._guards["step"](self._stages.capture.manual_step, number)
+            self._guards["step"](self._stages.capture.steps.manual_step, number)
             self._stages.act.step_reported()
 
     def step_skipped(self) -> None:
@@ -294,7 +294,7 @@ class Exporter:
             loss: The loss; with several models, one of the first model.
         """
         if not self._ending.closed:
-            self._guards["observe"](self._stages.capture.backward_comes, loss)
+            self._guards["observe"](self._stages.capture.backward.comes, loss)
 
     def evaluating(self, now: bool = True) -> contextlib.AbstractContextManager[object]:
         """Report that an evaluation runs, or has ended: `with exporter.evaluating():`.

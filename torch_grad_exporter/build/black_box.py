@@ -34,7 +34,7 @@ def build_black_box(
         ring, models, clock=stage.clock, mailbox=stage.mailbox, requests=stage.requests,
         rounds=stage.capture.rounds, guard=errors.boundary(SOURCE, "copies", limit=None),
     )  # fmt: skip
-    stage.capture.inspect(keeper, errors.boundary(SOURCE, "batches"))
+    stage.capture.inspections.add(keeper, errors.boundary(SOURCE, "batches"))
     suspects = Suspects(ring, stage.requests)
     shown.worker.register(SOURCE, suspects)
     shown.worker.listen(suspects)

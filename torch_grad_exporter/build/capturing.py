@@ -64,11 +64,11 @@ def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
         functools.partial(guard, interruptions.begin, COMPILING), functools.partial(guard, interruptions.end, COMPILING)
     )
     schedule = SamplingSchedule(settings.interval, settings.overhead_budget, THREAD_TIME)
-    cost = SampleCost(clock, schedule, DeviceTimer(events))
     optimizers = Optimizers(checked.index, checked.arguments.optimizers)
     kernels = None
     if settings.statistics.by_programs:
         kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
+    cost = SampleCost(clock, schedule, DeviceTimer(events), kernels)
     loss_scale = LossScale(checked.arguments.grad_scaler)
     reader = GradientReader(
         optimizers=optimizers, statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels), clock=clock,

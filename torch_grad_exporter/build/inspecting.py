@@ -74,38 +74,38 @@ def add_inspections(
     hooks, clock, cost, mailbox = stage.hooks, stage.clock, stage.cost, stage.mailbox
     waits = ReductionWaits(hooks, clock, capture.reductions, stage.reader)
     # Without other ranks there is nothing to wait for.
-    waiting = functools.partial(capture.inspect, waits, errors.boundary("reduction", "waits for other ranks"))
+    waiting = functools.partial(capture.inspections.add, waits, errors.boundary("reduction", "waits for other ranks"))
     capture.reductions.on_wrapper = waiting
     if settings.local_norm:
         local = LocalGradients(
             hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=capture.reductions, detection=capture.detection,
         )  # fmt: skip
-        capture.inspect(local, errors.boundary("reduction", "gradients of this rank"))
+        capture.inspections.add(local, errors.boundary("reduction", "gradients of this rank"))
         if not checked.index.replicas.by_loop:  # else the loop takes the mean over ranks of what is accumulated
             micro_batches = MicroBatches(
                 mailbox=mailbox, clock=clock, rounds=capture.rounds, reductions=capture.reductions, detection=capture.detection,
             )  # fmt: skip
-            capture.inspect(micro_batches, errors.boundary("reduction", "gradients of micro-batches"))
+            capture.inspections.add(micro_batches, errors.boundary("reduction", "gradients of micro-batches"))
     if settings.weights:
         weights = WeightProbe(stage.optimizers, cost, mailbox)
-        capture.inspect(weights, errors.boundary("weights"))
+        capture.inspections.add(weights, errors.boundary("weights"))
     optimizer_state = None
     if settings.optimizer_state:
         optimizer_state = StateTotals()
         state = StateProbe(stage.optimizers, capture.rounds, cost, mailbox, clips=checked.clip is not None)
-        capture.inspect(state, errors.boundary("optimizer_state"))
+        capture.inspections.add(state, errors.boundary("optimizer_state"))
     replicas = _replicas(stage, models, checked) if settings.replicas else None
     losses = RoundLoss(
         rounds=capture.rounds, detection=capture.detection, clock=clock, index=checked.index,
         observations=capture.observations, errors=errors,
     )  # fmt: skip
-    capture.inspect(losses, errors.boundary("forward_hook", "losses in outputs"))
+    capture.inspections.add(losses, errors.boundary("forward_hook", "losses in outputs"))
     if settings.nan_origin:
         nan_origin = NanOrigin(
             hooks=hooks, cost=cost, clock=clock, mailbox=mailbox, loss_scale=stage.loss_scale, models=models,
             always=settings.nan_origin == "always",
         )  # fmt: skip
-        capture.inspect(nan_origin, errors.boundary("nan_origin"))
+        capture.inspections.add(nan_origin, errors.boundary("nan_origin"))
     layer_times = None
     if checked.timed is not None:
         # Before other inspections, whose time is then not counted as that of layers.
@@ -113,14 +113,14 @@ def add_inspections(
         timer = LayerTimer(
             modules=checked.timed, hooks=hooks, events=stage.events, clock=clock, cost=cost, mailbox=mailbox, times=layer_times,
         )  # fmt: skip
-        capture.inspect(timer, errors.boundary("layer_times"))
+        capture.inspections.add(timer, errors.boundary("layer_times"))
     activations = None
     if checked.modules is not None:
         activations = ActivationTotals(settings.max_layers)
         inner = Activations(
             modules=checked.modules, hooks=hooks, loss_scale=stage.loss_scale, cost=cost, mailbox=mailbox, totals=activations,
         )  # fmt: skip
-        capture.inspect(inner, errors.boundary("activations"))
+        capture.inspections.add(inner, errors.boundary("activations"))
     attention = _attention(stage, models, checked) if settings.attention else None
     times = TimeByCause(clock, clock.interruptions)
     return InspectionTotals(
@@ -147,7 +147,7 @@ def _attention(stage: CaptureStage, models: Mapping[str, torch.nn.Module], check
 
     layers = LayerFilter(checked.settings.include, checked.settings.exclude)
     probe = AttentionProbe(models=models, layers=layers, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox)
-    stage.capture.inspect(probe, stage.errors.boundary("attention"))
+    stage.capture.inspections.add(probe, stage.errors.boundary("attention"))
     return AttentionTotals(checked.settings.max_layers)
 
 
@@ -165,7 +165,7 @@ def _replicas(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checke
         models=models, layers=LayerFilter(settings.include, settings.exclude), max_layers=settings.max_layers,
         optimizers=stage.optimizers, reductions=stage.capture.reductions, clock=stage.clock, cost=stage.cost, mailbox=stage.mailbox,
     )  # fmt: skip
-    stage.capture.inspect(probe, errors.boundary("replicas"))
+    stage.capture.inspections.add(probe, errors.boundary("replicas"))
     comparison = errors.boundary("replicas", "comparison", limit=None)
     return ReplicaComparison(checked.store, checked.run, identity.rank, identity.world_size, comparison)
 
@@ -186,7 +186,7 @@ class WatchStage:
                 hooks=stage.hooks, loss_scale=stage.loss_scale, cost=stage.cost, mailbox=stage.mailbox, totals=self._totals,
                 errors=stage.errors, sampled=stage.capture.rounds.next_is_sampled,
             )  # fmt: skip
-            stage.capture.inspect(self._watch, stage.errors.boundary("watch"))
+            stage.capture.inspections.add(self._watch, stage.errors.boundary("watch"))
         return self._watch.watch(name, tensor, max_norm)
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class RouterStage:
             modules=modules, counting=counting, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox,
             sampled=stage.capture.rounds.next_is_sampled,
         )  # fmt: skip
-        stage.capture.inspect(routers, stage.errors.boundary(ROUTERS))
+        stage.capture.inspections.add(routers, stage.errors.boundary(ROUTERS))
         return routers
 
 

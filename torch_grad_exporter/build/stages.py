@@ -181,7 +181,7 @@ class Stages:
             # So their counters are there before the first step.
             self.errors.boundary("devices", limit=None)(self._capturing.memory.refresh_now)
         self.at_end(lambda: self.capture.close(failed=ending.error is not None))
-        self.at_end(lambda: self.capture.settle(failed=ending.error is not None))
+        self.at_end(lambda: self.capture.steps.close(failed=ending.error is not None))
         self.at_end(self._capturing.hooks.close)
         self.at_end(self._capturing.compile_events.close)
         self.errors.boundary("timing", limit=None)(self._capturing.compile_events.attach)
@@ -229,7 +229,7 @@ class Stages:
         self._watching.close()
         self._capturing.hooks.disconnect()
         self._capturing.compile_events.close()
-        self.capture.release_witness()
+        self.capture.counted.release()
 
     def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None) -> torch.Tensor:
         """Measure the gradient of a tensor; see `Exporter.watch`."""
@@ -238,7 +238,7 @@ class Stages:
     def _release_parameters(self) -> None:
         # The garbage collector calls this, so nothing may be raised.
         self._guard(self.capture.release)
-        self._guard(self.capture.release_witness)
+        self._guard(self.capture.counted.release)
 
     def _health(self) -> dict[str, object]:
         return {

@@ -20,7 +20,7 @@ from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.steps import StepHooks
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.errors import ErrorLog, Guard
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Reductions
@@ -66,13 +66,13 @@ class Capture:
         self._index, self._schedule, self._reader, self._hooks = index, schedule, reader, hooks
         self._clock, self._thread = clock, TrainingThread()
         self.reductions, thread = Reductions(), self._thread
-        self._inspections = inspections = Inspections(cost)
+        self.inspections = inspections = Inspections(cost)
         self.rounds = rounds = RoundTracker(
             index=index, optimizers=optimizers, schedule=schedule, clock=clock, cost=cost, mailbox=mailbox, reader=reader,
             inspections=inspections, errors=errors,
         )  # fmt: skip
         self.detection = detection = BackwardDetection(index, optimizers, cost, hooks, inspections)
-        self._counted = counted = CountedRounds(
+        self.counted = counted = CountedRounds(
             optimizers=optimizers, clock=clock, schedule=schedule, hooks=hooks, inspections=inspections, rounds=rounds,
             detection=detection, requests=requests,
         )  # fmt: skip
@@ -81,7 +81,7 @@ class Capture:
             rounds=rounds, detection=detection, reductions=self.reductions, counted=counted, thread=thread, requests=requests,
             errors=errors,
         )  # fmt: skip
-        self._backward = backward = BackwardHooks(
+        self.backward = backward = BackwardHooks(
             index=index, clock=clock, cost=cost, hooks=hooks, reader=reader, inspections=inspections, rounds=rounds,
             detection=detection, reductions=self.reductions, counted=counted, forwards=forwards, thread=thread, errors=errors,
             periodic=periodic,
@@ -89,21 +89,17 @@ class Capture:
         self.observations = Observations(
             clock=clock, mailbox=mailbox, reader=reader, rounds=rounds, detection=detection, counted=counted, thread=thread,
         )  # fmt: skip
-        self._steps = StepHooks(
+        self.steps = StepHooks(
             index=index, optimizers=optimizers, clock=clock, cost=cost, schedule=schedule, mailbox=mailbox, reader=reader,
             hooks=hooks, loss_scale=loss_scale, inspections=inspections, rounds=rounds, detection=detection, counted=counted,
             forwards=forwards, backward=backward, observations=self.observations, thread=thread, errors=errors, periodic=periodic,
         )  # fmt: skip
 
-    def inspect(self, inspection: Inspection, guard: Guard) -> None:
-        """Add an inspection. `guard`: its boundary."""
-        self._inspections.add(inspection, guard)
-
     def watch(self, models: Iterable[torch.nn.Module]) -> None:
         """Hook the forwards of the roots, in the order of their numbers, and the steps of all optimizers."""
         for number, module in enumerate(models):
-            self._hooks.on_module(module, self._forwards.began, functools.partial(self._backward.forward_ended, number))
-        self._hooks.on_optimizers(self._steps.began, self._steps.ended)
+            self._hooks.on_module(module, self._forwards.began, functools.partial(self.backward.forward_ended, number))
+        self._hooks.on_optimizers(self.steps.began, self.steps.ended)
         self._forwards.follow_device()
 
     # What others see
@@ -129,54 +125,34 @@ class Capture:
         """An evaluation or a checkpoint begins, or has ended; return False if it was reported before and goes on."""
         return self._clock.interrupted(cause, now=now, here=self._thread.may_be_here())
 
-    def backward_comes(self, loss: torch.Tensor) -> None:
-        """A backward of this loss is about to begin, which no forward of a root may have shown."""
-        self._backward.comes(loss)
-
-    def manual_step(self, number: int | None) -> None:
-        """The user says that a step is done."""
-        self._steps.manual_step(number)
-
     def step_skipped(self) -> None:
         """The user says that a step was skipped."""
-        self._counted.settle()
+        self.counted.settle()
         self.rounds.step_skipped()
 
     def gradients_elsewhere(self) -> None:
         """Parameters do not have the gradients that they are trained with: no round is sampled any more."""
-        self._counted.settle()
+        self.counted.settle()
         self._schedule.never()
         self.rounds.current.sampled = False
         table = self._index.table
         self.detection.follow(table, set(range(len(table.tracked))))
         self.detection.arm(sampled=False)
 
-    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | bool | None) -> None:
-        """`clip=` has clipped an optimizer's gradients right before its step; `skip`: see `StepHooks.clipped`."""
-        self._steps.clipped(optimizer, skip)
-
     def look(self) -> float:
         """Let an evaluation show while rounds are only counted; return the seconds until the next call. From any thread."""
-        return self._counted.look()
+        return self.counted.look()
 
     # The end
 
-    def settle(self, *, failed: bool) -> None:
-        """End the counting and remove the hook of a single step; idempotent. `failed`: an exception has ended the training."""
-        self._steps.close(failed=failed)
-
     def close(self, *, failed: bool) -> None:
-        """Hand over what is still open and remove the hooks of this round; idempotent. `failed`: like in `settle`."""
+        """Hand over what is still open and remove the hooks of this round; idempotent. `failed`: by an exception."""
         self.rounds.fused.settle(-1)
         self.rounds.training_over(failed=failed)
         self.release()
-        self._inspections.tell(Inspection.training_over)
+        self.inspections.tell(Inspection.training_over)
 
     def release(self) -> None:
         """Release everything that keeps a parameter alive; idempotent, from any thread."""
         self.detection.nodes.release()
-        self._inspections.release()
-
-    def release_witness(self) -> None:
-        """Release the parameter that reports backwards in counted rounds; idempotent, from any thread."""
-        self._counted.release()
+        self.inspections.release()

@@ -19,6 +19,7 @@ from torch_grad_exporter.torch_compat.autograd import capturing_graph
 if TYPE_CHECKING:
     from torch_grad_exporter.capture.progress import StepClock
     from torch_grad_exporter.capture.schedule import SamplingSchedule
+    from torch_grad_exporter.statistics.kernels.choice import Kernels
 
 
 # What PyTorch takes to call the hooks of a round, which a clock inside them cannot measure; as `make bench` measures it.
@@ -75,13 +76,15 @@ class DeviceTimer:
 class SampleCost:
     """Adds up what a sample costs, in seconds, and reports it to the schedule. Belongs to the training thread.
 
+    `kernels`: what measures on GPUs, if anything but torch does; it compiles in a sample.
+
     Attributes:
         timer: Times the work on devices.
         now: Returns the time of the clock that `spent` asks.
     """
 
-    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer) -> None:
-        self._clock, self._schedule, self.timer = clock, schedule, timer
+    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer, kernels: Kernels | None = None) -> None:
+        self._clock, self._schedule, self.timer, self._kernels = clock, schedule, timer, kernels
         self.now = clock.clock
         self._seconds = 0.0
         # What samples cost on the host, and the events of what they cost on devices, which may be behind.
@@ -103,10 +106,11 @@ class SampleCost:
         if sampled:
             self._seconds += seconds
 
-    def sample_over(self, *, once: bool = False) -> None:
-        """The sample is complete on the host. `once`: its cost is that of a first time, and says nothing of other samples."""
+    def sample_over(self) -> None:
+        """The sample is complete on the host."""
         dropped, self.timer.pairs = self.timer.pairs, []
-        if not once:
+        # The cost of a first time says nothing of other samples.
+        if self._kernels is None or not self._kernels.taken_once():
             self._pending.append((self._seconds, dropped))
             dropped = self._pending.popleft()[1] if len(self._pending) > SAMPLES else []
         for events, begin, end, _ in dropped:

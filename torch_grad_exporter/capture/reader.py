@@ -56,7 +56,6 @@ class GradientReader:
     Attributes:
         samples: Rounds whose gradients were read.
         readable: Whether the last sample's gradients can be compared at the step: plain tensors on the host.
-        taken_once: Returns whether the last sample did work that others will not need, such as that of a first time.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class GradientReader:
         errors: ErrorLog,
         loss_scale: LossScale,
     ) -> None:
-        self._optimizers, self._statistics, self.taken_once = optimizers, statistics, statistics.taken_once
-        self._clock, self._cost, self._mailbox = clock, cost, mailbox
+        self._optimizers, self._statistics, self._clock, self._cost = optimizers, statistics, clock, cost
+        self._mailbox = mailbox
         self._forgetting = errors.boundary("capture", "units that do not count")
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._loss_scale = loss_scale

@@ -179,7 +179,7 @@ class RoundTracker:
         if current.open or current.again:
             self._inspections.tell(Inspection.round_over, current.number, kept=False)
             self._reader.withdraw(current)
-            self._cost.sample_over(once=self._reader.taken_once())
+            self._cost.sample_over()
         if current.captured or not current.extra:
             self._lose(why)
         current.sampled = current.captured = current.open = False
@@ -318,7 +318,7 @@ class RoundTracker:
         # First, since its cost is part of the sample's.
         self._inspections.tell(Inspection.round_over, current.number, kept=True)
         self._ending(self._reader.ended, current, outcome, self.pattern.steppers(current.models), final=True)
-        self._cost.sample_over(once=self._reader.taken_once())
+        self._cost.sample_over()
 
     def _resolve(self, outcome: Outcome) -> None:
         self.current.observed = False

@@ -219,10 +219,6 @@ class EagerStatistics:
         layout = self._norms_by_torch.layout
         return [self._packed([reading], layout) for reading in self.read(table, gradients, norms_only=True)]
 
-    def taken_once(self) -> bool:
-        """Return whether the samples since the last call did work that others will not need."""
-        return self._kernels is not None and self._kernels.taken_once()
-
     @torch.no_grad()
     def forget(self, table: ParameterTable, positions: Iterable[int], sample: int) -> None:
         """Subtract what the sample counted of these parameters: their optimizers did not step."""

@@ -281,7 +281,7 @@ class ClipAtSteps:
         self._guard.succeeded()
         self._optimizers.report(record)
         if self._capture is not None:
-            self._after_clip(self._capture.clipped, optimizer, skipped)
+            self._after_clip(self._capture.steps.clipped, optimizer, skipped)
         if skipped is True:
             # All of its: others, such as those of a criterion, are not watched and may be as broken.
             record.removed.remove(parameter for group in optimizer.param_groups for parameter in group["params"])
