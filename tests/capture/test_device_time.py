@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,12 +325,13 @@ def test_a_timeline_joins_and_forgets(gpu: FakeGpu) -> None:
 def test_work_stands_for_other_work(gpu: FakeGpu) -> None:
     """Work on the GPU counts `times` as often, but for a first sample, and all events are used again."""
     clock = StepClock(Mailbox())
-    cost = SampleCost(clock, SamplingSchedule(), DeviceTimer(EventPool(Guard(raised))))
+    kernels = SimpleNamespace(taken_once=iter([True, *[False] * 9]).__next__)
+    cost = SampleCost(clock, SamplingSchedule(), DeviceTimer(EventPool(Guard(raised))), kernels)
     for number in range(10):
         begun = cost.timer.begin([GPU, torch.device("cpu")])
         gpu.work(2.0)
         cost.timer.end(begun, times=3)
-        cost.sample_over(once=number == 0)
+        cost.sample_over()
         cost.settle()
         assert clock.device_seconds == 6.0 * max(0, number - 1)
         gpu.catch_up()

@@ -133,6 +133,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     for name in METHODS:
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     return fake
 
 
