@@ -238,7 +238,6 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
 
     worker = Worker(
         stage.mailbox, checked.index.table, stage.errors, layout=stage.layout,
-        exponential=any(push.exponential for push in checked.push),
         clipped=checked.clip is not None,
         drain_seconds=ORIGIN_SECONDS if checked.settings.nan_origin or checked.settings.black_box else DRAIN_SECONDS,
         periodic=periodic,

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.collectors.weights import WEIGHTS, WeightFamilies
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache, Spec
 from torch_grad_exporter.store.records import Outcome
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.collectors.context import Snapshots
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.weights import WeightTotals
-    from torch_grad_exporter.store.histograms import Counts, Records
+    from torch_grad_exporter.store.histograms import Records
     from torch_grad_exporter.store.snapshots import GradientSnapshot
 
 GRADIENTS = Section("Gradients")
@@ -221,7 +221,7 @@ class _Counted:
     layers: LabelRows
     values: Records
     whole: BoolArray
-    exponential: tuple[Counts, ...] | None = None
+    exponential: Exponential
 
 
 class GradientCollector:
@@ -272,7 +272,7 @@ class GradientCollector:
         names = [layer for layer, here in zip(table.layers, shown.tolist(), strict=True) if here]
         layers = self._layers.get(tuple((layer,) for layer in names))
         layer_values, recent_max = snapshot.layer_values[shown], snapshot.recent_max[shown]
-        read, sized = layer_values["read"], layer_values["sized"]
+        read, sized, exponential = layer_values["read"], layer_values["sized"], snapshot.exponential
         # One rank alone cannot know the norm of a sharded gradient: it shows that of its part, under another name.
         whole = ~table.sharded[shown]
         judged = {GRAD_NORM_ZSCORE, GRAD_ZERO_UNITS_RATIO, GRAD_MISSING_PARAMETERS}
@@ -283,7 +283,9 @@ class GradientCollector:
         yield Family(GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
             yield Family(GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
-        counted = self._counted_layers(snapshot, _Counted(layers, layer_values, whole))
+        counted = self._counted_layers(
+            snapshot, _Counted(layers, layer_values, whole, Exponential(exponential.first, exponential.counts[shown]))
+        )
         for spec, column in _TOTALS.items():
             yield Family(spec, counted.values[column], counted.layers)
         yield Family(
@@ -312,22 +314,22 @@ class GradientCollector:
 
     def _counted_layers(self, snapshot: GradientSnapshot, shown: _Counted) -> _Counted:
         """Return the shown layers of the table, those that are not tracked at present, and all removed ones together."""
-        more, counts = snapshot.untracked, None
-        if snapshot.exponential is not None:
-            counts = (*compress(snapshot.exponential, snapshot.table.shown.tolist()), *more.exponential)
+        more = snapshot.untracked
         if not more.labels:
-            return replace(shown, exponential=counts)
+            return shown
         layers = self._counted.get((*shown.layers.rows, *((layer,) for layer in more.labels)))
         values = np.concatenate([shown.values, more.values])
-        return _Counted(layers, values, np.concatenate([shown.whole, ~more.values["sharded"]]), counts)
+        # Of the same columns: both are rows of one table.
+        exponential = Exponential(shown.exponential.first, np.concatenate([shown.exponential.counts, more.exponential.counts]))
+        return _Counted(layers, values, np.concatenate([shown.whole, ~more.values["sharded"]]), exponential)
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)
         rows = self._optimizers.get(tuple((name,) for name in names))
         whole = np.full(len(names), snapshot.norm_observed or not snapshot.table.sharded.any())
         yield Family(GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
-        more: tuple[Counts, ...] = ({},) * (len(names) - len(snapshot.totals))
-        counts = None if snapshot.exponential_totals is None else snapshot.exponential_totals + more
+        counts = snapshot.exponential_totals
+        counts = Exponential(counts.first, np.pad(counts.counts, ((0, len(names) - len(snapshot.totals)), (0, 0))))
         yield Family(GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"], exponential=counts)
         yield Family(GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
         yield from clip_families(totals, rows, whole)

@@ -151,7 +151,8 @@ class TrainingCollector:
 
     def _durations(self, totals: TotalsSnapshot) -> Family:
         buckets, sums = totals.duration_buckets[None, :], np.array([totals.duration_sum])
-        return Family(TRAIN_STEP_DURATION, buckets, sums=sums, exemplars=(totals.exemplars,) if totals.exemplars else None)
+        exemplars = (totals.exemplars,) if totals.exemplars else None
+        return Family(TRAIN_STEP_DURATION, buckets, sums=sums, exponential=totals.duration_exponential, exemplars=exemplars)
 
     def _state(self) -> Family:
         clock = self._context.clock

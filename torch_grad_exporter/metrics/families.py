@@ -17,6 +17,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_grad_exporter.metrics.exponential import Exponential
+
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
@@ -89,9 +91,6 @@ REMOVED = "(removed)"
 # The one row of a metric without labels.
 NO_LABELS = LabelRows(((),))
 
-# Of exponential buckets: each is 2 ** (1 / 2 ** SCALE) times as wide as the one below it, here 9 percent.
-SCALE = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
@@ -114,8 +113,7 @@ class Family:
     observations per bucket, not cumulated, the last one `+Inf`.
     `sums`: shape (rows,), the sum of the observations; histograms only.
     `present`: shape (rows,); a row that is False yields no series. `None` means that all are present.
-    `exponential`: of a histogram, where it is counted, the same observations by exponential bucket of `SCALE`, a mapping for each
-    row; bucket i is over (2 ** (i / 2 ** SCALE), 2 ** ((i + 1) / 2 ** SCALE)], zeros are in none.
+    `exponential`: of a histogram, where it is counted, the same observations by exponential bucket, zeros in none.
     `exemplars`: of a histogram, a mapping for each row, by bucket.
     """
 
@@ -124,7 +122,7 @@ class Family:
     labels: LabelRows = NO_LABELS
     present: BoolArray | None = None
     sums: FloatArray | None = None
-    exponential: tuple[Mapping[int, int], ...] | None = None
+    exponential: Exponential | None = None
     exemplars: tuple[Mapping[int, Exemplar], ...] | None = None
 
     def __post_init__(self) -> None:

@@ -1,21 +1,18 @@
-"""Rows of norms, each with a histogram: classic buckets in the row, and exponential ones for OTLP beside it."""
+"""Rows of norms, each with a histogram: classic buckets in the row, and exponential ones beside it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from torch_grad_exporter.metrics.families import SCALE, BoolArray, FloatArray, IntArray
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.store.cursors import Cursor
+from torch_grad_exporter.store.exponential import ExponentialRows
 
 Records = np.ndarray[tuple[int], np.dtype[np.void]]
 """A structured array: one record per row of a table."""
-
-Counts = Mapping[int, int]
-"""Observations by bucket, as in `Family.exponential`."""
 
 NEW = np.array([[np.nan], [np.nan], [0.0], [0.0], [0.0]])  # of a row that has nothing new, see `NormRows.take`
 
@@ -26,21 +23,22 @@ class NormRows:
     Args:
         new: One record with the values of a new row; its columns `buckets` and `bucket_sum` are a histogram.
         bounds: The upper bounds of the buckets, each included.
-        exponential: Whether norms are counted by exponential bucket as well.
+
+    Attributes:
+        exponential: The norms by exponential bucket.
     """
 
-    def __init__(self, new: Records, bounds: Sequence[float], *, exponential: bool) -> None:
+    def __init__(self, new: Records, bounds: Sequence[float]) -> None:
         self.values = new[:0]
         self._empty, self._bounds = new, np.array(bounds)
-        self._exponential: list[Counter[int]] | None = [] if exponential else None
+        self.exponential = ExponentialRows()
         self._new: WeakKeyDictionary[Cursor, FloatArray] = WeakKeyDictionary()
 
     def arrange(self, index: IntArray) -> None:
         """Keep the rows with these numbers, in this order; -1 stands for a new one."""
         values = np.concatenate([self.values, self._empty])[index]
         new = {cursor: np.hstack([counts, NEW])[:, index] for cursor, counts in self._new.items()}
-        if self._exponential is not None:
-            self._exponential = [Counter() if row < 0 else self._exponential[row] for row in index.tolist()]
+        self.exponential.arrange(index)
         self.values = values
         self._new.update(new)
 
@@ -52,19 +50,7 @@ class NormRows:
             rows, norms, sums = rows[fits], norms[fits], sums[fits]
         self.values["buckets"][rows, np.searchsorted(self._bounds, norms, side="left")] += 1
         self.values["bucket_sum"][rows] = sums
-        if self._exponential is not None:
-            positive = norms > 0  # a 0 is in no exponential bucket
-            for row, bucket in zip(rows[positive].tolist(), buckets(norms[positive]).tolist(), strict=True):
-                self._exponential[row][bucket] += 1
-
-    def add_exponential(self, row: int, to: int) -> None:
-        """Add the exponential counts of a row to those of another."""
-        if self._exponential is not None:
-            self._exponential[to].update(self._exponential[row])
-
-    def exponential(self, rows: Collection[int]) -> tuple[Counts, ...] | None:
-        """Return a copy of the exponential counts of these rows, None if nothing is counted."""
-        return None if self._exponential is None else tuple(dict(self._exponential[row]) for row in rows)
+        self.exponential.enter(rows, norms)
 
     # What is new to consumers
 
@@ -95,16 +81,3 @@ class NormRows:
         new = self._new[cursor]
         self.follow(cursor)
         return new
-
-
-def buckets(values: FloatArray) -> IntArray:
-    """Return the exponential bucket of each value above 0; a power of two is the upper bound of its own.
-
-    OpenTelemetry, metrics data model, section ExponentialHistogram: bucket i is over (base ** i, base ** (i + 1)]
-    with base = 2 ** (2 ** -SCALE).
-    """
-    # Mantissa and exponent apart, and log1p, so that a power of two and its next neighbour get the right buckets.
-    mantissas, exponents = np.frexp(values)
-    within = np.ceil((1 << SCALE) * np.log1p(2 * mantissas - 1) / np.log(2))
-    numbers: IntArray = (exponents.astype(np.int64) - 1 << SCALE) + within.astype(np.int64) - 1
-    return numbers

@@ -14,6 +14,7 @@ from itertools import compress, islice
 import numpy as np
 
 from torch_grad_exporter.metrics.buckets import DECADES
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import REMOVED, BoolArray, FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
@@ -21,7 +22,7 @@ from torch_grad_exporter.statistics.combine import root_of_squares
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.store.baselines import Baselines
 from torch_grad_exporter.store.clip_detection import UNTOUCHED
-from torch_grad_exporter.store.histograms import Counts, NormRows, Records
+from torch_grad_exporter.store.histograms import NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import UNOWNED, Outcome
 from torch_grad_exporter.store.sample import LayerValues, Sample, Selection
@@ -55,7 +56,7 @@ class UntrackedLayers:
 
     labels: tuple[str, ...]
     values: Records
-    exponential: tuple[Counts, ...]
+    exponential: Exponential
 
 
 class LayerTable:
@@ -64,10 +65,9 @@ class LayerTable:
     Args:
         table: The parameters at the start.
         layout: Columns of samples; of statistics beyond the package's own the last value of each layer is kept.
-        exponential: Whether norms are counted by exponential bucket as well.
     """
 
-    def __init__(self, table: ParameterTable, layout: Layout, *, exponential: bool) -> None:
+    def __init__(self, table: ParameterTable, layout: Layout) -> None:
         self._declared = {key: place for place, key in enumerate(layout.keys) if place >= len(Column)}
         columns = np.dtype(
             [(name, np.float64) for name in GAUGES]  # first, so that they can be cleared at once
@@ -80,7 +80,7 @@ class LayerTable:
         empty = np.zeros(1, dtype=columns)
         for name in (*GAUGES, "declared", "recent"):
             empty[name] = np.nan
-        self.rows = NormRows(empty, DECADES, exponential=exponential)
+        self.rows = NormRows(empty, DECADES)
         self.rows.arrange(np.array([-1]))  # the last row is the remainder; shown if any removed layer was
         self._modules: dict[str, set[str]] = {}  # by label, in the order of the rows: the modules that still exist
         self._recent_second = np.full(RECENT_SECONDS, -1, dtype=np.int64)  # of each place of the column `recent`
@@ -129,7 +129,7 @@ class LayerTable:
                 added = gone[name][whole if name in ("buckets", "bucket_sum") else shown].sum(axis=0)
                 remainder[name] = np.minimum(remainder[name] + added, np.finfo(np.float64).max)
         for row in compress(rows, whole.tolist()):
-            self.rows.add_exponential(row, to=-1)
+            self.rows.exponential.add(row, to=-1)
         remainder["summed"] = True
         remainder["shown"] |= shown.any()
 
@@ -254,4 +254,4 @@ class LayerTable:
         shown[-1] &= REMOVED not in self._modules  # a module may have this name
         rows = start + np.flatnonzero(shown)
         labels = compress((*islice(self._modules, start, None), REMOVED), shown.tolist())
-        return UntrackedLayers(tuple(labels), self.rows.values[rows], self.rows.exponential(rows.tolist()) or ())
+        return UntrackedLayers(tuple(labels), self.rows.values[rows], self.rows.exponential.of(rows))

@@ -9,12 +9,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from torch_grad_exporter.metrics.buckets import HALF_DECADES
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.baselines import Baseline
 from torch_grad_exporter.store.clip_detection import REMEMBERED, ClipVerdict
 from torch_grad_exporter.store.cursors import Cursor, entered
-from torch_grad_exporter.store.histograms import Counts, NormRows, Records
+from torch_grad_exporter.store.histograms import NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import UNOWNED, Outcome
 
@@ -38,9 +39,9 @@ OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")  # what an obser
 class OptimizerTable:
     """One row per optimizer, and one for observed norms. `cursors`: consumers of single values."""
 
-    def __init__(self, cursors: Collection[Cursor], *, exponential: bool) -> None:
+    def __init__(self, cursors: Collection[Cursor]) -> None:
         self._cursors = cursors
-        self.rows = NormRows(np.zeros(1, dtype=OPTIMIZER), HALF_DECADES, exponential=exponential)
+        self.rows = NormRows(np.zeros(1, dtype=OPTIMIZER), HALF_DECADES)
         self._row_of: dict[int, int] = {}
         self._undecided: defaultdict[int, set[int]] = defaultdict(set)  # by row, samples that may have been clipped
         self._baselines: list[Baseline] = []
@@ -129,7 +130,7 @@ class OptimizerTable:
 
     # Reading
 
-    def values(self) -> tuple[tuple[int, ...], Records, bool, tuple[Counts, ...] | None]:
+    def values(self) -> tuple[tuple[int, ...], Records, bool, Exponential]:
         """Return the optimizers' numbers, a record for each, whether the norms are observed ones, and exponential counts.
 
         With several optimizers it is unknown whose norm was observed, and those of samples are shown: both are
@@ -138,7 +139,7 @@ class OptimizerTable:
         rows = {optimizer: row for optimizer, row in self._row_of.items() if optimizer != OBSERVED}
         values = self.rows.values[list(rows.values())]
         if OBSERVED not in self._row_of or len(rows) > 1:
-            return tuple(rows), values, False, self.rows.exponential(rows.values())
+            return tuple(rows), values, False, self.rows.exponential.of([*rows.values()])
         if not rows:
             values = np.zeros(1, dtype=OPTIMIZER)
         row = self._row_of[OBSERVED]
@@ -146,7 +147,7 @@ class OptimizerTable:
             values[name] = self.rows.values[name][row]
         for outcome in Outcome:
             values[f"nonfinite_{outcome.value}"] += self.rows.values[f"nonfinite_{outcome.value}"][row]
-        return tuple(rows) or (UNOWNED,), values, True, self.rows.exponential([row])
+        return tuple(rows) or (UNOWNED,), values, True, self.rows.exponential.of([row])
 
     def peaks(self, new: FloatArray, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
         """Return the largest norms, and norms after clipping, of what is `new` by row; shape (2, optimizers)."""

@@ -12,9 +12,11 @@ from itertools import islice
 import numpy as np
 
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
 from torch_grad_exporter.store.baselines import Baseline
 from torch_grad_exporter.store.cursors import Cursor, entered
+from torch_grad_exporter.store.exponential import ExponentialRows
 from torch_grad_exporter.store.records import Observed, StepsTaken
 
 RATIO_STEPS, SLOWEST_STEPS = 1000, 128  # over which the overhead ratio and the slowest step are taken
@@ -26,6 +28,7 @@ class TotalsSnapshot:
 
     duration_buckets: FloatArray = field(default_factory=lambda: np.zeros(len(STEP_SECONDS) + 1))
     duration_sum: float = 0.0
+    duration_exponential: Exponential = field(default_factory=lambda: ExponentialRows(1).of([0]))
     exemplars: dict[int, Exemplar] = field(default_factory=dict)  # of the last step of each bucket within a trace
     slowest: float | None = None
     overhead_ratio: float | None = None
@@ -47,6 +50,7 @@ class RunTable:
         self._totals = TotalsSnapshot()
         self._loss_baseline = Baseline(loss=True)
         self._buckets = [0] * (len(STEP_SECONDS) + 1)  # into an array a single step takes several times as long
+        self._exponential = ExponentialRows(1)
         # Of the last steps: their seconds, and the exporter's own in them.
         self._seconds, self._own = deque[float](maxlen=RATIO_STEPS), deque[float](maxlen=RATIO_STEPS)
         self._timed = 0  # steps with a duration, and of the first samples how many there were until each, and its own seconds
@@ -65,12 +69,12 @@ class RunTable:
             return 0
         own = record.own_seconds  # read first: once it is set, no more rounds come
         new = record.moments[self._taken :]
-        before = record.moments[self._taken - 1] if self._taken else record.since
+        before, durations = record.moments[self._taken - 1] if self._taken else record.since, list[float]()
         for moment in new:
             self._taken += 1
             if before is not None:
                 seconds = moment - before
-                self._seconds.append(seconds)
+                durations.append(seconds)
                 self._own.append(0.0)
                 self._timed += 1
                 bucket = bisect.bisect_left(STEP_SECONDS, seconds)
@@ -81,6 +85,9 @@ class RunTable:
                 if record.trace is not None:
                     totals.exemplars[bucket] = Exemplar(seconds, moment + record.offset, *record.trace)
             before = moment
+        self._seconds.extend(durations)
+        if durations:
+            self._exponential.enter(np.zeros(len(durations), dtype=np.int64), np.array(durations))
         if own is not None:
             self._steps = None
             totals.overhead_seconds += own
@@ -124,6 +131,7 @@ class RunTable:
         return replace(
             totals,
             duration_buckets=np.array(self._buckets, dtype=np.float64),
+            duration_exponential=self._exponential.of([0]),
             exemplars=dict(totals.exemplars),
             slowest=max(islice(reversed(self._seconds), SLOWEST_STEPS), default=None) if recent else None,
             overhead_ratio=sum(self._own) / training if training else None,

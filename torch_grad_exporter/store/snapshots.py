@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.store.cursors import Cursor, Losses, Single
-from torch_grad_exporter.store.histograms import Counts, Records
+from torch_grad_exporter.store.histograms import Records
 from torch_grad_exporter.store.layer_table import UntrackedLayers
 from torch_grad_exporter.store.run_table import TotalsSnapshot
 
@@ -27,8 +28,8 @@ class GradientSnapshot:
     unattributed: int  # samples of which it is unknown whose they were
     norm_observed: bool  # the norms in the only record of `totals` are observed ones
     untracked: UntrackedLayers
-    exponential: tuple[Counts, ...] | None  # of the layers, None if not counted
-    exponential_totals: tuple[Counts, ...] | None  # of the optimizers
+    exponential: Exponential  # of the table's layers
+    exponential_totals: Exponential  # of the optimizers
     declared: Mapping[str, FloatArray]  # other statistics by column, `statistic.column`, shape (layers,)
 
 

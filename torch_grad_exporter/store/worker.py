@@ -62,7 +62,6 @@ class Worker:
         table: The parameters at the start.
         errors: Failures count under `worker`.
         layout: The columns of samples.
-        exponential: Whether norms are counted by exponential bucket as well.
         clipped: Whether gradients are clipped as `clip=` asks for.
         drain_seconds: Between two drains of the thread.
         periodic: Other work of the thread; returns the seconds until it is due again.
@@ -75,7 +74,6 @@ class Worker:
         errors: ErrorLog,
         *,
         layout: Layout = ORDINARY,
-        exponential: bool = False,
         clipped: bool = False,
         drain_seconds: float = DRAIN_SECONDS,
         periodic: Callable[[], float] = lambda: DRAIN_SECONDS,
@@ -88,8 +86,8 @@ class Worker:
         self._cursors: WeakSet[Cursor] = WeakSet()
         self._each: list[EachSample] = []
         self._pending = PendingSamples(clipped=clipped)
-        self._layers = LayerTable(table, layout, exponential=exponential)
-        self._optimizers = OptimizerTable(self._cursors, exponential=exponential)
+        self._layers = LayerTable(table, layout)
+        self._optimizers = OptimizerTable(self._cursors)
         self._run = RunTable(self._cursors)
         self._known: tuple[int, GradientSnapshot] | None = None  # the last snapshot, and the changes up to it
         self._undelivered = 0  # samples whose vectors never arrived
@@ -202,7 +200,7 @@ class Worker:
                 unattributed=self._pending.unattributed,
                 norm_observed=norm_observed,
                 untracked=self._layers.untracked(),
-                exponential=layers.exponential(range(len(table.layers))),
+                exponential=layers.exponential.of(np.arange(len(table.layers))),
                 exponential_totals=exponential_totals,
                 declared=self._layers.declared(layer_values),
             )  # fmt: skip

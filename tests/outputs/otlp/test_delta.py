@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.properties import no_timeout_in_a_soak
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import REMOVED, Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 
@@ -88,7 +89,7 @@ class Model:
         numbers = np.array(list(totals.values()), dtype=np.float64)
         kinds = LabelRows(tuple((layer, kind) for kind in ("nan", "inf") for layer in totals))
         buckets = np.stack([numbers, np.zeros_like(numbers), np.zeros_like(numbers)], axis=1)
-        exponential = tuple({3: total} if total else {} for total in totals.values())
+        exponential = Exponential.of([{3: total} if total else {} for total in totals.values()])
         return [
             Family(STEPS, numbers, rows(*totals)),
             Family(BY_KIND, np.concatenate([numbers, 2 * numbers]), kinds),

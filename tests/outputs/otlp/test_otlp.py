@@ -21,12 +21,14 @@ from tests.support import otlp_receiver as receivers
 from tests.support.catalogue import CATALOGUE
 from tests.support.made_families import catalogue_families
 from tests.support.otlp_receiver import attributes, expected
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import Exemplar, Family, Kind, LabelRows, Spec
 
 NORM = Spec("norm", Kind.GAUGE, "A norm.", ("layer",))
 STEPS = Spec("steps_total", Kind.COUNTER, "Steps.", ("layer",))
 BYTES = Spec("sent_bytes_total", Kind.COUNTER, "Sent.", ("device",), "bytes", older=True)
 SECONDS = Spec("time_seconds", Kind.HISTOGRAM, "Times.", ("layer",), "seconds", (0.001, 1.0, 1e6))
+EXPONENTIAL = {"EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION": "base2_exponential_bucket_histogram"}
 UCUM = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J", "": ""}
 
 
@@ -114,7 +116,7 @@ def test_ten_thousand_layers_arrive_once() -> None:
 
 def exponential(*families: Family) -> list[ExponentialHistogramDataPoint]:
     """Return the points that the official library reads."""
-    (metric,) = sent_metrics(*families)
+    (metric,) = sent_metrics(*families, **EXPONENTIAL)
     assert metric.WhichOneof("data") == "exponential_histogram"
     return list(points(metric))
 
@@ -125,7 +127,7 @@ def distribution(*counts: dict[int, int], zeros: tuple[int, ...] = ()) -> Family
     values[:, 1] = [sum(result.values()) for result in counts]
     values[:, 0] = zeros or 0
     sums = np.arange(len(counts), dtype=np.float64)
-    return Family(SECONDS, values, rows(*map(str, range(len(counts)))), sums=sums, exponential=counts)
+    return Family(SECONDS, values, rows(*map(str, range(len(counts)))), sums=sums, exponential=Exponential.of(counts))
 
 
 def buckets(point: ExponentialHistogramDataPoint) -> dict[int, int]:
@@ -160,9 +162,9 @@ def test_exemplars_arrive_with_their_traces() -> None:
     first = Exemplar(0.0005, 1_700_000_001.5, bytes(range(1, 17)), bytes(range(8)))
     second = Exemplar(-0.0, 1_700_000_002.5, b"\xff" * 16, b"\xfe" * 8)
     plain = distribution({-8: 1}, {0: 2})
-    for counts in (None, plain.exponential):
-        family = Family(SECONDS, plain.values, plain.labels, None, plain.sums, counts, ({0: first, 2: second}, {}))
-        (metric,) = sent_metrics(family)
+    for options in ({}, EXPONENTIAL):
+        family = Family(SECONDS, plain.values, plain.labels, None, plain.sums, plain.exponential, ({0: first, 2: second}, {}))
+        (metric,) = sent_metrics(family, **options)
         item, other = (point.exemplars for point in points(metric))
         assert len(other) == 0
         assert [(e.as_double, e.time_unix_nano, e.trace_id, e.span_id) for e in item] == [

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import REMOVED, BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, LabelRows, Spec
 
 
@@ -71,7 +72,7 @@ class Deltas:
             values=added[:, :-1].reshape(family.values.shape),
             sums=None if family.sums is None else added[:, -1],
             present=present,
-            exponential=None if family.exponential is None else tuple(table.exponential_since(family.exponential, places, goes_on)),
+            exponential=None if family.exponential is None else table.exponential_since(family.exponential, places, goes_on),
             exemplars=None if family.exemplars is None else tuple(table.exemplars_since(family.exemplars, places)),
         )
         self._sent[difference] = _SentRows(table, family, places, now, at, np.flatnonzero(present), table.since[places])
@@ -167,17 +168,20 @@ class _Table:
         self.known[places] = True
         self.numbers[places] = sent.numbers[rows]
         self.since[places] = sent.at
-        for kept, mappings in ((self._exponential, sent.family.exponential), (self._exemplars, sent.family.exemplars)):
-            if mappings is not None:
-                kept.update((place, mappings[row]) for place, row in zip(places.tolist(), rows.tolist(), strict=True))
+        exponential, exemplars = sent.family.exponential, sent.family.exemplars
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            if exponential is not None:
+                self._exponential[place] = exponential[row]
+            if exemplars is not None:
+                self._exemplars[place] = exemplars[row]
 
-    def exponential_since(
-        self, now: Iterable[Mapping[int, int]], places: IntArray, goes_on: BoolArray
-    ) -> Iterable[Mapping[int, int]]:
-        """Yield the increase of exponential counts."""
+    def exponential_since(self, now: Exponential, places: IntArray, goes_on: BoolArray) -> Exponential:
+        """Return the increase of exponential counts."""
+        rows = []
         for counts, place, subtract in zip(now, places.tolist(), goes_on.tolist(), strict=True):
             before = self._exponential.get(place, {}) if subtract else {}
-            yield {i: more for i, n in counts.items() if (more := n - before.get(i, 0)) > 0}
+            rows.append({i: more for i, n in counts.items() if (more := n - before.get(i, 0)) > 0})
+        return Exponential.of(rows)
 
     def exemplars_since(self, now: Iterable[Mapping[int, Exemplar]], places: IntArray) -> Iterable[Mapping[int, Exemplar]]:
         """Yield the exemplars that are new."""

@@ -31,7 +31,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from torch_grad_exporter.errors import ErrorLog, Guard
-from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, Kind, LabelRows, by_spec
+from torch_grad_exporter.metrics.exponential import SCALE
+from torch_grad_exporter.metrics.families import Exemplar, Family, Kind, LabelRows, by_spec
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.version import __version__
 

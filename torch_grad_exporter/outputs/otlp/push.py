@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Literal
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
@@ -167,7 +168,10 @@ class Push(BackgroundLoop):
     def _transfer(self) -> _Transfer:
         """Return an export of all present metrics. If the clock is set back, their time is that of the export before."""
         self._at = max(time.time_ns(), self._at)
-        return _Transfer(self, self._points, self._deltas.of(self._scrape(), at=self._at), self._at)
+        families = self._scrape()
+        if not self._settings.exponential:
+            families = [family if family.exponential is None else replace(family, exponential=None) for family in families]
+        return _Transfer(self, self._points, self._deltas.of(families, at=self._at), self._at)
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Note the outcome of an export until now. Later requests of a thread that is left behind are not noted."""
