@@ -25,7 +25,8 @@ from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
+from torch_grad_exporter.outputs.prometheus.negotiation import Format
+from torch_grad_exporter.outputs.prometheus.text import Renderer
 
 SIZES = (1_000, 10_000, 50_000)
 BARS = {10_000: 10e-3, 50_000: 50e-3}
@@ -130,6 +131,7 @@ def _rows(size: int, exporter: Exporter, registry: prometheus_client.CollectorRe
         gzip.compress(body, compresslevel=1, mtime=0)
 
     found = {"collect": times(collect, seconds), "render": times(render, seconds)}
+    found["render in protobuf"] = times(lambda: renderer.render(families, Format.PROTOBUF), seconds)
     found["gzip"] = times(lambda: gzip.compress(body, compresslevel=1, mtime=0), seconds)
     found["collect, render and gzip"] = times(everything, seconds)
     found["GET over HTTP"] = [_get(exporter) for _ in range(GETS)]

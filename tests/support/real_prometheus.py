@@ -79,14 +79,14 @@ def prometheus(directory: Path, target: int, protocol: str = "OpenMetricsText1.0
 
 
 @contextlib.contextmanager
-def running(directory: Path, configuration: str) -> Iterator[Prometheus]:
+def running(directory: Path, configuration: str, *flags: str) -> Iterator[Prometheus]:
     """Runs a Prometheus with the text of a configuration, and its data in the directory."""
     file = directory / "prometheus.yml"
     file.write_text(configuration)
 
     def command(port: int) -> list[str | Path]:
         options = [f"--config.file={file}", f"--storage.tsdb.path={directory}", f"--web.listen-address=127.0.0.1:{port}"]
-        return [find("prometheus"), *options, "--log.level=error"]
+        return [find("prometheus"), *options, "--log.level=error", *flags]
 
     with serving("prometheus", command, lambda port: Prometheus(port).is_ready(), directory) as port:
         yield Prometheus(port)

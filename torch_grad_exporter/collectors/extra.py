@@ -83,7 +83,7 @@ def families_of(metric: Metric) -> list[Family]:
     families = []
     for name, samples in by_name.items():
         kind = Kind.COUNTER if name.endswith("_total") else Kind.GAUGE
-        spec = Spec(name, kind, metric.documentation, _labels(samples), metric.unit)
+        spec = Spec(name, kind, metric.documentation, _labels(samples), metric.unit, older=True)
         families.append(LabelledRows().family(spec, {_row(spec, sample): sample.value for sample in samples}))
     return families
 
@@ -91,7 +91,7 @@ def families_of(metric: Metric) -> list[Family]:
 def _histogram(metric: Metric) -> Family:
     buckets = [sample for sample in metric.samples if sample.name == f"{metric.name}_bucket"]
     bounds = sorted({float(sample.labels["le"]) for sample in buckets} - {math.inf})
-    spec = Spec(metric.name, Kind.HISTOGRAM, metric.documentation, _labels(buckets, "le"), metric.unit, tuple(bounds))
+    spec = Spec(metric.name, Kind.HISTOGRAM, metric.documentation, _labels(buckets, "le"), metric.unit, tuple(bounds), older=True)
     rows = dict.fromkeys(_row(spec, sample) for sample in buckets)
     place = {row: number for number, row in enumerate(rows)}
     cumulated, sums = np.zeros((len(rows), len(bounds) + 1)), np.full(len(rows), np.nan)

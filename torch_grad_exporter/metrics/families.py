@@ -47,7 +47,7 @@ class Spec:
         unit: Prometheus' base unit, empty for none.
         buckets: The finite upper bounds of a histogram, ascending; the `+Inf` bucket is implied.
         opt_in: The option that enables the metric; empty for the metrics that are always there.
-        older: Whether a counter began before the exporter did, with the process, the host or the device.
+        older: Whether a counter or a histogram may have begun before the exporter did, with the process, the host or the device.
     """
 
     name: str

@@ -22,7 +22,8 @@ from torch_grad_exporter.outputs.http.shared import Scrapers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
-from torch_grad_exporter.outputs.prometheus.text import Format, LastValues, Renderer, text_file
+from torch_grad_exporter.outputs.prometheus.negotiation import Format
+from torch_grad_exporter.outputs.prometheus.text import LastValues, Renderer, text_file
 
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.otlp.logs import LogPush
@@ -89,7 +90,8 @@ class Outputs:
         self._errors = errors
         # The file with the last values has a target that is not this process', and so all labels.
         self._renderer = Renderer(rank.labels)
-        self._served = Renderer(rank.labels, only_on=TRAIN_INFO if options.labels_on == "target" else None)
+        only_on = TRAIN_INFO if options.labels_on == "target" else None
+        self._served = Renderer(rank.labels, only_on=only_on, start=time.time())
         self.ended = self._was_read = False
         self._saw_end = threading.Event()
         self._scrapers = Scrapers()

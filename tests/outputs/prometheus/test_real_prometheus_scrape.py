@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the server, in both formats, and is asked what it has stored."""
+"""A real Prometheus scrapes the server, in all formats, and is asked what it has stored."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.support.real_prometheus import running
 from tests.support.tools import eventually
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.prometheus.text import Renderer
@@ -28,6 +29,7 @@ FAMILIES = (
         np.array([[1.0, 2.0, 3.0, 4.0], [0.0, 8.0, 0.0, 0.0]]),
         LAYERS,
         sums=np.array([7.5, 4.0]),
+        exponential=Exponential.of([{-8: 2, 0: 7}, {-3: 8}]),
     ),
 )
 
@@ -58,6 +60,10 @@ scrape_configs:
     honor_labels: true
     scrape_protocols: [OpenMetricsText1.0.0]
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+  - job_name: protobuf
+    honor_labels: true
+    scrape_protocols: [PrometheusProto]
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
 
 
@@ -67,9 +73,9 @@ def test_prometheus_stores_what_was_served(tmp_path: Path) -> None:
     content = SimpleNamespace(scrape=lambda: FAMILIES, ended=False, scraped=lambda by, saw_end: None)
     server = MetricsServer(content, Renderer({"run": "r1", "rank": "0"}), errors, addr="127.0.0.1", ports=(0,))
     with contextlib.closing(server), running(tmp_path, CONFIGURATION.format(port=server.port)) as real:
-        assert eventually(lambda: real.value("sum(up)") == 2)
+        assert eventually(lambda: real.value("sum(up)") == 3)
         metadata = real.get("/api/v1/metadata")
-        for job in ("text", "open"):
+        for job in ("text", "open", "protobuf"):
             stored = real.query(f'{{job="{job}",__name__=~"norm|busy_.*|time_.*"}}')
             result = {(labels["__name__"], labels.get("layer", ""), labels.get("le", "")): value for labels, value in stored}
             assert result == expected()

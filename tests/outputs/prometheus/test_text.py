@@ -18,7 +18,8 @@ from prometheus_client.utils import floatToGoString
 from tests.support.made_families import catalogue_families
 from tests.support.tools import find
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
-from torch_grad_exporter.outputs.prometheus.text import Format, Renderer, accepts_gzip, negotiate
+from torch_grad_exporter.outputs.prometheus.negotiation import Format
+from torch_grad_exporter.outputs.prometheus.text import Renderer
 
 CONSTANT = {"run": "r1", "rank": "0"}
 PARSERS: dict[Format, Callable[[str], Iterable[Metric]]] = {Format.TEXT: parse_text, Format.OPENMETRICS: parse_openmetrics}
@@ -26,7 +27,7 @@ NORM = Spec("norm", Kind.GAUGE, "A norm.", ("layer",))
 STEPS = Spec("steps_total", Kind.COUNTER, "Steps.", ("layer",))
 SECONDS = Spec("time_seconds", Kind.HISTOGRAM, "Times.", ("layer",), "seconds", (0.001, 1.0, 1e6))
 
-both_formats = pytest.mark.parametrize("form", list(Format))
+both_formats = pytest.mark.parametrize("form", list(PARSERS))
 
 
 def render(families: Iterable[Family], form: Format = Format.TEXT, labels: dict[str, str] = CONSTANT) -> str:
@@ -137,28 +138,3 @@ def test_families_of_one_metric_are_merged(form: Format) -> None:
     # Two labels of one name are not a valid line.
     text = render([Family(NORM, np.ones(1), LabelRows((("own",),)))], labels={"run": "r", "layer": "constant"})
     assert text.splitlines()[-1] == 'norm{run="r",layer="own"} 1.0'
-
-
-PROMETHEUS_3 = (
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;q=0.5,"
-    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
-)
-BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
-
-
-def test_the_format_follows_the_accept_header() -> None:
-    """OpenMetrics for who names our version of it and does not prefer text, else text; gzip for who accepts it."""
-    for accept, form in (
-        ("", Format.TEXT),
-        (BROWSER, Format.TEXT),
-        (PROMETHEUS_3, Format.OPENMETRICS),
-        ('Application/OpenMetrics-Text; Version="1.0.0"; charset=utf-8', Format.OPENMETRICS),
-        ("application/openmetrics-text;version=0.0.1", Format.TEXT),
-        ("application/openmetrics-text;q=0,*/*", Format.TEXT),
-        ("text/plain;q=0.4,application/openmetrics-text;q=0.5", Format.OPENMETRICS),
-        ("text/*;q=0.9,application/openmetrics-text;q=0.8", Format.TEXT),
-        (",;=,;q=,", Format.TEXT),
-    ):
-        assert negotiate(accept) is form, accept
-    for accept, packed in (("", False), ("GZIP;q=0.5, br", True), ("gzip;q=0.000, *", False), ("*", True)):
-        assert accepts_gzip(accept) is packed, accept

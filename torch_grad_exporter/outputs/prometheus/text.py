@@ -1,4 +1,4 @@
-"""Families as Prometheus text 0.0.4 and OpenMetrics 1.0.0, and which of them a client asks for.
+"""Families as Prometheus text 0.0.4 and OpenMetrics 1.0.0.
 
 The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is prepared once per metric and
 `LabelRows` object; a scrape only formats the numbers. The lines of series are equal in both formats except for exemplars, which
@@ -7,9 +7,7 @@ only OpenMetrics has; the comment lines differ.
 
 from __future__ import annotations
 
-import enum
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -21,16 +19,8 @@ from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import Exemplar, Family, LabelRows, Spec, by_spec
 from torch_grad_exporter.outputs.prometheus import series
-
-
-class Format(enum.Enum):
-    """The text formats of a scrape; the value is the content type."""
-
-    TEXT = "text/plain; version=0.0.4; charset=utf-8"
-    OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-
-
-_QUALITY = re.compile(r"0(\.\d*)?|1(\.0*)?")
+from torch_grad_exporter.outputs.prometheus.negotiation import Format
+from torch_grad_exporter.outputs.prometheus.protobuf import ProtobufRenderer
 
 _NON_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
@@ -44,15 +34,19 @@ class Renderer:
     Args:
         constant_labels: Of every series.
         only_on: The metric that has them instead, None for all.
+        start: See `ProtobufRenderer`, which renders that format.
     """
 
-    def __init__(self, constant_labels: Mapping[str, str], *, only_on: Spec | None = None) -> None:
+    def __init__(self, constant_labels: Mapping[str, str], *, only_on: Spec | None = None, start: float | None = None) -> None:
         self._constant_labels = dict(constant_labels)
         self._only_on = only_on
+        self._protobuf = ProtobufRenderer(constant_labels, only_on=only_on, start=start)
         self._prepared: WeakKeyDictionary[LabelRows, dict[Spec, list[str]]] = WeakKeyDictionary()
 
     def render(self, families: Iterable[Family], form: Format) -> bytes:
         """Return the body of a scrape. Raises what iterating `families` raises, and on arrays that do not fit their rows."""
+        if form is Format.PROTOBUF:
+            return self._protobuf.render(families)
         blocks = []
         for spec, members in by_spec(families).items():
             if lines := "".join(self._lines(family, form) for family in members):
@@ -129,39 +123,6 @@ def _exemplar(exemplar: Exemplar) -> str:
     """Return the text after a bucket's number."""
     trace, span = exemplar.trace_id.hex(), exemplar.span_id.hex()
     return f' # {{trace_id="{trace}",span_id="{span}"}} {exemplar.value!r} {exemplar.at!r}'
-
-
-# Which format a client asks for
-
-
-def negotiate(accept_header: str) -> Format:
-    """Return OpenMetrics if the client names this version of it and does not prefer text, else the older text format.
-
-    That is also the answer where nothing is requested that we have: the client may understand it, unlike a 406.
-    """
-    openmetrics = text = 0.0
-    for media_type, parameters, quality in _members(accept_header):
-        if media_type == "application/openmetrics-text" and parameters.get("version", "1.0.0") == "1.0.0":
-            openmetrics = max(openmetrics, quality)
-        elif media_type in ("text/plain", "text/*"):
-            text = max(text, quality)
-    return Format.OPENMETRICS if openmetrics > 0 and openmetrics >= text else Format.TEXT
-
-
-def accepts_gzip(accept_encoding_header: str) -> bool:
-    """Return whether the client accepts gzip: named, or by `*`, and not at quality 0."""
-    qualities = {coding: quality for coding, _, quality in _members(accept_encoding_header)}
-    return qualities.get("gzip", qualities.get("*", 0.0)) > 0
-
-
-def _members(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield value, parameters and quality of each member, without those whose quality is not a number from 0 to 1."""
-    for member in header.lower().split(","):
-        value, *rest = (part.strip() for part in member.split(";"))
-        parameters = {name.strip(): text.strip().strip('"') for name, _, text in (part.partition("=") for part in rest)}
-        quality = parameters.pop("q", "1")
-        if value and _QUALITY.fullmatch(quality):
-            yield value, parameters, float(quality)
 
 
 class LastValues(BackgroundLoop):
