@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
+import subprocess
 import time
 import urllib.parse
 import urllib.request
@@ -22,6 +24,16 @@ scrape_configs:
     scrape_protocols: [{protocol}]
     static_configs: [{{targets: ["127.0.0.1:{port}"], labels: {{run: {run}, rank: "0"}}}}]
 """
+
+
+def histogram_options(*, native: bool = True) -> str:
+    """Return what a job of this Prometheus needs to have classic histograms by protobuf, and native ones, as YAML."""
+    text = subprocess.run([find("prometheus"), "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"version (\d+)\.(\d+)", text)
+    assert match is not None
+    version = (int(match[1]), int(match[2]))
+    classic = "always_scrape_classic_histograms" if version >= (3, 0) else "scrape_classic_histograms"
+    return f"{classic}: true" + ("\n    scrape_native_histograms: true" if native and version >= (3, 8) else "")
 
 
 class Prometheus:

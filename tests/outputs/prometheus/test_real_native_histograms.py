@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.real_prometheus import running
-from tests.support.tools import eventually, find, get
+from tests.support.real_prometheus import histogram_options, running
+from tests.support.tools import eventually, get
 from torch_grad_exporter import start_exporter
 
 pytestmark = pytest.mark.server
@@ -26,20 +24,10 @@ scrape_configs:
   - job_name: training
     honor_labels: true
     scrape_protocols: [PrometheusProto]
-    {options}
+    {histograms}
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
 FLAGS = "--enable-feature=native-histograms,created-timestamp-zero-ingestion"
-
-
-def options() -> str:
-    """Return what this Prometheus calls the options for native and for classic histograms."""
-    text = subprocess.run([find("prometheus"), "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"version (\d+)\.(\d+)", text)
-    assert match is not None
-    version = (int(match[1]), int(match[2]))
-    classic = "always_scrape_classic_histograms" if version >= (3, 0) else "scrape_classic_histograms"
-    return f"{classic}: true" + ("\n    scrape_native_histograms: true" if version >= (3, 8) else "")
 
 
 def trained(model: torch.nn.Sequential) -> dict[str, list[float]]:
@@ -69,7 +57,7 @@ def test_prometheus_has_the_quantiles_of_all_values(tmp_path: Path) -> None:
             for metric in text_string_to_metric_families(get(exporter.url))
             for sample in metric.samples
         }
-        with running(tmp_path, CONFIGURATION.format(port=exporter.port, options=options()), FLAGS) as real:
+        with running(tmp_path, CONFIGURATION.format(port=exporter.port, histograms=histogram_options()), FLAGS) as real:
             assert eventually(lambda: real.value(f'histogram_count({NORMS}{{layer="1"}})') == STEPS)
             for layer, values in norms.items():
                 for quantile in (0.05, 0.5, 0.9, 0.99):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.support.real_prometheus import running
+from tests.support.real_prometheus import histogram_options, running
 from tests.support.tools import eventually
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.exponential import Exponential
@@ -63,6 +63,7 @@ scrape_configs:
   - job_name: protobuf
     honor_labels: true
     scrape_protocols: [PrometheusProto]
+    {histograms}
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
 
@@ -72,11 +73,14 @@ def test_prometheus_stores_what_was_served(tmp_path: Path) -> None:
     errors = ErrorLog(())
     content = SimpleNamespace(scrape=lambda: FAMILIES, ended=False, scraped=lambda by, saw_end: None)
     server = MetricsServer(content, Renderer({"run": "r1", "rank": "0"}), errors, addr="127.0.0.1", ports=(0,))
-    with contextlib.closing(server), running(tmp_path, CONFIGURATION.format(port=server.port)) as real:
+    with (
+        contextlib.closing(server),
+        running(tmp_path, CONFIGURATION.format(port=server.port, histograms=histogram_options(native=False))) as real,
+    ):
         assert eventually(lambda: real.value("sum(up)") == 3)
         metadata = real.get("/api/v1/metadata")
         for job in ("text", "open", "protobuf"):
-            stored = real.query(f'{{job="{job}",__name__=~"norm|busy_.*|time_.*"}}')
+            stored = real.query(f'{{job="{job}",__name__=~"norm|busy_.*|time_seconds_.+"}}')
             result = {(labels["__name__"], labels.get("layer", ""), labels.get("le", "")): value for labels, value in stored}
             assert result == expected()
             assert len(result) == len(stored)
