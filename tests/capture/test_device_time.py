@@ -17,7 +17,7 @@ import torch
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
+from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool, Timeline
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -326,11 +326,11 @@ def test_work_stands_for_other_work(gpu: FakeGpu) -> None:
     """Work on the GPU counts `times` as often, but for a first sample, and all events are used again."""
     clock = StepClock(Mailbox())
     kernels = SimpleNamespace(taken_once=iter([True, *[False] * 9]).__next__)
-    cost = SampleCost(clock, SamplingSchedule(), DeviceTimer(EventPool(Guard(raised))), kernels)
+    cost = SampleCost(clock, SamplingSchedule(), EventPool(Guard(raised)), kernels)
     for number in range(10):
-        begun = cost.timer.begin([GPU, torch.device("cpu")])
+        begun = cost.begin([GPU, torch.device("cpu")])
         gpu.work(2.0)
-        cost.timer.end(begun, times=3)
+        cost.end(begun, times=3)
         cost.sample_over()
         cost.settle()
         assert clock.device_seconds == 6.0 * max(0, number - 1)

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, fields
 
 from torch_grad_exporter.capture.capture import Capture
-from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
+from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.interruptions import COMPILING
 from torch_grad_exporter.capture.progress import StepClock
@@ -68,7 +68,7 @@ def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:
     kernels = None
     if settings.statistics.by_programs:
         kernels = Kernels(layout, errors.boundary("kernels"), HostTransfer(ring=1).post)
-    cost = SampleCost(clock, schedule, DeviceTimer(events), kernels)
+    cost = SampleCost(clock, schedule, events, kernels)
     loss_scale = LossScale(checked.arguments.grad_scaler)
     reader = GradientReader(
         optimizers=optimizers, statistics=EagerStatistics(settings.dead_window, layout, kernels=kernels), clock=clock,

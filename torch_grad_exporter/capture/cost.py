@@ -42,51 +42,22 @@ Begun = list[tuple[DeviceEvents, DeviceEvent]]
 Pair = tuple[DeviceEvents, DeviceEvent, DeviceEvent, int]
 
 
-class DeviceTimer:
-    """Times work on devices. Belongs to the training thread: querying an event is a call to the device.
-
-    `pairs`: those of the current sample.
-    """
-
-    def __init__(self, events: EventPool) -> None:
-        self._events = events
-        self.pairs: list[Pair] = []
-
-    def begin(self, devices: Iterable[torch.device]) -> Begun:
-        """Work begins on these devices. Returns what `end` needs."""
-        begun: Begun = []
-        if len(self.pairs) < PAIRS:
-            for device in devices:
-                events = None if device.type in WITHOUT else self._events.of(device)
-                moment = None if events is None else events.now()
-                if events is not None and moment is not None:
-                    begun.append((events, moment))
-        return begun
-
-    def end(self, begun: Begun, *, times: int = 1) -> None:
-        """All work that was begun is launched. `times`: the pieces of work it stands for; the others are not timed."""
-        for events, begin in begun:
-            end = events.now()
-            if end is None:
-                events.give_back((begin,))
-            else:
-                self.pairs.append((events, begin, end, times))
-
-
 class SampleCost:
-    """Adds up what a sample costs, in seconds, and reports it to the schedule. Belongs to the training thread.
+    """Adds up what a sample costs, in seconds, and reports it to the schedule.
+
+    Belongs to the training thread: querying an event is a call to the device.
 
     `kernels`: what measures on GPUs, if anything but torch does; it compiles in a sample.
 
     Attributes:
-        timer: Times the work on devices.
         now: Returns the time of the clock that `spent` asks.
     """
 
-    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer, kernels: Kernels | None = None) -> None:
-        self._clock, self._schedule, self.timer, self._kernels = clock, schedule, timer, kernels
+    def __init__(self, clock: StepClock, schedule: SamplingSchedule, events: EventPool, kernels: Kernels | None = None) -> None:
+        self._clock, self._schedule, self._events, self._kernels = clock, schedule, events, kernels
         self.now = clock.clock
         self._seconds = 0.0
+        self._pairs: list[Pair] = []  # of the current sample
         # What samples cost on the host, and the events of what they cost on devices, which may be behind.
         self._pending: deque[tuple[float, list[Pair]]] = deque()
 
@@ -106,9 +77,29 @@ class SampleCost:
         if sampled:
             self._seconds += seconds
 
+    def begin(self, devices: Iterable[torch.device]) -> Begun:
+        """Work begins on these devices. Returns what `end` needs."""
+        begun: Begun = []
+        if len(self._pairs) < PAIRS:
+            for device in devices:
+                events = None if device.type in WITHOUT else self._events.of(device)
+                moment = None if events is None else events.now()
+                if events is not None and moment is not None:
+                    begun.append((events, moment))
+        return begun
+
+    def end(self, begun: Begun, *, times: int = 1) -> None:
+        """All work that was begun is launched. `times`: the pieces of work it stands for; the others are not timed."""
+        for events, begin in begun:
+            end = events.now()
+            if end is None:
+                events.give_back((begin,))
+            else:
+                self._pairs.append((events, begin, end, times))
+
     def sample_over(self) -> None:
         """The sample is complete on the host."""
-        dropped, self.timer.pairs = self.timer.pairs, []
+        dropped, self._pairs = self._pairs, []
         # The cost of a first time says nothing of other samples.
         if self._kernels is None or not self._kernels.taken_once():
             self._pending.append((self._seconds, dropped))

@@ -125,13 +125,13 @@ class GradientReader:
             now = PresentGradients.of(table.tracked, marked=self.readable)
         if not now.in_place:
             return
-        begun = self._cost.timer.begin(self._places)
+        begun = self._cost.begin(self._places)
         gradients = now.at(current.fired - current.early_fired if current.early_fired else current.fired)
         readings = [*current.early, *self._statistics.read(table, gradients)]
         # At a step a scaler has divided them, or leaves that to a fused optimizer.
         loss_scale = self._loss_scale.value if step is None else step.grad_scale
         parts, scale = self._sent(self._statistics.finish(readings, current.number), loss_scale)
-        self._cost.timer.end(begun)
+        self._cost.end(begun)
         if not parts:
             return
         self.readable = all(map(operator.attrgetter("group.readable"), readings))
@@ -176,9 +176,9 @@ class GradientReader:
         tracked = current.table.tracked
         there = ((i, tracked[i].gradient()) for i in positions if i not in current.early_fired)
         gradients = {int(i): gradient for i, gradient in there if gradient is not None}
-        begun = self._cost.timer.begin(self._places)
+        begun = self._cost.begin(self._places)
         current.early += self._statistics.read(current.table, gradients)
-        self._cost.timer.end(begun)
+        self._cost.end(begun)
         current.early_fired |= gradients.keys()
 
     def read_again(self, current: ArmedRound, seen: StepView, *, ours: bool = False) -> None:
@@ -201,9 +201,9 @@ class GradientReader:
             scale = None if loss_scale is None else self._send_one(loss_scale)
         else:
             gradients = {i: g for i, g in zip(mine, now.gradients, strict=True) if g is not None}
-            begun = self._cost.timer.begin(self._places)
+            begun = self._cost.begin(self._places)
             parts, scale = self._sent(self._statistics.norms(table, gradients), loss_scale)
-            self._cost.timer.end(begun)
+            self._cost.end(begun)
             if unchanged and not _same_norms(current.parts, parts, len(table.tracked)):
                 self._bypass.add(optimizer)
             if not parts and not ours:  # where clipping has left nothing, that is what is handed over

@@ -253,10 +253,10 @@ class AttentionProbe(Inspection, ForwardObserver):
         if module is not None and self._layers.accepts(name):
             self._measured += 1
             times = self._every if self._measured % self._every == 0 else 0
-            begun = self._cost.timer.begin((first.device,)) if times else []
+            begun = self._cost.begin((first.device,)) if times else []
             with torch.no_grad(), without_autocast(first.device.type):
                 values = measure(module)
-            self._cost.timer.end(begun, times=times)
+            self._cost.end(begun, times=times)
             if values is not None:
                 call = _Call(name, values)
                 call.hooked = not compiles_backwards() and on_node_of(first, functools.partial(self._on_backward, call))

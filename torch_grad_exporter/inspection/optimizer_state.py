@@ -60,7 +60,7 @@ class StateProbe(Inspection):
 
     def __init__(self, optimizers: Optimizers, rounds: RoundTracker, cost: SampleCost, mailbox: Mailbox, *, clips: bool) -> None:
         self._clips = clips  # whether `clip=` clips after a step began
-        self._optimizers, self._rounds, self._timer, self._mailbox = optimizers, rounds, cost.timer, mailbox
+        self._optimizers, self._rounds, self._cost, self._mailbox = optimizers, rounds, cost, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._turns = LayerTurns()
         self._seen: set[int] = set()  # optimizers that had their first sampled step, so that they have a state if they keep one
@@ -96,9 +96,9 @@ class StateProbe(Inspection):
         if trained:
             self._say_what_is_absent(number, mine, any_found=bool(measured))
         for device, here in measured.items():
-            begun = self._timer.begin((device,))
+            begun = self._cost.begin((device,))
             ticket = self._transfer.send(torch.cat([values for _, values in here]))
-            self._timer.end(begun)
+            self._cost.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _ in here], dtype=np.int64)
                 self._mailbox.append(Inspected(SOURCE, current.number, (ticket,), StateMeasurement(table, positions)))

@@ -104,7 +104,7 @@ class ReplicaProbe(Inspection):
     ) -> None:
         self._models = [(number, name, weakref.ref(module)) for number, (name, module) in enumerate(models.items())]
         self._layers, self._max_layers, self._optimizers = layers, max_layers, optimizers
-        self._reductions, self._clock, self._timer, self._mailbox = reductions, clock, cost.timer, mailbox
+        self._reductions, self._clock, self._cost, self._mailbox = reductions, clock, cost, mailbox
         self._transfer, self._checksums = HostTransfer(pressed=mailbox.press), Checksums()
         self._wrappers: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] = weakref.WeakSet()
         self._zeros, self._last = 0, -math.inf
@@ -200,9 +200,9 @@ class ReplicaProbe(Inspection):
                 by_device.setdefault(tensor.device, []).append(place)
         tickets = []
         for device, places in by_device.items():
-            begun = self._timer.begin((device,))
+            begun = self._cost.begin((device,))
             tickets.append(self._transfer.send(self._checksums.of(t for i in places if (t := read[i][1]) is not None)))
-            self._timer.end(begun)
+            self._cost.end(begun)
         sent = tuple(ticket for ticket in tickets if ticket is not None)
         if sent and len(sent) == len(tickets):
             copied = tuple(description for description, _ in read)

@@ -77,20 +77,20 @@ class RoundTallies:
         begun, times = self._begin(key.device)
         with without_autocast(key.device.type):
             _include(into, {key: Tally.of_values(values, unit_dim)})
-        self._cost.timer.end(begun, times=times)
+        self._cost.end(begun, times=times)
 
     def measure_gradient(self, key: TallyKey, values: torch.Tensor, into: Tallies) -> None:
         """Measure the gradient of a tensor that is measured itself."""
         begun, times = self._begin(key.device)
         with without_autocast(key.device.type):
             _include(into, {key: Tally.of_gradient(values)})
-        self._cost.timer.end(begun, times=times)
+        self._cost.end(begun, times=times)
 
     def _begin(self, device: torch.device) -> tuple[Begun, int]:
         """Time some measurements on devices: about `TIMED`, if this sample has as many as the last."""
         self._measured += 1
         times = self._every if self._measured % self._every == 0 else 0
-        return self._cost.timer.begin((device,)) if times else [], times
+        return self._cost.begin((device,)) if times else [], times
 
     def backward_ended(self, number: int) -> TalliedBackward:
         """Confirm what the backward of this sampled round that has just ended has shown; return it."""
@@ -134,11 +134,11 @@ class RoundTallies:
         known = over.scaler or (self._loss_scale.is_known and self._loss_scale.value is None)
         packings, tickets = [], []
         for device, tallies in by_device.items():
-            begun = self._cost.timer.begin((device,))
+            begun = self._cost.begin((device,))
             packing, vector = packed(tallies)
             tickets.append(self._transfer.send(vector))
             packings.append(packing)
-            self._cost.timer.end(begun)
+            self._cost.end(begun)
         if over.scale is not None:
             tickets.append(self._transfer.send(over.scale.reshape(1)))
         arriving = tuple(ticket for ticket in tickets if ticket is not None)

@@ -214,11 +214,11 @@ class Routers(Inspection, ForwardObserver):
         logits, ids = known
         self._measured += 1
         times = self._every if self._measured % self._every == 0 else 0
-        begun = self._cost.timer.begin((ids.device,)) if times else []
+        begun = self._cost.begin((ids.device,)) if times else []
         load = load_of(ids, logits.shape[-1])
         load.entropies = entropies_of(module, logits)
         load.tokens = 0 if load.entropies is None else logits.shape[:-1].numel()
-        self._cost.timer.end(begun, times=times)
+        self._cost.end(begun, times=times)
         self._pending.append((LayerKey(label, ids.device, logits.shape[-1]), load))
         self._cost.spent(start, sampled=True)
 
@@ -259,10 +259,10 @@ class Routers(Inspection, ForwardObserver):
         tickets: list[Ticket] = []
         parts: list[tuple[SentLoad, ...]] = []
         for device, here in by_device.items():
-            begun = self._cost.timer.begin((device,))
+            begun = self._cost.begin((device,))
             vectors = ((load.counts, load.counts.new_zeros(1) if load.entropies is None else load.entropies) for _, load in here)
             ticket = self._transfer.send(torch.cat([vector for pair in vectors for vector in pair]))
-            self._cost.timer.end(begun)
+            self._cost.end(begun)
             if ticket is not None:
                 tickets.append(ticket)
                 parts.append(tuple(SentLoad(key.layer, key.experts, load.tokens) for key, load in here))

@@ -55,7 +55,7 @@ class WeightProbe(Inspection):
     """The inspection of the next few layers around a sampled step. Belongs to the training thread."""
 
     def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
-        self._optimizers, self._timer, self._mailbox = optimizers, cost.timer, mailbox
+        self._optimizers, self._cost, self._mailbox = optimizers, cost, mailbox
         self._transfer = HostTransfer(pressed=mailbox.press)
         self._turns = LayerTurns()
         self._tried: dict[tuple[int, str], bool] = {}  # parameters of other classes: whether they can be measured
@@ -65,15 +65,15 @@ class WeightProbe(Inspection):
     @torch.no_grad()
     def step_began(self, current: ArmedRound, optimizer: int) -> None:
         """Copy the parameters of the next layers that the optimizer owns."""
-        table, timer = current.table, self._timer
+        table, cost = current.table, self._cost
         owners = self._optimizers.owners(table, {optimizer})
         turns = self._turns.take(table, optimizer, owners)
         positions = [i for layer in turns if all(self._measurable(table, i) for i in layer) for i in layer]
         chosen = ((position, table.tracked[position].parameter()) for position in positions)
         copied = [(i, p, local(p)) for i, p in chosen if p is not None]
-        begun = timer.begin(dict.fromkeys(now.device for _, _, now in copied))
+        begun = cost.begin(dict.fromkeys(now.device for _, _, now in copied))
         self._copies[optimizer] = table, [(i, p, now.clone()) for i, p, now in copied]
-        timer.end(begun)
+        cost.end(begun)
 
     @torch.no_grad()
     def step_ended(self, current: ArmedRound, optimizer: int, left_out: torch.Tensor | None) -> None:
@@ -82,12 +82,12 @@ class WeightProbe(Inspection):
             return
         table, copies = self._copies.pop(optimizer)
         for device in dict.fromkeys(copy.device for _, _, copy in copies):
-            begun = self._timer.begin((device,))
+            begun = self._cost.begin((device,))
             here = [(i, local(parameter), copy) for i, parameter, copy in copies if copy.device == device]
             spread, rows = _measured(table, here)
             skipped = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
             ticket = self._transfer.send(torch.cat([*rows, *skipped]))
-            self._timer.end(begun)
+            self._cost.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
                 elements = np.array([copy.numel() for _, _, copy in here], dtype=np.int64)
