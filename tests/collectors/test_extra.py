@@ -10,9 +10,12 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, Info, Metric, Summary, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support import protobuf
 from tests.support.otlp_receiver import HttpReceiver
 from tests.support.tools import get
 from torch_grad_exporter import start_exporter
+from torch_grad_exporter.outputs.prometheus.negotiation import Format
+from torch_grad_exporter.outputs.prometheus.text import Renderer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -53,6 +56,19 @@ def test_all_kinds_are_served() -> None:
     assert {series: shown.get(series) for series in expected} == expected
     assert 'requests_total{run="extra",rank="0"} 5' in text
     assert "# HELP requests_total Requests.\n# TYPE requests_total counter\n" in text
+
+
+def test_none_says_since_when_it_counts() -> None:
+    """The exporter does not know since when the user's counters and histograms count, unlike its own."""
+    with start_exporter(MODEL, None, extra_registries=[registry()]) as exporter:
+        body = Renderer({}, start=1.0).render(exporter.collect(), Format.PROTOBUF)
+    known = {
+        message.name: getattr(message.metric[0], kind).HasField("created_timestamp")
+        for message in protobuf.families(body)
+        if (kind := protobuf.KINDS[message.type]) in ("counter", "histogram")
+    }
+    names = ("requests_total", "latency_seconds", "torch_grad_captures_total", "torch_train_step_duration_seconds")
+    assert [known[name] for name in names] == [False, False, True, True]
 
 
 def test_the_default_registry() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch_grad_exporter import start_exporter
 from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.metrics.exponential import SCALE
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.store.exponential import buckets
+from torch_grad_exporter.store.exponential import ExponentialRows, buckets
 
 MAPPING = LogarithmMapping(SCALE)
 NAMES = ("torch_grad_norm_distribution", "torch_grad_global_norm_distribution")
@@ -28,6 +30,33 @@ def test_buckets_are_those_of_opentelemetry(value: float) -> None:
     if found != MAPPING.map_to_index(value):
         border = 2 ** ((max(found, MAPPING.map_to_index(value))) / 2**SCALE)
         assert value == pytest.approx(border, rel=1e-13)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["enter", "add", "new", "drop", "read"]), st.integers(0, 9), st.floats(0, 1e12)), max_size=60
+    )
+)
+def test_rows_count_each_for_themselves(actions: list[tuple[str, int, float]]) -> None:
+    """However rows come, go and are added up between values, and however far these lie apart, each has its own counts."""
+    rows, reference = ExponentialRows(1), [Counter[int]()]
+    for action, number, value in actions:
+        row, keep = number % len(reference), list(range(len(reference)))
+        if action == "enter":
+            rows.enter(np.array([row, 0]), np.array([value, 1.0]))
+            reference[0][-1] += 1
+            if value > 0:
+                reference[row][int(buckets(np.array([value]))[0])] += 1
+        elif action == "add":
+            rows.add(row, to=-1)
+            reference[-1].update(dict(reference[row]))
+        elif action == "read":
+            assert list(rows.of([row])) == [dict(sorted(reference[row].items()))]
+        else:
+            keep = [-1, *keep] if action == "new" or len(keep) == 1 else [each for each in keep if each != row]
+            rows.arrange(np.array(keep))
+            reference = [Counter() if each < 0 else reference[each] for each in keep]
+    assert list(rows.of(range(len(reference)))) == [dict(sorted(each.items())) for each in reference]
 
 
 def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, observe: bool = False) -> None:

@@ -162,9 +162,10 @@ def test_exemplars_arrive_with_their_traces() -> None:
     first = Exemplar(0.0005, 1_700_000_001.5, bytes(range(1, 17)), bytes(range(8)))
     second = Exemplar(-0.0, 1_700_000_002.5, b"\xff" * 16, b"\xfe" * 8)
     plain = distribution({-8: 1}, {0: 2})
-    for options in ({}, EXPONENTIAL):
+    for options, form in (({}, "histogram"), (EXPONENTIAL, "exponential_histogram")):
         family = Family(SECONDS, plain.values, plain.labels, None, plain.sums, plain.exponential, ({0: first, 2: second}, {}))
         (metric,) = sent_metrics(family, **options)
+        assert metric.WhichOneof("data") == form
         item, other = (point.exemplars for point in points(metric))
         assert len(other) == 0
         assert [(e.as_double, e.time_unix_nano, e.trace_id, e.span_id) for e in item] == [
