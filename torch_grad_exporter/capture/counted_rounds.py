@@ -245,13 +245,6 @@ class CountedRounds:
         if not self._hooks.suspend(counting):
             self.settle()
 
-    def step_ends_it(self, optimizer: torch.optim.Optimizer) -> bool:
-        """End the counting at a step of an optimizer; return whether that step was counted."""
-        counting = self.counting
-        mine = counting is not None and optimizer is counting.optimizer()
-        self.settle(after_step=mine)
-        return mine
-
     def settle(self, *, after_step: bool = False, over: bool = False) -> None:
         """End the counting and leave everything as if each round had been followed by itself; idempotent.
 

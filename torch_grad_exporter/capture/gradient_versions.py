@@ -215,10 +215,6 @@ class GradientProbes:
         values = [-1 if p is None else version_of_local(p) for p in parameters_of(firsts)]
         self._last = GradientVersions.of(firsts), values, zero
 
-    @property
-    def _after_backward(self) -> GradientVersions:
-        return self._last[0]
-
     def present(self, model: int | None = None) -> Iterator[tuple[TrackedParameter, torch.Tensor]]:
         """Return the probes, of one model only, that are trained and have a gradient; and that."""
         probes = self.all() if model is None else self._probes.get(model, [])
@@ -228,7 +224,7 @@ class GradientProbes:
 
     def gone(self) -> bool:
         """Return whether a gradient of the last backward is gone."""
-        return any(p is not None and p.grad is None for p in parameters_of(self._after_backward.tracked))
+        return any(p is not None and p.grad is None for p in parameters_of(self._last[0].tracked))
 
     def cleared(self) -> bool:
         """Return whether gradients of the last backward may have been thrown away."""
@@ -252,7 +248,7 @@ class GradientProbes:
 
     def untouched(self) -> bool:
         """Return whether the gradients are those of the last backward, as far as the probes show."""
-        return bool(self._after_backward.tracked) and self._after_backward.unchanged()
+        return bool(self._last[0].tracked) and self._last[0].unchanged()
 
     def written_between_steps(self, table: ParameterTable) -> bool:
         """Return whether gradients were written since this was last asked, at a step; the first answer is that they were."""

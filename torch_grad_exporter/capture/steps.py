@@ -299,7 +299,10 @@ class StepHooks:
 
     def _counting_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Rounds are no longer only counted: after a step that was counted, or that of another optimizer."""
-        if not self._counted.step_ends_it(optimizer):
+        counting = self._counted.counting
+        counted = counting is not None and optimizer is counting.optimizer()
+        self._counted.settle(after_step=counted)
+        if not counted:
             # No hook announced the step, so that its beginning was not seen.
             self.began(optimizer, (), {}, over=True)
             self.ended(optimizer, (), {})
