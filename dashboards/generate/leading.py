@@ -37,22 +37,24 @@ def _logits() -> Panel:
     return _largest("Largest attention logit", text, "short", "torch_attention_max_logit", "attention")
 
 
-def _lowest(title: str, text: str, unit: str, value: str, option: str) -> Panel:
-    """Return the 20 layers with the lowest values."""
-    nothing, query = f"Needs start_exporter({option}=True)", Query(f"bottomk(20, {value})", BY)
+def _lowest(title: str, text: str, unit: str, metric: str, option: str, *, over: str = "") -> Panel:
+    """Return the 20 layers with the lowest values of a gauge in the time range, over another gauge where one is given."""
+    per = f" / {over}" if over else ""
+    lowest = f"min by (run, layer) (min_over_time({metric}[$__range] @ end()){per})"
+    lines = f"min by (run, layer) ({metric}{per}) and on (run, layer) bottomk(20, {lowest})"
+    nothing, query = f"Needs start_exporter({option}=True)", Query(lines, BY)
     return draw.lines(title, f"{text} With start_exporter({option}=True).", unit, query, nothing=nothing, many=True).min(0)
 
 
 def _entropy() -> Panel:
     text = "Mean entropy of a layer's attention in nats, the 20 lowest: 0 where each query attends to one key."
-    entropy = f"min by (run, layer) ({of_run('torch_attention_entropy')})"
-    return _lowest("Entropy of attention", text, "short", entropy, "attention")
+    return _lowest("Entropy of attention", text, "short", of_run("torch_attention_entropy"), "attention")
 
 
 def _experts() -> Panel:
     text = "How many experts would share a layer's tokens as evenly, of all that there are, the 20 lowest. 1 is an even load."
-    share = f"min by (run, layer) ({of_run('torch_moe_effective_experts')} / {of_run('torch_moe_experts')})"
-    return _lowest("Experts in use", text, "percentunit", share, "routers").max(1)
+    experts, effective = of_run("torch_moe_experts"), of_run("torch_moe_effective_experts")
+    return _lowest("Experts in use", text, "percentunit", effective, "routers", over=experts).max(1)
 
 
 def _replicas() -> Panel:

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 
-from dashboards.generate.queries import NOTHING, buckets, observed, or_nothing
+from dashboards.generate.queries import NO_RUNS, NOTHING, buckets, observed, or_nothing
 
 Named = tuple[str, str]
 """A word and a colour for a value."""
@@ -238,7 +238,8 @@ def timeline(
     panel = about(statetimeline.Panel(), title, description, "short", NO_RUN)
     # Grafana draws no sentence for a timeline without series, but an error.
     filled = Query(or_nothing(query.expression, query.legend, nothing, unless=ever), query.legend)
-    panel = asking(panel, [filled]).mappings([names({**texts, NOTHING: ("None", "green")})])
+    empty = {NOTHING: ("None", "green"), NO_RUNS: ("No run", "text")}
+    panel = asking(panel, [filled]).mappings([names({**texts, **empty})])
     panel.legend(build.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.LIST).placement(
         common.LegendPlacement.BOTTOM))  # fmt: skip
     panel.show_value(common.VisibilityMode.NEVER).merge_values(True).row_height(0.85).per_page(10).fill_opacity(80)

@@ -19,6 +19,9 @@ RECENTLY = "1h"
 NOTHING = -1
 """The value of a row that says that there is none."""
 
+NO_RUNS = -2
+"""The value of a row that says that there is no run."""
+
 
 def equal(label: str, value: str) -> str:
     """A matcher for one value of a label."""
@@ -158,9 +161,10 @@ def recorded(name: str, *matchers: str) -> str:
 
 
 def last_recorded(name: str, *matchers: str) -> str:
-    """As `recorded`, or the last value within the hour."""
-    runs = f"last_over_time({of_run('torch_train_world_size')}[{RECENTLY}])"
-    return f"(last_over_time({record(name, *matchers)}[{RECENTLY}]) and on (run) {runs})"
+    """As `recorded`, or of a run that has ended within the hour the last value."""
+    now, runs = record(name, *matchers), of_run("torch_train_world_size")
+    last = f"({now} or last_over_time({now}[{RECENTLY}]) unless on (run) {runs})"
+    return f"({last} and on (run) last_over_time({runs}[{RECENTLY}]))"
 
 
 def with_host(selector: str) -> str:
@@ -199,6 +203,12 @@ def quantile(share: float, selector: str, by: str) -> str:
     return f"histogram_quantile({share}, sum by ({by}, le) ({rate(selector)}))"
 
 
+def at_most(value: str, limit: str) -> str:
+    """A value of each run, or its limit where that is lower. NaN stays away."""
+    lower = f"{limit} and on (run) {value} >= on (run) {limit}"
+    return f"{value} < on (run) {limit} or {lower} or {value} unless on (run) {limit}"
+
+
 def share_clipped(counter: str) -> str:
     """The share of all steps that each policy clipped, or would have clipped, by such a counter."""
     steps = f"max by (run) (sum by (run, rank) ({rate(of_run('torch_train_steps_total'))}))"
@@ -217,14 +227,33 @@ def or_nothing(expression: str, legend: str, text: str, value: int = NOTHING, un
 
     `unless`: of what there is none in the whole time range, where single moments without it are usual.
     """
+    runs = of_run("torch_train_world_size")
+    there = f"{value} * group({runs})" + (f" unless on () ({unless})" if unless else "")
+    none = f"vector({min(value, NO_RUNS)}) unless on () group({ever(runs)})"
+    return f"{expression} or on () {_said(there, legend, text)} or on () {_said(none, legend, 'No run in this time range')}"
+
+
+def or_nothing_now(expression: str, legend: str, text: str) -> str:
+    """As `or_nothing`, of the runs of the last hour: what an instant query answers."""
+    runs = f"last_over_time({of_run('torch_train_world_size')}[{RECENTLY}])"
+    there, none = f"{NOTHING} * group({runs})", f"vector({NO_RUNS}) unless on () group({runs})"
+    return f"{expression} or on () {_said(there, legend, text)} or on () {_said(none, legend, 'No run within the last hour')}"
+
+
+def _said(expression: str, legend: str, text: str) -> str:
+    """The series with a sentence as the first label of the legend."""
     label = legend.partition("{{")[2].partition("}}")[0]
-    there = f"{value} * group({of_run('torch_train_world_size')})" + (f" unless on () ({unless})" if unless else "")
-    return f'{expression} or on () label_replace({there}, "{label}", "{text}", "", "")'
+    return f'label_replace({expression}, "{label}", "{text}", "", "")'
 
 
 def ever(*selectors: str) -> str:
     """The series that there were at any moment of the time range."""
     return " or ".join(f"last_over_time({selector}[$__range] @ end())" for selector in selectors)
+
+
+def of_few(expression: str, most: int) -> str:
+    """The same where this many runs at most are chosen: more would be a tangle."""
+    return f"({expression}) and on () count(count by (run) ({ever(of_run('torch_train_world_size'))})) <= {most}"
 
 
 def firing(*matchers: str, state: str = "firing") -> str:
@@ -264,7 +293,7 @@ def layer_norm() -> str:
 def last_layer_norm() -> str:
     """As `layer_norm`, or the last values within the hour."""
     exact = last_known(of_run("torch_grad_norm"), "run, layer")
-    rule, parts = last_recorded("run_layer:torch_grad_norm:rms5m"), f"last_over_time({of_run('torch_grad_shard_norm')}[{RECENTLY}])"
+    rule, parts = last_recorded("run_layer:torch_grad_norm:rms5m"), last_known(of_run("torch_grad_shard_norm"), "run, layer")
     return f"({exact} or {highest(rule, 'run, layer')} and on (run, layer) {parts})"
 
 

@@ -82,14 +82,18 @@ def _waiting_for_streams() -> Panel:
 
 
 def _retries() -> Panel:
-    text = "Allocations in each interval that only succeeded after a flush of the cache, or that failed. Investigate any of them."
+    text = (
+        "Allocations in each interval that only succeeded after a flush of the cache, as bars, and those that failed, as red "
+        "points. Investigate any of them."
+    )
     panel = draw.lines(
         "Allocation retries and out of memory", text, "short",
         Query(with_host(counted(of_rank("torch_cuda_alloc_retries_total"))), f"{DEVICE} retries"),
-        Query(with_host(counted(of_rank("torch_cuda_ooms_total"))), f"{DEVICE} out of memory"),
+        Query(f"{with_host(counted(of_rank('torch_cuda_ooms_total')))} > 0", f"{DEVICE} out of memory"),
         nothing=NO_CUDA, many=True,
     )  # fmt: skip
-    return draw.bars(panel).override_by_query("B", [draw.setting("color", {"mode": "fixed", "fixedColor": "red"})])
+    point = {"custom.drawStyle": "points", "custom.pointSize": 12, "color": {"mode": "fixed", "fixedColor": "red"}}
+    return draw.bars(panel).override_by_query("B", [draw.setting(name, value) for name, value in point.items()])
 
 
 def _gpu(title: str, text: str, unit: str, name: str) -> Panel:

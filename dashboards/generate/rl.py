@@ -29,7 +29,7 @@ def _alerts() -> Panel:
     )
     nothing = "No alert, or no alert rules"
     query = Query(f"max by (run, alertname) ({states})", "{{alertname}} {{run}}")
-    return draw.timeline("Alerts about the policy", text, query, STATES, nothing).per_page(6).data_links([OVERVIEW])
+    return draw.timeline("Alerts about the policy", text, query, STATES, nothing).per_page(5).data_links([OVERVIEW])
 
 
 def _gauge(name: str) -> str:

@@ -11,10 +11,11 @@ from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from dashboards.generate.panels import NO_RUN, SCIENTIFIC, Named, Query, about, asking, names, setting, steps
-from dashboards.generate.queries import NOTHING, or_nothing
+from dashboards.generate.queries import NO_RUNS, NOTHING, or_nothing_now
 
 # The columns of what the first query answers, which is asked whether there is anything.
 FIRST_VALUES = frozenset({"Value", "Value #A"})
+NO_VALUE: Mapping[int, Named] = {NOTHING: ("-", "text"), NO_RUNS: ("-", "text")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def rows(
     panel = about(table.Panel(), title, description, "short", NO_RUN)
     # Grafana 12's table draws no sentence where it has no rows.
     place = next(column.field for column in columns if column.width is None and not column.field.startswith("Value"))
-    first = Query(or_nothing(queries[0].expression, f"{{{{{place}}}}}", nothing))
+    first = Query(or_nothing_now(queries[0].expression, f"{{{{{place}}}}}", nothing))
     queries = [first, *queries[1:]]
     if len(queries) > 1:
         panel.with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))
@@ -84,7 +85,7 @@ def _arranged(columns: Sequence[Column]) -> dashboard.DataTransformerConfig:
 def _properties(column: Column) -> list[dashboard.DynamicConfigValue]:
     found: dict[str, object] = {"unit": column.unit}
     if column.field in FIRST_VALUES:
-        found["mappings"] = [names({NOTHING: ("-", "text")})]
+        found["mappings"] = [names(NO_VALUE)]
     if column.width is not None:
         found["custom.width"] = column.width
     if column.decimals is not None or column.unit == SCIENTIFIC:
@@ -95,7 +96,7 @@ def _properties(column: Column) -> list[dashboard.DynamicConfigValue]:
         colors = steps(("blue", None), *([("orange", column.orange)] if column.orange is not None else []))
         found |= {"color": {"mode": "thresholds"}, "thresholds": colors.build()}
     if column.texts:
-        found["mappings"] = [names({**column.texts, NOTHING: ("-", "text")})]
+        found["mappings"] = [names({**column.texts, **NO_VALUE})]
         found["custom.cellOptions"] = common.TableColorTextCellOptions()
     if column.link:
         found["links"] = [{"title": "Look closer", "url": column.link}]

@@ -8,7 +8,7 @@ from dashboards.generate import logged
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
-from dashboards.generate.health import STATES, banner, state
+from dashboards.generate.health import NAMED, STATES, banner, state
 from dashboards.generate.panels import CLICKED, SCIENTIFIC, Panel, Query, link, steps, url
 from dashboards.generate.queries import counted, highest, of_rank, of_run, rate
 from dashboards.generate.tables import Column, rows
@@ -110,13 +110,15 @@ def norm() -> Panel:
         "L2 norm over all parameters at the last sampled step, before clipping and as the optimizer saw it. For "
         "sharded gradients without observe(grad_norm=...) it is the root mean square of 5 minutes, from the "
         "recording rules. Largest: the largest norm of a single layer in the samples of the last 60 s, which also shows what was "
-        "between two scrapes."
+        f"between two scrapes. Of more than {NAMED} runs only one line each: the largest, or the norm where no layer's is known."
     )
+    recent, norms = of_run("torch_grad_norm_recent_max"), ask.global_norm()
+    after = highest(of_run("torch_grad_global_norm_after_clip"), "run, optimizer")
     panel = draw.lines(
         "Gradient norm before and after clipping", text, SCIENTIFIC,
-        Query(ask.global_norm(), "{{run}} {{optimizer}} before"),
-        Query(highest(of_run("torch_grad_global_norm_after_clip"), "run, optimizer"), "{{run}} {{optimizer}} after"),
-        Query(highest(of_run("torch_grad_norm_recent_max"), "run"), "{{run}} largest layer of 60 s"),
+        Query(f"{ask.of_few(norms, NAMED)} or {norms} unless on (run) {recent}", "{{run}} {{optimizer}} before"),
+        Query(ask.of_few(after, NAMED), "{{run}} {{optimizer}} after"),
+        Query(highest(recent, "run"), "{{run}} largest layer of 60 s"),
         nothing="No gradient was sampled in this time range",
     )  # fmt: skip
     between = [draw.setting("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})]
@@ -155,11 +157,12 @@ def _step_time() -> Panel:
         "longest of the last 128."
     )
     # A quantile lies somewhere in its bucket, which may reach further than the longest step.
-    most, longest = ask.quantile(0.99, bucket, "run"), highest(of_rank("torch_train_slowest_step_seconds"), "run")
+    longest = highest(of_rank("torch_train_slowest_step_seconds"), "run")
+    median, most = (ask.at_most(ask.quantile(share, bucket, "run"), longest) for share in (0.5, 0.99))
     panel = draw.lines(
         "Step time", text, "s",
-        Query(ask.quantile(0.5, bucket, "run"), "{{run}} median"),
-        Query(f"{most} < on (run) {longest} or {longest} and on (run) {most} or {most}", "{{run}} 99 %"),
+        Query(median, "{{run}} median"),
+        Query(most, "{{run}} 99 %"),
         Query(longest, "{{run}} longest"),
         nothing="No two steps in this time range",
     )  # fmt: skip

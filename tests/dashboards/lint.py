@@ -170,12 +170,17 @@ def _subtracted(above: Sequence[Node]) -> bool:
 
 
 def counts(board: Json) -> Found:
-    """No rounded increase is shown as a count, but of a counter that began again: an increase is extrapolated."""
+    """No increase is shown as a count of events, but of a counter that began again: an increase is extrapolated.
+
+    A ratio of two, seconds, and the colour of a bucket may be extrapolated.
+    """
     for query in queries(board):
-        for node, above in query.nodes():
-            rounded = isinstance(node, Call) and node.func.name == "increase" and "round" in _calls(above)
-            if rounded and not any(isinstance(over, BinaryExpr) and str(over.op) == "or" for over in above):
-                yield f"{_title(query)}: an extrapolated count"
+        for node, above in query.selectors():
+            if "increase" not in _calls(above) or _chooses(node, above) or re.search("_seconds_total|_bucket$", node.name):
+                continue
+            operations = {str(over.op) for over in above if isinstance(over, BinaryExpr)}
+            if not ("/" in operations or ("round" in _calls(above) and "or" in operations)):
+                yield f"{_title(query)}: {node.name} as an extrapolated count"
 
 
 def totals(board: Json) -> Found:
@@ -336,9 +341,83 @@ def schemes(board: Json) -> Found:
             yield f"{panel['title']}: colours {scheme}"
 
 
+def labels(board: Json) -> Found:
+    """A stat panel names its numbers in 12 px: Grafana shrinks names to 1 px where they are many."""
+    for panel in each_panel(board):
+        if panel["type"] == "stat" and panel["options"].get("text", {}).get("titleSize", 0) < 12:  # type: ignore[index]
+            yield f"{panel['title']}: names of any size"
+
+
+def legends(board: Json) -> Found:
+    """A legend has the last value beside a name, or none: a second column leaves names no room."""
+    for panel in each_panel(board):
+        if panel["options"].get("legend", {}).get("calcs", []) not in ([], ["lastNotNull"]):  # type: ignore[union-attr]
+            yield f"{panel['title']}: a legend with more than the last value"
+
+
+def pages(board: Json) -> Found:
+    """A row of a timeline has 14 px, after title, time axis and legend: labels of thinner ones lie over each other."""
+    for panel in each_panel(board):
+        if panel["type"] == "state-timeline":
+            room = 38 * panel["gridPos"]["h"] - 8 - 110  # type: ignore[index]
+            if room < 14 * panel["options"].get("perPage", 20):  # type: ignore[union-attr]
+                yield f"{panel['title']}: {panel['options'].get('perPage')} rows to a page"  # type: ignore[union-attr]
+
+
+def marks(board: Json) -> Found:
+    """Ends and critical alerts are marked from the start: some versions of Grafana cannot enable a mark later."""
+    found = {note["name"]: note for note in board["annotations"]["list"]}
+    for name in ("Alerts begin", "Runs end"):
+        if not found.get(name, {}).get("enable"):
+            yield f"{name}: off at first"
+    if 'severity="critical"' not in found["Alerts begin"]["expr"]:
+        yield "Alerts begin: a mark for each warning"
+
+
+def gone(board: Json) -> Found:
+    """The last value of a layer within the hour is that of a run that is gone, not of a layer that pauses."""
+    hour = promql_parser.parse("x[1h]").range
+    for query in queries(board):
+        for node, above in query.selectors():
+            if "layer" not in KNOWN.get(node.name, ()) or not _within(above, "last_over_time", hour) or _chooses(node, above):
+                continue
+            excluded = [_names(over.rhs) for over in above if isinstance(over, BinaryExpr) and str(over.op) == "unless"]
+            if ["torch_train_world_size"] not in excluded:
+                yield f"{_title(query)}: {node.name} of the last hour, though its run goes on"
+
+
+def _within(above: Sequence[Node], name: str, window: Any) -> bool:  # noqa: ANN401 - promql_parser's
+    matrix = next((node for node in above if isinstance(node, MatrixSelector)), None)
+    return matrix is not None and matrix.range == window and name in _calls(above)
+
+
+def _names(tree: Node) -> list[str]:
+    return [node.name for node, _ in _walk(tree, ()) if isinstance(node, VectorSelector)]
+
+
+def steady(board: Json) -> Found:
+    """A graph of the largest few series has the same few over all of its range, not others at each moment."""
+    for query in queries(board):
+        for node, _ in query.nodes():
+            over_time = query.panel.get("type") in {"timeseries", "heatmap", "state-timeline"}
+            chooses = isinstance(node, AggregateExpr) and str(node.op) in {"topk", "bottomk"}
+            if over_time and chooses and node.modifier is None and "@ end()" not in node.expr.prettify():
+                yield f"{_title(query)}: {node.op} of each moment"
+
+
+def quantiles(board: Json) -> Found:
+    """A line of a quantile of times is held against the longest: a quantile lies anywhere in its bucket, above all values too."""
+    for query in queries(board):
+        for node, above in query.nodes():
+            drawn = isinstance(node, Call) and node.func.name == "histogram_quantile" and query.panel.get("type") == "timeseries"
+            operations = [over for over in above if isinstance(over, BinaryExpr) and str(over.op) in CHOOSES]
+            if drawn and not any("torch_train_slowest_step_seconds" in _names(over) for over in operations):
+                yield f"{_title(query)}: a quantile that may lie above the longest"
+
+
 RULES: tuple[Callable[[Json], Found], ...] = (
     metrics, choices, rate_interval, kinds, counts, totals, nan, datasource, variables, units, places, tables, thresholds, links,
-    empty, narrow, schemes, repeats,
+    empty, narrow, schemes, repeats, labels, legends, pages, marks, gone, quantiles, steady,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.fake_nvml import FakeGpu
-from tests.support.made_hardware import installed
+from tests.support.made_hardware import Hardware, installed
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import AGC, Freeze, Log, MaxNorm, Rollback
 from torch_grad_exporter.collectors import REGISTRY
@@ -191,15 +191,16 @@ def on_a_fake_gpu(folder: str) -> None:
     model, scaler = Net(), torch.amp.GradScaler("cpu")
     options = usual(folder, GPU_RUN) | {"every": "auto", "overhead_budget": 0.9}
     with installed() as hardware:
-        threading.Thread(target=heat, args=(hardware.gpu,), daemon=True).start()
+        threading.Thread(target=strain, args=(hardware,), daemon=True).start()
         train(model, start_exporter(model, 0, grad_scaler=scaler, **options), scaler)
 
 
-def heat(gpu: FakeGpu) -> None:
-    """Throttle the GPU for a twentieth of the time, for each reason."""
+def strain(hardware: Hardware) -> None:
+    """Throttle the GPU for a twentieth of the time, for each reason, and let an allocation fail now and then."""
     while True:
         time.sleep(0.2)
-        gpu.nanoseconds = {policy: held + 10_000_000 for policy, held in gpu.nanoseconds.items()}
+        hardware.gpu.nanoseconds = {policy: held + 10_000_000 for policy, held in hardware.gpu.nanoseconds.items()}
+        hardware.memory = replace(hardware.memory, ooms=int(time.monotonic()))
 
 
 CONTEXT = mp.get_context("forkserver")

@@ -23,8 +23,11 @@ Json = dict[str, Any]
 
 CONFIGURATION = "global: {scrape_interval: 1h}\n"
 SCRAPES = 30
-SEVERAL, ONCE, NEVER = "several", "once", "never"
-"""A run scraped each second for half a minute, a run scraped once, and an unknown run; on a CPU, with one rank and no rules."""
+SEVERAL, ONCE, ENDED, NEVER = "several", "once", "ended", "never"
+"""A run scraped each second for half a minute, a run scraped once, one whose target is gone, and an unknown run.
+
+All on a CPU, with one rank and no rules.
+"""
 PANELS = [(board["title"], panel) for board in dashboards().values() for panel in each_panel(board)]
 
 
@@ -72,6 +75,8 @@ def scrapes() -> Iterator[str]:
             exporter.observe(loss=float(loss.detach()))
             if number in {0, SCRAPES - 1}:
                 yield from one_scrape(ONCE if number == 0 else SEVERAL, values(exporter), last)
+            if number == SCRAPES - 1:
+                yield from one_scrape(ENDED, values(exporter), last - 600.0)
             if number == SCRAPES - 2:  # what the processors do is known once some time has passed
                 assert eventually(lambda: key("torch_host_cpu_ratio") in values(exporter))
             if number < SCRAPES - 1:
@@ -86,18 +91,24 @@ def one_scrape(run: str, found: dict[Key, float], at: float) -> Iterator[str]:
         yield f"{name}{{{written}}} {value} {at:.3f}"
 
 
+def answer(prometheus: Prometheus, target: Json, run: str = ALL) -> list[tuple[dict[str, str], list[float]]]:
+    """Return the series of a query, of the last minute or of now."""
+    asked = interpolated(target["expr"], EVERYTHING | {"run": run}, "4s", span="60s")
+    if target.get("instant"):
+        return [(labels, [float(value)]) for labels, value in prometheus.query(asked)]
+    return [(labels, [float(value) for _, value in values]) for labels, values in prometheus.series(asked, 60.0)]
+
+
 def shown(prometheus: Prometheus, panel: Json, run: str = ALL) -> list[float]:
     """Return all numbers of a panel, of the last minute or of now."""
-    found = []
-    for target in panel["targets"]:
-        chosen = EVERYTHING | {"run": run}
-        asked = interpolated(target["expr"], chosen, "4s", span="60s")
-        if target.get("instant"):
-            answer = [(labels, [float(value)]) for labels, value in prometheus.query(asked)]
-        else:
-            answer = [(labels, [float(value) for _, value in values]) for labels, values in prometheus.series(asked, 60.0)]
-        found += [value for labels, values in answer if not is_sentence(labels, values) for value in values]
-    return found
+    found = [series for target in panel["targets"] for series in answer(prometheus, target, run)]
+    return [value for labels, values in found if not is_sentence(labels, values) for value in values]
+
+
+def sentences(prometheus: Prometheus, panel: Json, run: str = ALL) -> set[str]:
+    """Return the sentences of a panel's rows."""
+    found = answer(prometheus, panel["targets"][0], run)
+    return {text for labels, values in found if is_sentence(labels, values) for text in labels.values()}
 
 
 def test_nothing_is_shown_of_nothing(nothing: Prometheus) -> None:
@@ -109,6 +120,23 @@ def test_an_unknown_run_shows_nothing(prometheus: Prometheus) -> None:
     """A run without series shows nothing, beside others too."""
     of_runs = [panel for _, panel in PANELS if any("$run" in target["expr"] for target in panel["targets"])]
     assert [panel["title"] for panel in of_runs if shown(prometheus, panel, NEVER)] == []
+
+
+ROWS = [panel for _, panel in PANELS if panel["type"] in {"table", "state-timeline", "heatmap"}]
+"""Panels for which Grafana 12 draws an error or bare headers where they have no series."""
+
+
+def test_rows_are_never_missing(prometheus: Prometheus, nothing: Prometheus) -> None:
+    """A table, timeline or heatmap has a row: data or a sentence about them, of no run that there is none."""
+    for panel in ROWS:
+        none = "No run within the last hour" if panel["type"] == "table" else "No run in this time range"
+        assert sentences(nothing, panel) == sentences(prometheus, panel, NEVER) == {none}, panel["title"]
+        for run in (SEVERAL, ONCE):
+            assert shown(prometheus, panel, run) or sentences(prometheus, panel, run) == {sentence(panel)}, panel["title"]
+        ended = sentences(prometheus, panel, ENDED)
+        assert ended == ({sentence(panel)} if panel["type"] == "table" else {none}) or shown(prometheus, panel, ENDED), panel[
+            "title"
+        ]
 
 
 KNOWN_ZEROS = {"Stalled for", "Bad layers", "Longest without activity"}

@@ -202,3 +202,72 @@ def test_layers_without_a_number_are_drawn(tmp_path: Path) -> None:
         for title, layers in shown.items()
     }
     check(tmp_path, series, expected, "0s")
+
+
+@pytest.mark.server
+def test_no_quantile_is_above_the_longest_step(tmp_path: Path) -> None:
+    """Steps of 1.05 s are not 1.75 s, the middle of their bucket, and a run that stands still has no quantile."""
+    series = []
+    for run, growth, longest in (("short", 60, "1.05"), ("long", 60, "2.5"), ("still", 0, "1.05"), ("unknown", 60, None)):
+        own = f'job="t", run="{run}", rank="0"'
+        for bound, count in (("1", 0), ("2.5", growth), ("+Inf", growth)):
+            name = f'torch_train_step_duration_seconds_bucket{{{own}, le="{bound}"}}'
+            series.append({"series": name, "values": f"0+{count}x9"})
+        if longest is not None:
+            series.append({"series": f"torch_train_slowest_step_seconds{{{own}}}", "values": f"{longest}x9"})
+    expected = {}
+    for ref, inside in (("A", 1.75), ("B", 2.485)):
+        (query,) = (query for query in QUERIES if (query.panel, query.ref) == ("Step time", ref))
+        asked = interpolated(query.expr, EVERYTHING, "4m")
+        expected[asked] = {'{run="short"}': 1.05, '{run="long"}': inside, '{run="unknown"}': inside}
+    check(tmp_path, series, expected, "8m")
+
+
+@pytest.mark.server
+def test_a_layer_that_pauses_is_not_listed(tmp_path: Path) -> None:
+    """A table lists the last values of an ended run for an hour, and none of a layer whose run goes on without it."""
+    gauges = {"norm": 3.0, "norm_zscore": -7.0, "zero_units_ratio": 0.5, "dead_ratio": 0.25, "zero_ratio": 0.75}
+    names = {f"torch_grad_{name}": value for name, value in gauges.items()}
+    names |= {f"run_layer:torch_grad_{name}:mean": gauges[name] for name in ("zero_units_ratio", "dead_ratio")}
+    names |= {"run_layer:torch_grad_norm:rms5m": 4.0, "torch_grad_shard_norm": 2.0}
+    series = []
+    for run, last in (("ends", 2), ("goes-on", 20)):
+        own = f'job="t", run="{run}", rank="0"'
+        series.append({"series": f"torch_train_world_size{{{own}}}", "values": f"1x{last}"})
+        for name, value in names.items():
+            labels = f'run="{run}", layer="l"' + ("" if ":" in name else ', job="t", rank="0"')
+            series.append({"series": f"{name}{{{labels}}}", "values": f"{value}x2"})
+    shown = {("Largest norms", "A"): 3.0, ("Furthest from their own baseline", "A"): 7.0}
+    shown |= {("Zero and dead units", ref): value for ref, value in (("A", 0.5), ("B", 0.25), ("C", 0.75))}
+    expected = {
+        interpolated(query.expr, EVERYTHING, "4m"): {'{layer="l", run="ends"}': shown[query.panel, query.ref]}
+        for query in QUERIES
+        if (query.panel, query.ref) in shown
+    }
+    assert len(expected) == len(shown)
+    check(tmp_path, series, expected, "15m")
+
+
+@pytest.mark.server
+def test_many_runs_have_a_line_each(tmp_path: Path) -> None:
+    """Of more than four runs the panel of norms has the largest layer, or the norm where no layer's is known."""
+    refs = {
+        query.ref: query.expr for query in QUERIES if query.panel.startswith("Gradient norm") and query.dashboard.startswith("T")
+    }
+    norms = {"global_norm": 1.0, "global_norm_after_clip": 0.5, "norm_recent_max": 2.0}
+    for number in (4, 5):
+        runs = "abcde"[:number]
+        series = []
+        for run in runs:
+            own = f'job="t", run="{run}", rank="0"'
+            series.append({"series": f"torch_train_world_size{{{own}}}", "values": "1"})
+            for name, value in norms.items():
+                if run != "a" or name != "norm_recent_max":
+                    series.append({"series": f"torch_grad_{name}{{{own}}}", "values": str(value)})
+        few = number == 4
+        expected = {
+            interpolated(refs["A"], EVERYTHING, "4m"): {f'{{run="{run}"}}': 1.0 for run in (runs if few else "a")},
+            interpolated(refs["B"], EVERYTHING, "4m"): {f'{{run="{run}"}}': 0.5 for run in (runs if few else "")},
+            interpolated(refs["C"], EVERYTHING, "4m"): {f'{{run="{run}"}}': 2.0 for run in runs if run != "a"},
+        }
+        check(tmp_path, series, expected, "0s")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dashboards.generate.panels import UNDRAWN
-from dashboards.generate.queries import NOTHING
+from dashboards.generate.queries import NO_RUNS, NOTHING
 from dashboards.generate.reading import ALL, EVERYTHING, FOLDER, PanelQuery, dashboards, each_panel, interpolated, panels
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
 
 def is_sentence(labels: Mapping[str, str], values: Iterable[float]) -> bool:
     """Return whether a series is the row by which a query says that there is none."""
-    return set(values) <= {NOTHING, UNDRAWN} and ("run" not in labels or " " in labels["run"])
+    return set(values) <= {NOTHING, NO_RUNS, UNDRAWN} and ("run" not in labels or " " in labels["run"])
 
 
 def sentence(panel: Mapping[str, Any]) -> str:
     """Return what a panel says when it is empty: by a row of its first query, else by a text in its middle."""
-    row = re.search(r'label_replace\(-\d+ \* group\(.*\), "\w+", "(.+?)", "", ""\)', panel["targets"][0]["expr"])
+    row = re.search(r'label_replace\(-\d+ \* group\(.*?\), "\w+", "(.+?)", "", ""\)', panel["targets"][0]["expr"])
     return row[1] if row else str(panel["fieldConfig"]["defaults"].get("noValue", ""))
