@@ -8,6 +8,7 @@ from torch_grad_exporter import version
 from torch_grad_exporter.cli import demo
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli.faults import KINDS, Injection
+from torch_grad_exporter.collectors import REGISTRY
 
 
 def test_demo_arguments_reach_the_options() -> None:
@@ -69,11 +70,31 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_explains_every_injection(capsys: pytest.CaptureFixture[str]) -> None:
-    """`demo --help` explains each kind of `--inject`."""
+    """`demo --help-all` explains each kind of `--inject`, and lists each collector."""
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["demo", "--help"])
+        cli.main(["demo", "--help-all"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     for name, kind in KINDS.items():
         assert f"  {name} " in text
         assert kind.watch in text
+    assert all(f"--no-collector.{name}" in text for name in REGISTRY.names)
+
+
+@pytest.mark.parametrize("command", ["", "run", "check", "demo", "plot", "assets"])
+def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The help of each command has at most 40 lines on a screen of 80 columns, and says how to see the rest."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*filter(None, [command]), "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert sum(max(1, -(-len(line) // 80)) for line in text.splitlines()) <= 40
+    assert ("--help-all" in text) == (command in ("run", "demo"))
+
+
+def test_a_misspelt_option_that_help_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that only `--help-all` shows is still suggested."""
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--no-collector.gup"])
+    assert "did you mean --no-collector.gpu" in capsys.readouterr().err

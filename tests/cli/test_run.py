@@ -95,9 +95,9 @@ def test_unrunnable_scripts_are_refused(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """`run --help` lists every option with its default."""
+    """`run --help-all` lists every option with its default."""
     with pytest.raises(SystemExit):
-        main(["run", "--help"])
+        main(["run", "--help-all"])
     shown = capsys.readouterr().out
     assert all(f"--{one.name.replace('_', '-')} " in shown for one in run.OFFERED)
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""The command `check`: the verdict on a run, for a gate in CI, as a table and as JUnit's XML."""
+"""The command `check`: the verdict on a run, for a gate in CI, as a table, as JSON and as JUnit's XML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import write_output
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import limit
-from torch_grad_exporter.gate.rows import RunVerdict, junit, table
+from torch_grad_exporter.gate.rows import RunVerdict, as_json, junit, table
 from torch_grad_exporter.gate.verdict import FAIL_ON, Terms, check_tolerance, verdict
 from torch_grad_exporter.outputs.live.fetch import loaded
 
@@ -37,6 +37,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     for kind, text in (("max", "highest value at the end"), ("min", "lowest value at the end"), ("peak", "highest value ever")):
         add(f"--{kind}", action="append", default=[], metavar="METRIC=VALUE",
             help=f"{text} of a gauge or counter, such as {example}; may be given several times")  # fmt: skip
+    add("--json", action="store_true", help="print the verdict as JSON, see docs/json-api.md")
     add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit's XML, too")
     add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
     parser.set_defaults(run=run)
@@ -78,8 +79,10 @@ def run(values: argparse.Namespace) -> int:
             write_output(values.junit, junit(verdicts))
         except OSError as error:
             raise UserError(f"cannot write {values.junit}: {error}") from None
+    if values.json:
+        show(as_json(verdicts))
     for judged in verdicts:
-        if judged.about:
+        if judged.about and not values.json:
             show(table(judged))
     if errors:
         raise UserError("; ".join(dict.fromkeys(errors)))

@@ -38,7 +38,7 @@ from torch_grad_exporter.actions import (
 from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.cli.assets import JOB
 from torch_grad_exporter.cli.faults import KINDS, Injection, Trouble
-from torch_grad_exporter.cli.terminal import number, option_help, show, whole
+from torch_grad_exporter.cli.terminal import leave_out, number, option_help, show, whole
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import Settings
@@ -102,7 +102,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "demo",
         help="train a small model with the exporter on",
         description="Trains a small transformer on the source of Python's standard library and serves its metrics.",
-        epilog=f"faults that --inject knows:\n{kinds}\n\nA fault is sure to be seen with --every 1. --act answers explode and nan.",
+        epilog="A fault is sure to be seen with --every 1. --act answers explode and nan.\n--help-all says what each fault does.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = DemoOptions(device="cuda" if torch.cuda.is_available() else "cpu")
@@ -121,18 +121,27 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--notify", nargs="?", const="", metavar="URL",
         help="post problems to a webhook, by default to the one in TORCH_GRAD_EXPORTER_WEBHOOK_URL, which other users of this "
         "machine cannot read")  # fmt: skip
-    add("--seed", type=whole(0, 2**63 - 1), metavar="N", help="random seed (default %(default)s)")
-    add("--batch-size", type=whole(1), metavar="N", help="texts in a step (default %(default)s)")
-    add("--context", type=whole(1, 4096), metavar="N", help="bytes in a text (default %(default)s)")
-    add("--width", type=_width, metavar="N", help=f"width of the model, a multiple of {HEADS} (default %(default)s)")
-    add("--layers", type=whole(1), metavar="N", help="layers of the model (default %(default)s)")
-    add("--addr", metavar="ADDRESS", help=option_help(helps["addr"]))
-    add("--web-config-file", metavar="FILE", help=option_help(helps["web_config_file"]))
     add("--device", choices=("cpu", "cuda"), help="where to train (default here: %(default)s)")
-    switches = parser.add_argument_group("collectors", "all of these are on by default")
-    for name in REGISTRY.names:
+    rest = [
+        add("--seed", type=whole(0, 2**63 - 1), metavar="N", help="random seed (default %(default)s)"),
+        add("--batch-size", type=whole(1), metavar="N", help="texts in a step (default %(default)s)"),
+        add("--context", type=whole(1, 4096), metavar="N", help="bytes in a text (default %(default)s)"),
+        add("--width", type=_width, metavar="N", help=f"width of the model, a multiple of {HEADS} (default %(default)s)"),
+        add("--layers", type=whole(1), metavar="N", help="layers of the model (default %(default)s)"),
+        add("--addr", metavar="ADDRESS", help=option_help(helps["addr"])),
+        add("--web-config-file", metavar="FILE", help=option_help(helps["web_config_file"])),
+    ]
+    switches = parser.add_argument_group("collectors, all of which are on by default")
+    rest += [
         switches.add_argument(f"--no-collector.{name}", dest="off", action="append_const", const=name,
-                              help=f"switch off the collector {name!r}")  # fmt: skip
+                              help=f"disable the collector {name!r}")
+        for name in REGISTRY.names
+    ]  # fmt: skip
+    leave_out(
+        parser,
+        rest,
+        epilog=f"faults that --inject knows:\n{kinds}\n\nA fault is sure to be seen with --every 1. --act answers explode and nan.",
+    )
     parser.set_defaults(**{field.name: getattr(default, field.name) for field in fields(default) if field.name != "inject"})
     parser.set_defaults(run=run, error=parser.error)
 

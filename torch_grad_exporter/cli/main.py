@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         chosen = commands.choices[values.command]
-        known = re.findall(r"--[\w.-]+", chosen.format_usage())
+        known = [*re.findall(r"--[\w.-]+", chosen.format_usage()), *getattr(values, "left_out", ())]
         meant = near(unknown[0].partition("=")[0], known, prefix="--")
         chosen.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     return values

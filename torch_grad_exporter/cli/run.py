@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_grad_exporter.arguments import near, some
 from torch_grad_exporter.cli import script
-from torch_grad_exporter.cli.terminal import complain, option_help
+from torch_grad_exporter.cli.terminal import complain, leave_out, option_help
 from torch_grad_exporter.config.option import from_command_line, options_of, resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import UserError, say
@@ -32,6 +32,9 @@ USAGE = "%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ..
 
 # Options of `start_exporter` that a text can stand for.
 OFFERED = tuple(option for option in (*options_of(Settings), *options_of(Arguments)) if option.is_text)
+
+# Options of which `--help` tells; `--help-all` tells of all.
+SHOWN = frozenset({"port", "every", "weights", "activations", "nan_origin", "black_box", "run", "linger", "otlp_endpoint"})
 
 # Alerts that are named, at most.
 NAMED = 5
@@ -198,7 +201,7 @@ def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[l
     rest = [*arguments]
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--") and (rest[0][:2] != "-m"):
         argument = rest.pop(0)
-        if argument in ("-h", "--help"):
+        if argument in ("-h", "--help", "--help-all"):
             return [argument], None
         ours.append(_option(argument, rest, parser))
     if not rest:
@@ -240,10 +243,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--save", type=_file, metavar="FILE",
         help="write the history to this file at the end, for `torch-grad-exporter plot`")  # fmt: skip
+    rest = []
     for name, option in _NAMES.items():
         several = "; may be given several times" * option.may_be_several
         metavar = "[=VALUE]" if option.is_switch else "VALUE"
-        parser.add_argument(name, action="append", dest=option.name, metavar=metavar, help=option_help(option) + several)
+        added = parser.add_argument(name, action="append", dest=option.name, metavar=metavar, help=option_help(option) + several)
+        if option.name not in SHOWN:
+            rest.append(added)
+    leave_out(parser, rest)
     return parser
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO, TypeVar
 
 from torch_grad_exporter.config.option import Option
@@ -21,6 +21,47 @@ def option_help(option: Option, default: object = None) -> str:
     """Return the help of an option of `start_exporter`. `default`: the command's own."""
     text = f"{option.help} (default: {option.shown if default is None else default})"
     return text.replace("`", "").replace("%", "%%")
+
+
+class HelpAll(argparse.Action):
+    """Prints the help with the options that `--help` leaves out, so that it fits a screen. See `leave_out`."""
+
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        *,
+        hidden: Mapping[argparse.Action, str | None],
+        epilog: str,
+        help: str,  # noqa: A002 - argparse's name
+    ) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._hidden, self._epilog = hidden, epilog
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print and exit."""
+        for action, text in self._hidden.items():
+            action.help = text
+        parser.epilog = self._epilog or parser.epilog
+        parser.print_help()
+        parser.exit()
+
+
+def leave_out(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action], *, epilog: str = "") -> None:
+    """Leave options out of `--help`, and add `--help-all` with all of them.
+
+    Args:
+        parser: The command.
+        actions: The options.
+        epilog: In place of the end of the help, where all is shown.
+    """
+    hidden = {action: action.help for action in actions}
+    for action in hidden:
+        action.help = argparse.SUPPRESS
+    parser.set_defaults(left_out=[name for action in hidden for name in action.option_strings])
+    parser.add_argument(
+        "--help-all", action=HelpAll, hidden=hidden, epilog=epilog, help=f"show {len(hidden)} more options and exit"
+    )
 
 
 def number(text: str, read: type[Number], least: float, most: float, wrong: str) -> Number:

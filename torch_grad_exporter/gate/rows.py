@@ -1,8 +1,9 @@
-"""The rows of a verdict, one for each rule, each limit and each comparison: for people as a table, for CI as JUnit's XML."""
+"""The rows of a verdict, one for each rule, limit and comparison: for people as a table, for programs as JSON or JUnit's XML."""
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 import textwrap
 from collections.abc import Sequence
@@ -85,6 +86,20 @@ def table(verdict: RunVerdict) -> str:
         text = f"{one_line(f'not judged: {reason}')}: {one_line(', '.join(names))}"
         lines.append(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=INDENT, break_on_hyphens=False))
     return "\n".join([*lines, _sum(verdict)])
+
+
+def as_json(verdicts: Sequence[RunVerdict]) -> str:
+    """Return the verdicts as `schemas/v1/check.json` describes them, with characters beyond ASCII as escapes."""
+    runs = [
+        {
+            "about": verdict.about, "healthy": verdict.healthy, "unusable": verdict.unusable, "remark": verdict.remark,
+            "rows": [
+                {"group": row.group, "name": row.name, "result": row.result.name.lower(), "text": row.text} for row in verdict.rows
+            ],
+        }
+        for verdict in verdicts
+    ]  # fmt: skip
+    return json.dumps({"version": 1, "code": max(verdict.code for verdict in verdicts), "runs": runs}, indent=2)
 
 
 def junit(verdicts: Sequence[RunVerdict]) -> bytes:

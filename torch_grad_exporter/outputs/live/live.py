@@ -196,6 +196,11 @@ class Live:
             "ranks": list(self._others()),
         }
 
+    def wrong_now(self) -> Json:
+        """Return `api/v1/problems`: the part of the status that says what is wrong."""
+        status = self.status()
+        return {name: status[name] for name in ("run", "rank", "now", "state", "step", "ended", "ended_by", "problems", "earlier")}
+
     def run(self, window: Window) -> Json:
         """Return `api/v1/run`."""
         part = self._history.run(window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -38,6 +39,9 @@ TYPES = {
 
 # Found at import: finding it imports modules, which no background thread does while the training may fork.
 FOLDER = files(__package__).joinpath("page")
+
+# Of the answers that stay as they are.
+SCHEMAS = files("torch_grad_exporter").joinpath("schemas", "v1")
 
 INDEX = "index.html"
 HTML = {"/": INDEX, "/runbook": "runbook.html"}
@@ -131,8 +135,12 @@ class Pages:
                 answer = live.layers(_quantity(query, live.quantities), _window(query))
             case "layer":
                 answer = live.layer(query.get("name", ""))
+            case "problems":
+                answer = live.wrong_now()
             case "values":
                 answer = live.values(_window(query))
+            case "schema":
+                answer = {path.name.removesuffix(".json"): json.loads(path.read_bytes()) for path in SCHEMAS.iterdir()}
             case "saved":
                 answer = live.everything()
         return answer
