@@ -44,7 +44,7 @@ def test_docs_follow_the_declarations(path: str) -> None:
 def test_help_says_what_is_declared(capsys: pytest.CaptureFixture[str], command: str) -> None:
     """`--help` of `demo` and `run` describes their options of `start_exporter` in the words of the table."""
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command, "--help-all"])
     text = " ".join(capsys.readouterr().out.split())
     offered = ("port", "every", "addr", "web_config_file") if command == "demo" else [one.name for one in OPTIONS if one.is_text]
     for option in OPTIONS:
