@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.support.ranks import FORKED, run_ranks
 from tests.support.tools import PATIENCE, eventually
+from tests.support.torch_versions import need
 from torch_grad_exporter.distributed.identity import Identity, identity, process_group
 from torch_grad_exporter.distributed.store import JobStore, StoreError, connected, run_name
 from torch_grad_exporter.torch_compat import replicas
@@ -305,6 +306,7 @@ def agent_main(_rank: int, folder: str) -> None:
 @pytest.mark.process
 def test_torchrun_restarts(tmp_path: Path) -> None:
     """Under torchrun the ranks agree before there is a process group, and a restart of all of them keeps the name."""
+    need(2, 5, "a store that torchrun shares with its ranks")
     run_ranks(agent_main, str(tmp_path), ranks=1)
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     ((*_, name), *_) = found.values()
