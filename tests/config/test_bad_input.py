@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.config.test_settings import WRONG, WRONG_TEXT
 from tests.support.scrape import value, values
-from tests.support.tools import lasting_threads
+from tests.support.tools import eventually, lasting_threads
 from tests.support.torch_hooks import global_step_hooks, module_hooks, optimizer_hooks, tensor_hooks
 from torch_grad_exporter import record, start_exporter
 from torch_grad_exporter.actions import AGC, Freeze, MaxNorm, ScaleLearningRate, Stop, Webhook, ZClip
@@ -86,7 +86,8 @@ def nothing_left_behind() -> Iterator[None]:
     """After each test the process is as it was before it."""
     before = registered()
     yield
-    assert registered() == before
+    # On a busy machine the end of an exporter does not wait for its last record.
+    assert eventually(lambda: registered() == before), registered()
 
 
 def test_the_fixture_sees_an_exporter() -> None:
@@ -96,7 +97,7 @@ def test_the_fixture_sees_an_exporter() -> None:
     during = registered()
     exporter.close()
     assert {name for name in before if during[name] != before[name]} == {"module hooks", "optimizer hooks", "threads", "sockets"}
-    assert registered() == before
+    assert eventually(lambda: registered() == before), registered()
 
 
 @pytest.mark.slow
