@@ -275,7 +275,7 @@ def test_norms_of_different_steps_name_them(open_page: Callable[..., Visit]) -> 
         sampled = run.total("torch_grad_sample_step")
         assert eventually(lambda: run.columns()[-1:] == [sampled] and run.total("torch_grad_global_norm") == norms[-1])
         page = open_page(run.page).page
-        expected = f"before {norms[-1]:#.3g} (step 9)after clipping 1.00e-3 (step {sampled:g})"
+        expected = f"before {norms[-1]:#.3g} (step 9)after clipping 1.00e-3 of {norms[int(sampled) - 1]:#.3g} (step {sampled:g})"
         soon(page, lambda: (page.locator("#chart-norm .legend").text_content() or "").strip() == expected)
         assert page.get_by_test_id("loss-note").inner_text() == "exporter.observe(loss=…)"
 
@@ -564,8 +564,7 @@ def test_what_was_wrong_earlier(open_page: Callable[..., Visit], tmp_path: Path)
     lines = page.get_by_test_id("problem-list").locator("li")
     assert lines.first.inner_text() == "Nothing is wrong now on this rank by the thresholds of the alert rules."
     expect(lines.last.locator(".text")).to_have_text(f"At steps 7 to 1,200: {HOSTILE}")
-    expect(page.get_by_test_id("steps-per-second-note")).to_have_text("250\u00a0ms a step of each optimizer")
-    expect(page.locator("#chart-step-time h3")).to_have_text("Time from step to step of any optimizer")
+    expect(page.get_by_test_id("steps-per-second-note")).to_have_text("250\u00a0ms a round")
 
 
 def test_two_models_in_turns(open_page: Callable[..., Visit], tmp_path: Path) -> None:
@@ -587,6 +586,51 @@ def test_two_models_in_turns(open_page: Callable[..., Visit], tmp_path: Path) ->
     assert last_cell(page).endswith("norm 0.00100")
     page.keyboard.press("ArrowDown")
     expect(page.get_by_test_id("announcer")).to_contain_text("0.0316 at step 11,990")
+
+
+def test_a_round_of_two_optimizers(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """With two optimizers in turns, tile and chart have the time of a round, not of half of it."""
+    saved = drawn_run()
+    seconds = float((SECONDS[1] - SECONDS[0]) / (AT[1] - AT[0]))
+    for view in ("whole", "recent"):
+        saved["run"][view]["step_seconds"] = [seconds / 2] * len(saved["run"][view]["steps"])
+    saved["status"].update(optimizers=2, steps_per_second=1 / seconds)
+    page = open_page(as_page(saved, tmp_path)).page
+    assert page.get_by_test_id("steps-per-second-note").inner_text() == "100\u00a0ms a round"
+    expect(page.locator("#chart-step-time h3")).to_have_text("Time of a round of optimizers")
+    for view in ("whole", "recent"):
+        page.get_by_test_id(f"view-{view}").click()
+        expect(page.locator("#chart-step-time .value")).to_have_text("100\u00a0ms")
+        drawn = page.evaluate("TorchGrad.app.charts.time.uplot.data[1]")
+        assert [10**value for value in drawn[1:]] == pytest.approx([seconds] * (len(drawn) - 1))
+
+
+@pytest.mark.parametrize("every", [1, 25])
+def test_norms_of_samples_have_no_line(open_page: Callable[..., Visit], tmp_path: Path, every: int) -> None:
+    """Norms after clipping are points where few steps have one, and a line where all do."""
+    saved = drawn_run()
+    for view in ("whole", "recent"):
+        saved["run"][view]["norm_after_clip"] = [0.5 if k % every == 0 else None for k in range(len(saved["run"][view]["steps"]))]
+    page = open_page(as_page(saved, tmp_path)).page
+    share = page.evaluate(COLUMNS_OF_LINE, ["norm", "line-1"])
+    assert share > 0.9 if every == 1 else 0.05 < share < 0.5
+    after = "0.500" if every == 1 else "0.500 of 2.00 (step 11,520)"
+    assert page.locator("#chart-norm .value").all_inner_texts()[1] == after
+    assert page.locator("#chart-norm .of").inner_text() == "mean of 2 records"
+
+
+COLUMNS_OF_LINE = """([chart, name]) => {
+  const { ctx, bbox } = TorchGrad.app.charts[chart].uplot;
+  const colour = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const wanted = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  const { data, width, height } = ctx.getImageData(bbox.left, bbox.top, bbox.width, bbox.height);
+  const found = new Set();
+  for (let at = 0; at < width * height; at += 1) {
+    if (data[4 * at + 3] > 64 && wanted.every((value, k) => Math.abs(data[4 * at + k] - value) < 24)) found.add(at % width);
+  }
+  return found.size / width;
+}"""
+"""The share of a chart's columns of pixels that have the colour of a line."""
 
 
 @pytest.mark.parametrize(("first", "shown"), [(4e4, "1e4"), (40.0, "40"), (-4e4, "-40,000")])

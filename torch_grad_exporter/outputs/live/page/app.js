@@ -194,7 +194,7 @@
 
     _status(status) {
       this.overview.show(status, Boolean(this.saved), this.history.largestNorm);
-      this.charts.time.setTitle(status.optimizers > 1 ? "Time from step to step of any optimizer" : "Step time");
+      this.charts.time.setTitle(status.optimizers > 1 ? "Time of a round of optimizers" : "Step time");
       this._marks(status.problems || []);
       if (this._acts()) this._redraw();
     }
@@ -218,10 +218,12 @@
       const range = this._range(run, part);
       if (run.known) {
         const xs = axis === "time" ? run.times : run.steps;
-        const set = (chart, ...keys) => chart.set(axis, range, xs, keys.map((key) => run[key]), keys.map((key) => run[`nonfinite_${key}`]));
+        const marks = (key) => run[`nonfinite_${key}`];
+        const set = (chart, ...keys) => chart.set(axis, range, xs, keys.map((key) => run[key]), keys.map(marks), run.stride > 1 ? `mean of ${numbers.count(run.stride)} records` : "");
         set(this.charts.norm, "norm", "norm_after_clip");
         set(this.charts.loss, "loss");
-        set(this.charts.time, "step_seconds");
+        if (this.history.status.optimizers > 1) this.charts.time.set(axis, range, xs, [this.history.rounds(view)], [marks("step_seconds")]);
+        else set(this.charts.time, "step_seconds");
       }
       this._title();
       if (this.history.values[view].known) this.values.show(this.history.values[view], axis, range);

@@ -102,11 +102,12 @@
     _draw() {
       const { theme } = page;
       const muted = () => theme.colour("muted");
-      const line = { stroke: () => theme.colour("grid"), width: 1 };
-      const axis = { stroke: muted, font: FONT, grid: line, ticks: { show: false } };
+      const axis = { stroke: muted, font: FONT, grid: { stroke: () => theme.colour("grid"), width: 1 }, ticks: { show: false } };
+      const line = window.uPlot.paths.linear();
       const series = this.spec.series.map((one) => ({
         stroke: () => theme.colour(one.colour), width: 1.25, scale: "y",
-        points: { show: (u) => u.data[0].length < 12, size: 4, fill: () => theme.colour(one.colour) },
+        paths: (u, s, first, last) => (this._sparse(s - 1) ? null : line(u, s, first, last)),
+        points: { show: (u, s) => u.data[0].length < 12 || this._sparse(s - 1), size: 4, fill: () => theme.colour(one.colour) },
       }));
       const options = {
         ...this._size(), legend: { show: false }, padding: [8, 22, 0, 0],
@@ -228,6 +229,12 @@
       this._show(x);
     }
 
+    // Whether a series has few of the values that the first one has, as of samples among steps: a line would join what is far apart.
+    _sparse(s) {
+      const [first, own] = [0, s].map((k) => this.raw[k].filter(known).length);
+      return 2 * own < first;
+    }
+
     // The last place up to k at which there is a value.
     _last(s, k) {
       let at = k;
@@ -245,11 +252,13 @@
     _show(x) {
       if (!this.xs || !this.xs.length) return;
       const k = x === null ? this.xs.length - 1 : nearest(this.xs, x);
-      // Values of different steps are no pair: each then has its own.
+      // Values of different steps are no pair: each then has its own, and beside it the first series' value there.
       const places = this.raw.map((list, s) => this._last(s, k));
       const apart = new Set(places).size > 1;
       this.values.forEach((value, s) => {
-        value.textContent = this._said(s, k) + (apart && known(this.raw[s][places[s]]) ? ` (${xText(this.axis, this.xs[places[s]])})` : "");
+        const at = places[s];
+        const of = at !== places[0] && known(this.raw[0][at]) ? ` of ${this._said(0, at)}` : "";
+        value.textContent = this._said(s, k) + of + (apart && known(this.raw[s][at]) ? ` (${xText(this.axis, this.xs[at])})` : "");
       });
       this.also.textContent = this.flags.some((marks, s) => marks[k] && !bad(this.raw[s][k])) ? "also not finite" : "";
       page.dom.text(this.acted, page.marks.at(this.uplot, this.axis, x));

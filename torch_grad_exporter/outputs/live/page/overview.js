@@ -84,8 +84,6 @@
     return join(known(get(status, "overhead_budget_ratio"), (v) => `of ${numbers.percent(v)} budget`), startup ? `${numbers.percent(startup)} at start` : "");
   }
 
-  function several(status, words) { return get(status, "optimizers") > 1 ? words : ""; }
-
   // The tile has that of the first.
   function otherRates(status) {
     const others = Object.entries(status.learning_rates || {}).slice(1);
@@ -111,7 +109,8 @@
   // Each: id, label, raw value, text, what is written below it, the alerts that are `of` it, what it is `about`, share of a bar.
   const TILES = [
     { id: "step", label: "Step", raw: (s) => get(s, "step"), format: numbers.count, note: (s) => known(get(s, "epoch"), (v) => `epoch ${numbers.number(v, 4, true)}`) },
-    { id: "steps-per-second", label: "Steps/s", raw: (s) => get(s, "steps_per_second"), format: (v) => numbers.number(v, 3), note: (s) => known(get(s, "steps_per_second"), (v) => (v > 0 ? `${numbers.duration(1 / v)} a step${several(s, " of each optimizer")}` : "")) },
+    { id: "steps-per-second", label: "Steps/s", raw: (s) => get(s, "steps_per_second"), format: (v) => numbers.number(v, 3), note: (s) => known(get(s, "steps_per_second"), (v) => (v > 0 ? `${numbers.duration(1 / v)} a ${s.optimizers > 1 ? "round" : "step"}` : "")),
+      about: "Of several optimizers, the steps of the one that takes the most; a round is one of these, with what the others do meanwhile." },
     { id: "loss", label: "Loss", raw: (s) => get(s, "loss"), format: (v) => numbers.number(v, 4), note: lossNote, of: ["TrainingNonFiniteLoss", "LossSpike"] },
     { id: "learning-rate", label: "Learning rate", raw: (s) => get(s, "learning_rate"), format: (v) => numbers.number(v, 3, true), note: otherRates },
     { id: "tokens-per-second", label: "Tokens/s", raw: (s) => get(s, "tokens_per_second"), format: numbers.compact, note: (s) => known(get(s, "samples_per_second"), (v) => `${numbers.compact(v)} samples/s`) },
