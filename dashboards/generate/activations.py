@@ -58,7 +58,7 @@ def _nonfinite() -> Panel:
     )
     query = Query(f"{elements} and on (run, layer, kind) {most}", "{{layer}} {{kind}} {{run}}")
     panel = draw.lines("NaN and Inf in sampled outputs", text, "short", query, nothing=NOTHING, many=True)
-    return panel.min(0).axis_soft_max(1).decimals(0)
+    return draw.whole(panel)
 
 
 def _outliers() -> Panel:

@@ -33,7 +33,7 @@ def _overhead() -> Panel:
         draw.setting("custom.lineStyle", {"fill": "dash", "dash": [8, 8]}),
         draw.setting("color", {"mode": "fixed", "fixedColor": "text"}),
     ]
-    return panel.min(0).override_by_query("B", budget)
+    return panel.min(0).axis_soft_max(0.05).override_by_query("B", budget)
 
 
 def _cost_of_a_sample() -> Panel:
@@ -71,7 +71,7 @@ def _age_of_sample() -> Panel:
     behind = f"clamp_min({counted} - {sampled}, 0)"
     text = "Optimizer steps since the last sample. If it keeps growing, the exporter no longer sees any gradient."
     nothing = "Not known: this needs the recording rules, and a sample"
-    return draw.lines("Steps since the last sample", text, "short", Query(behind, RANK), nothing=nothing, many=True).min(0)
+    return draw.whole(draw.lines("Steps since the last sample", text, "short", Query(behind, RANK), nothing=nothing, many=True))
 
 
 def _mode() -> Panel:

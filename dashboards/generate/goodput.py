@@ -78,7 +78,8 @@ def _earlier() -> Panel:
 def _mfu() -> Panel:
     text = "What a step's operations are of those that the device could do in its time, mean of the chosen ranks."
     query = Query(f"avg by (run) ({of_rank('torch_train_mfu_ratio')})", "{{run}}")
-    return draw.lines("MFU", text, "percentunit", query, nothing=f"{NO_FLOPS}, and a known peak").min(0).data_links([OVERVIEW])
+    panel = draw.lines("MFU", text, "percentunit", query, nothing=f"{NO_FLOPS}, and a known peak")
+    return panel.min(0).axis_soft_max(0.1).data_links([OVERVIEW])
 
 
 def _flops() -> Panel:

@@ -65,7 +65,7 @@ def _replicas() -> Panel:
     panel = draw.lines(
         "Replicas that differ", f"{text} With start_exporter(replicas=True).", "short", query, nothing=nothing, many=True
     )
-    return panel.min(0).axis_soft_max(1).decimals(0)
+    return draw.whole(panel)
 
 
 def row() -> list[Panel]:

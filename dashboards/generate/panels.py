@@ -179,8 +179,13 @@ def stacked(panel: timeseries.Panel) -> timeseries.Panel:
 
 
 def bars(panel: timeseries.Panel) -> timeseries.Panel:
-    """The same as bars, for how often something happened in each interval: whole numbers."""
-    return panel.draw_style(common.GraphDrawStyle.BARS).fill_opacity(80).min(0).decimals(0)
+    """The same as bars, for how often something happened in each interval."""
+    return whole(panel.draw_style(common.GraphDrawStyle.BARS).fill_opacity(80))
+
+
+def whole(panel: timeseries.Panel) -> timeseries.Panel:
+    """The same with an axis of whole numbers from 0, to 1 at least: Grafana's ends at 100 where all are 0."""
+    return panel.min(0).axis_soft_max(1).decimals(0)
 
 
 def repeated(panel: timeseries.Panel, variable: str, side_by_side: int) -> timeseries.Panel:

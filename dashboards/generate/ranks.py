@@ -150,7 +150,7 @@ def _host_time() -> Panel:
 def _lag() -> Panel:
     text = "Optimizer steps that a rank is behind the first rank. A rising line is a rank that has stopped."
     query = Query(_behind(), RANK)
-    return draw.lines("Steps behind", text, "short", query, nothing=NO_RULES, many=True).min(0).axis_soft_max(1).decimals(0)
+    return draw.whole(draw.lines("Steps behind", text, "short", query, nothing=NO_RULES, many=True))
 
 
 def _nonfinite() -> Panel:

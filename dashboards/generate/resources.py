@@ -70,7 +70,7 @@ def _fragmentation() -> Panel:
         "Fragmentation", text, "percentunit",
         Query(with_host(split), f"{DEVICE} split"), Query(with_host(rounding), f"{DEVICE} rounding"), nothing=NO_CUDA, many=True,
     )  # fmt: skip
-    return draw.limit(panel.min(0), 0.3)
+    return draw.limit(panel.min(0).axis_soft_max(0.4), 0.3)
 
 
 def _waiting_for_streams() -> Panel:
@@ -202,7 +202,7 @@ def _tasks() -> Panel:
 def _files() -> Panel:
     share = f"{of_rank('process_open_fds')} / ({of_rank('process_max_fds')} > 0)"
     text = "Share of the file descriptors that the process may open. Each tensor that a loader worker sends takes one."
-    return draw.lines("Open files", text, "percentunit", Query(share, RANK), many=True).min(0)
+    return draw.lines("Open files", text, "percentunit", Query(share, RANK), many=True).min(0).axis_soft_max(0.1)
 
 
 def _storage() -> Panel:

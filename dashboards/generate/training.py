@@ -147,7 +147,7 @@ def _mixed_precision() -> Panel:
     )  # fmt: skip
     right = [draw.setting("custom.axisPlacement", "right"), draw.setting("custom.scaleDistribution", {"type": "log", "log": 2}),
         draw.setting("unit", SCIENTIFIC), draw.setting("decimals", 1)]  # fmt: skip
-    return panel.override_by_query("B", right).min(0).axis_soft_max(1).decimals(0).data_links([TO_LAYERS])
+    return draw.whole(panel).override_by_query("B", right).data_links([TO_LAYERS])
 
 
 def _step_time() -> Panel:

@@ -323,6 +323,8 @@ def empty(board: Json) -> Found:
     for panel in each_panel(board):
         if panel["type"] in {"table", "state-timeline", "heatmap"} and "or on () label_replace(" not in panel["targets"][0]["expr"]:  # type: ignore[index]
             yield f"{panel['title']}: nothing to draw without series"
+        if panel["type"] == "state-timeline" and any(one.get("match") == "null+nan" for one in objects(panel)):
+            yield f"{panel['title']}: the legend names what is null, though nothing is"
 
 
 def narrow(board: Json) -> Found:
@@ -362,6 +364,16 @@ def pages(board: Json) -> Found:
             room = 38 * panel["gridPos"]["h"] - 8 - 110  # type: ignore[index]
             if room < 14 * panel["options"].get("perPage", 20):  # type: ignore[union-attr]
                 yield f"{panel['title']}: {panel['options'].get('perPage')} rows to a page"  # type: ignore[union-attr]
+
+
+def zeros(board: Json) -> Found:
+    """Whole numbers and shares that may all be 0 have an axis of their own size: Grafana's ends at 100, which is 10,000 %."""
+    for panel in each_panel(board):
+        defaults = panel["fieldConfig"]["defaults"]  # type: ignore[index]
+        open_ended = panel["type"] == "timeseries" and defaults.get("min") == 0 and "max" not in defaults
+        small = defaults.get("decimals") == 0 or defaults["unit"] == "percentunit"
+        if open_ended and small and "axisSoftMax" not in defaults.get("custom", {}):
+            yield f"{panel['title']}: an axis to 100 where all is 0"
 
 
 def marks(board: Json) -> Found:
@@ -417,7 +429,7 @@ def quantiles(board: Json) -> Found:
 
 RULES: tuple[Callable[[Json], Found], ...] = (
     metrics, choices, rate_interval, kinds, counts, totals, nan, datasource, variables, units, places, tables, thresholds, links,
-    empty, narrow, schemes, repeats, labels, legends, pages, marks, gone, quantiles, steady,
+    empty, narrow, schemes, repeats, labels, legends, pages, zeros, marks, gone, quantiles, steady,
 )  # fmt: skip
 
 
