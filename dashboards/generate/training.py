@@ -118,7 +118,7 @@ def norm() -> Panel:
         "Gradient norm before and after clipping", text, SCIENTIFIC,
         Query(f"{ask.of_few(norms, NAMED)} or {norms} unless on (run) {recent}", "{{run}} {{optimizer}} before"),
         Query(ask.of_few(after, NAMED), "{{run}} {{optimizer}} after"),
-        Query(highest(recent, "run"), "{{run}} largest layer of 60 s"),
+        Query(highest(recent, "run"), "{{run}} largest layer"),
         nothing="No gradient was sampled in this time range",
     )  # fmt: skip
     between = [draw.setting("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})]
@@ -154,7 +154,7 @@ def _step_time() -> Panel:
     bucket = of_rank("torch_train_step_duration_seconds_bucket")
     text = (
         "Time from one optimizer step to the next, over all steps of the chosen ranks: median, 99th percentile, "
-        "longest of the last 128."
+        f"longest of the last 128. Of more than {NAMED} runs the median alone."
     )
     # A quantile lies somewhere in its bucket, which may reach further than the longest step.
     longest = highest(of_rank("torch_train_slowest_step_seconds"), "run")
@@ -162,8 +162,8 @@ def _step_time() -> Panel:
     panel = draw.lines(
         "Step time", text, "s",
         Query(median, "{{run}} median"),
-        Query(most, "{{run}} 99 %"),
-        Query(longest, "{{run}} longest"),
+        Query(ask.of_few(most, NAMED), "{{run}} 99 %"),
+        Query(ask.of_few(longest, NAMED), "{{run}} longest"),
         nothing="No two steps in this time range",
     )  # fmt: skip
     return draw.logarithmic(panel).data_links([TO_RANKS])

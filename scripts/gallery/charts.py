@@ -83,7 +83,8 @@ def _values(axes: Axes, own: dict[str, Any], drawn: Sequence[tuple[Series, dict[
         _decades(axes, scale.get("log", 10), min(positive), max(positive), own.get("min"))
     else:
         low, high = axes.get_ylim()
-        high = high if positive and not (decimals == 0 and high < 1) else 1.0
+        soft = own.get("custom.axisSoftMax", 0.0)
+        high = max(high, soft) if positive else soft or 100.0
         low, high = own.get("min", low), own.get("max", high)
         axes.set_ylim(low, high if high > low else low + 1)
         binary = 2.0 ** math.floor(math.log2(max(high - low, 1) / 3))

@@ -210,6 +210,7 @@ def test_no_quantile_is_above_the_longest_step(tmp_path: Path) -> None:
     series = []
     for run, growth, longest in (("short", 60, "1.05"), ("long", 60, "2.5"), ("still", 0, "1.05"), ("unknown", 60, None)):
         own = f'job="t", run="{run}", rank="0"'
+        series.append({"series": f"torch_train_world_size{{{own}}}", "values": "1x9"})
         for bound, count in (("1", 0), ("2.5", growth), ("+Inf", growth)):
             name = f'torch_train_step_duration_seconds_bucket{{{own}, le="{bound}"}}'
             series.append({"series": name, "values": f"0+{count}x9"})
