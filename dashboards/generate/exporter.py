@@ -57,7 +57,7 @@ def _intervals() -> Panel:
 
 def _samples() -> Panel:
     panel = draw.lines(
-        "Samples", "Samples per second, and samples that were due and not taken or not delivered.", "count:samples/s",
+        "Samples", "Samples per second, and samples that were due and not taken or not delivered.", "count:/s",
         Query(rate(of_rank("torch_grad_exporter_captures_total")), f"{RANK} taken"),
         Query(f"sum without (reason) ({rate(of_rank('torch_grad_exporter_captures_skipped_total'))})", f"{RANK} skipped"),
         many=True,

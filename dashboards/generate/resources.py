@@ -217,7 +217,7 @@ def _storage() -> Panel:
 def _collections() -> Panel:
     query = Query(rate(of_rank("python_gc_collections_total", 'generation="2"')), RANK)
     text = "Full collections of Python's garbage collector. Each stops the training loop, on each rank at another moment."
-    return draw.lines("Full garbage collections", text, "count:collections/s", query, many=True).min(0).axis_soft_max(0.1)
+    return draw.lines("Full garbage collections", text, "count:/s", query, many=True).min(0).axis_soft_max(0.1)
 
 
 def _host_processors() -> Panel:

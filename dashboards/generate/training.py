@@ -116,7 +116,7 @@ def norm() -> Panel:
     after = highest(of_run("torch_grad_global_norm_after_clip"), "run, optimizer")
     panel = draw.lines(
         "Gradient norm before and after clipping", text, SCIENTIFIC,
-        Query(f"{ask.of_few(norms, NAMED)} or {norms} unless on (run) {recent}", "{{run}} {{optimizer}} before"),
+        Query(f"{ask.of_few(norms, NAMED)} or {norms} unless on (run) {ask.ever(recent)}", "{{run}} {{optimizer}} before"),
         Query(ask.of_few(after, NAMED), "{{run}} {{optimizer}} after"),
         Query(highest(recent, "run"), "{{run}} largest layer"),
         nothing="No gradient was sampled in this time range",
