@@ -528,7 +528,7 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
     dead = {"alert": "LayerDead", "severity": "warning", "text": "Layer a", "layer": "a", "others": []}
     saved["status"]["problems"] = [
         {**stalled, "first_steps": "Find the rank."},
-        dead,
+        {**dead, "first_steps": "Look."},
         {**dead, "layer": "b", "first_steps": "Look."},
     ]
     others = {1: (HOSTILE, "http://node1:9100/"), 2: ("c", "https://[fd00::2]:9100/")}
@@ -549,8 +549,35 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
     for name, words in said.items():
         assert (page.get_by_test_id(name).inner_text(), page.get_by_test_id(f"{name}-note").inner_text()) == words
     expect(page.locator("#since")).to_have_text(re.compile(r"^was running for 1\sd"))
-    # None in what was saved before there were any, and not again for another layer.
-    assert page.locator(".steps").all_inner_texts() == ["Find the rank.", "", ""]
+    # One entry for each rule: the other layer has a button in it.
+    assert page.locator(".steps").all_inner_texts() == ["Find the rank.", "Look."]
+    assert page.get_by_test_id("problem-count").inner_text() == "2"
+
+
+def test_a_rule_on_many_layers_is_one_entry(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """A rule that found 30 layers has one entry with a hint; its other layers are buttons, the first of them."""
+    saved, names = drawn_run(), ["b", "c", HOSTILE, *(f"layer.{number}" for number in range(27))]
+    found = {
+        "alert": "LayerDead",
+        "severity": "warning",
+        "text": "Layer a: dead.",
+        "layer": "a",
+        "others": [],
+        "first_steps": "Look.",
+    }
+    rest = {**found, "text": "22 more layers: dead.", "layer": None, "others": names[7:]}
+    loss = {**found, "alert": "LossSpike", "text": "The loss.", "layer": None}
+    saved["status"]["problems"] = [found, *({**found, "layer": name} for name in names[:7]), rest, loss]
+    page = open_page(as_page(saved, tmp_path), width=390, height=844).page
+    entries = page.locator("#problem-list li")
+    assert entries.evaluate_all("(all) => all.map((item) => item.dataset.alert)") == ["LayerDead", "LossSpike"]
+    assert page.locator("#problem-list .steps").all_inner_texts() == ["Look.", "Look."]
+    also = entries.first.locator(".also")
+    assert also.locator("button").all_inner_texts() == names[:12]
+    assert (also.inner_text().splitlines()[0], also.inner_text().splitlines()[-1]) == ("30 more layers:", "and 18 more")
+    assert wide(page) <= 0
+    also.get_by_role("button", name="b", exact=True).click()
+    expect(page.get_by_test_id("layer-name")).to_have_text("b")
 
 
 def test_what_was_wrong_earlier(open_page: Callable[..., Visit], tmp_path: Path) -> None:

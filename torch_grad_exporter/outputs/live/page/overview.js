@@ -7,6 +7,7 @@
   const SHOWN = 6;
   const FULL = 0.9;
   const RATES = 2;
+  const NAMES = 12;
 
   const STATES = {
     initialising: ["Initialising", "hourglass"], training: ["Training", "play"], evaluating: ["Evaluating", "gauge"],
@@ -94,6 +95,16 @@
   function spikesNote(status) {
     if (!get(status, "spikes") || status.largestNorm === null) return "of the norm";
     return `largest: at least ${numbers.number(status.largestNorm, 2)} × the median`;
+  }
+
+  // The problems of each rule and severity, in their order.
+  function grouped(problems) {
+    const groups = new Map();
+    for (const problem of problems) {
+      const key = `${problem.alert} ${problem.severity}`;
+      groups.set(key, [...(groups.get(key) || []), problem]);
+    }
+    return [...groups.values()];
   }
 
   function join(...texts) { return texts.filter(Boolean).join(" · "); }
@@ -192,21 +203,22 @@
       const key = JSON.stringify([problems.map(({ alert, severity, layer }) => [alert, severity, layer]), earlier, this.all]);
       if (key === this.problemsKey) {
         // Only numbers within: the rows stay, and the focus in them.
-        list.querySelectorAll("[data-alert] .text").forEach((words, k) => text(words, problems[k].text));
+        const shown = grouped(problems);
+        list.querySelectorAll("[data-alert] .text").forEach((words, k) => text(words, shown[k][0].text));
         return;
       }
       this.problemsKey = key;
-      byId("problems").dataset.count = String(problems.length);
-      text(byId("problem-count"), problems.length ? String(problems.length) : "");
+      const groups = grouped(problems);
+      byId("problems").dataset.count = String(groups.length);
+      text(byId("problem-count"), groups.length ? String(groups.length) : "");
       const over = earlier.map((one) => this._earlier(one));
       if (!problems.length) {
         const here = get(this.status, "world_size") > 1 ? " on this rank" : "";
         list.replaceChildren(element("li", { class: "fine" }, icon("check"), `Nothing is wrong${over.length ? " now" : ""}${here} by the thresholds of the alert rules.`), ...over);
         return;
       }
-      const shown = this.all ? problems : problems.slice(0, SHOWN);
-      const rows = shown.map((problem, k) => this._problem(problem, k > 0 && shown[k - 1].alert === problem.alert));
-      if (problems.length > SHOWN) rows.push(this._more(problems.length - SHOWN));
+      const rows = (this.all ? groups : groups.slice(0, SHOWN)).map((group) => this._problem(group));
+      if (groups.length > SHOWN) rows.push(this._more(groups.length - SHOWN));
       list.replaceChildren(...rows, ...over);
     }
 
@@ -225,14 +237,14 @@
       return element("li", { "data-severity": "info", "data-earlier": alert }, body);
     }
 
-    // `again`: what to do stands with the one before.
-    _problem(problem, again) {
+    // All that one rule found, of which the first is in words.
+    _problem([problem, ...more]) {
       const severity = SEVERITIES[problem.severity] ? problem.severity : "info";
       const [said, picture] = SEVERITIES[severity];
       const badge = element("span", { class: "severity" }, icon(picture), said);
       const alert = element("span", { class: "alert" }, problem.alert);
       const words = element("span", { class: "text" }, problem.text);
-      const steps = element("span", { class: "steps" }, again ? "" : problem.first_steps || "");
+      const steps = element("span", { class: "steps" }, problem.first_steps || "");
       const help = link(`runbook#${encodeURIComponent(String(problem.alert))}`, "More");
       help.classList.add("help");
       help.hidden = this.saved;
@@ -241,7 +253,18 @@
         body = element("button", { type: "button", class: "body", "data-layer": problem.layer }, badge, alert, words, element("span", { class: "go" }, "Show layer"));
         body.addEventListener("click", () => this.opened(problem.layer, body));
       }
-      return element("li", { "data-severity": severity, "data-alert": problem.alert }, body, steps, help);
+      return element("li", { "data-severity": severity, "data-alert": problem.alert }, body, this._also(more), steps, help);
+    }
+
+    _also(problems) {
+      const names = problems.flatMap(({ layer, others }) => [layer, ...(others || [])]).filter((name) => typeof name === "string");
+      const buttons = names.slice(0, NAMES).map((name) => {
+        const button = element("button", { type: "button", class: "plain", "data-layer": name }, name);
+        button.addEventListener("click", () => this.opened(name, button));
+        return button;
+      });
+      const rest = names.length > NAMES ? [`and ${numbers.count(names.length - NAMES)} more`] : [];
+      return element("span", { class: "also" }, ...(names.length ? [`${numbers.counted(names.length, "more layer")}:`] : []), ...buttons, ...rest);
     }
 
     _resources(resources) {
