@@ -440,10 +440,10 @@ ACTS = [
 """What actions did, the first of them on a rule with a hostile name."""
 
 
-def drawn_run(*, in_turns: bool = False) -> dict[str, Any]:
+def drawn_run(*, in_turns: bool = False, exploding: int = -1) -> dict[str, Any]:
     """Return what is saved of a run made by the test, with some records that were not finite.
 
-    `in_turns`: samples alternate between two models, the second of which has layer b.
+    `in_turns`: samples alternate between two models, the second of which has layer b. `exploding`: a record with large norms.
     """
     at = itertools.count()
     looks = iter(SECONDS.tolist())
@@ -455,7 +455,9 @@ def drawn_run(*, in_turns: bool = False) -> dict[str, Any]:
             values[1, 0] = math.inf
         if in_turns:
             values[k % 2 :: 2] = math.nan
-        return Moment(k + 1, int(AT[k]), list(NORMS), values, np.array([LOSS[k], 2, 0.5, 0.1, 1e-3], dtype=np.float32))
+        values[:, 0] *= 2000 if k == exploding else 1
+        norm = 2000 if k == exploding else 2
+        return Moment(k + 1, int(AT[k]), list(NORMS), values, np.array([LOSS[k], norm, 0.5, 0.1, 1e-3], dtype=np.float32))
 
     history = History(moment, now=lambda: next(looks))
     for _ in range(N):
@@ -573,8 +575,8 @@ def test_a_rule_on_many_layers_is_one_entry(open_page: Callable[..., Visit], tmp
     assert entries.evaluate_all("(all) => all.map((item) => item.dataset.alert)") == ["LayerDead", "LossSpike"]
     assert page.locator("#problem-list .steps").all_inner_texts() == ["Look.", "Look."]
     also = entries.first.locator(".also")
-    assert also.locator("button").all_inner_texts() == names[:12]
-    assert (also.inner_text().splitlines()[0], also.inner_text().splitlines()[-1]) == ("30 more layers:", "and 18 more")
+    assert also.locator("button").all_inner_texts() == names[:8]
+    assert (also.inner_text().splitlines()[0], also.inner_text().splitlines()[-1]) == ("30 more layers:", "and 22 more")
     assert wide(page) <= 0
     also.get_by_role("button", name="b", exact=True).click()
     expect(page.get_by_test_id("layer-name")).to_have_text("b")
@@ -658,6 +660,34 @@ COLUMNS_OF_LINE = """([chart, name]) => {
   return found.size / width;
 }"""
 """The share of a chart's columns of pixels that have the colour of a line."""
+
+
+def test_spikes_between_samples_are_marked(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """An explosion that no sample has is marked above the heatmap; one that a sample shows is not."""
+    saved, sampled, between = drawn_run(exploding=700), 700, 900
+    saved["layers"]["norm"]["whole"]["sharded"] = []
+    page = open_page(as_page(saved, tmp_path)).page
+    page.get_by_test_id("view-recent").click()
+    expect(page.locator("#heatmap-between")).to_be_hidden()
+    saved["run"]["recent"]["norm"][between : between + 5] = [2000.0] * 5
+    page = open_page(as_page(saved, tmp_path)).page
+    page.get_by_test_id("view-recent").click()
+    expect(page.locator("#heatmap-between")).to_have_text("spike between samples")
+    marked = page.evaluate(
+        """(steps) => {
+          const { context, canvas, ratio } = TorchGrad.app.heatmap;
+          const { data } = context.getImageData(0, 1, canvas.width, 1);
+          const wanted = parseInt(TorchGrad.theme.colour("warning").slice(1), 16);
+          return steps.map((step) => {
+            const at = 4 * Math.round(TorchGrad.app.heatmap._left(step) * ratio);
+            return ((data[at] << 16) | (data[at + 1] << 8) | data[at + 2]) === wanted;
+          });
+        }""",
+        [int(AT[k]) for k in (sampled, between - 20, between, between + 4, between + 25)],
+    )
+    assert marked == [False, False, True, True, False]
+    page.get_by_test_id("quantity-zscore").click()
+    expect(page.locator("#heatmap-between")).to_be_hidden()
 
 
 @pytest.mark.parametrize(("first", "shown"), [(4e4, "1e4"), (40.0, "40"), (-4e4, "-40,000")])

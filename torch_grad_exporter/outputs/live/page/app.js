@@ -23,7 +23,7 @@
       this._charts(zoomed);
       this.values = new page.values.Values(zoomed);
       this.layer = new page.layer.Layer(() => this.change({ layer: null }), zoomed);
-      const parts = { frame: "heatmap-frame", scroller: "heatmap-scroller", spacer: "heatmap-spacer", canvas: "heatmap", overlay: "heatmap-overlay", tip: "tooltip", legend: "legend" };
+      const parts = { frame: "heatmap-frame", scroller: "heatmap-scroller", spacer: "heatmap-spacer", canvas: "heatmap", overlay: "heatmap-overlay", tip: "tooltip", legend: "legend", between: "heatmap-between" };
       const elements = Object.fromEntries(Object.entries(parts).map(([key, id]) => [key, byId(id)]));
       this.heatmap = new page.heatmap.Heatmap(elements, (layer) => this.open(layer, elements.overlay), (said) => this._tell(said));
       this._controls();
@@ -227,7 +227,7 @@
       }
       this._title();
       if (this.history.values[view].known) this.values.show(this.history.values[view], axis, range);
-      if (part.known) this.heatmap.set(quantity, part, axis, range);
+      if (part.known) this.heatmap.set(quantity, part, run, axis, range);
       byId("pictures").classList.toggle("low", part.known && this.heatmap.low);
       byId("heatmap-nothing").hidden = !part.known || part.times.length > 0;
       this._drawLayer();

@@ -9,6 +9,10 @@
   // Columns for which what has no value keeps its last one: models that are sampled in turns would be a chessboard.
   const KEPT = 8;
 
+  // From how many times the median on a norm is a spike, and of how many norms on either side that is the median.
+  const SPIKE = 10;
+  const AROUND = 20;
+
   const NEAR = 4;
   const PAUSE = 6;
 
@@ -136,6 +140,18 @@
     return { across, beside };
   }
 
+  // The places of spikes that no sample shows: norms of the run far above those around them, and above the layers' (logarithms) nearby.
+  function missed({ norms, xs }, columns, columnXs) {
+    const there = norms.map((norm, k) => k).filter((k) => Number.isFinite(norms[k]));
+    const median = (i) => {
+      const near = there.slice(Math.max(0, i - AROUND), i + AROUND + 1).map((k) => norms[k]).sort((a, b) => a - b);
+      return near[near.length >> 1];
+    };
+    const total = (column) => Math.sqrt(column.reduce((sum, value) => (value < Infinity ? sum + 10 ** (2 * value) : sum), 0));
+    const spikes = there.filter((k, i) => norms[k] > SPIKE * median(i));
+    return spikes.filter((k) => columns.length && norms[k] > SPIKE * total(columns[page.charts.nearest(columnXs, xs[k])]));
+  }
+
   function place(value, low, high) {
     if (value !== value) return NONE;
     if (value === Infinity) return NONFINITE;
@@ -180,5 +196,5 @@
     }
   }
 
-  page.grid = { NONE, columnsOfPixels, bands, largest, lastKnown, flagged, strips, paint };
+  page.grid = { NONE, columnsOfPixels, bands, largest, lastKnown, flagged, strips, missed, paint };
 })(window.TorchGrad = window.TorchGrad || {});

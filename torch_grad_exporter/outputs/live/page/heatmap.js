@@ -48,13 +48,18 @@
       charts.cursor.listeners.push((x, origin) => { if (origin !== this) { this.at = null; this.tip.hidden = true; this._drawOver(x); } });
     }
 
-    // `part`: of History.layers. `range`: of x, in steps or seconds.
-    set(quantity, part, axis, range) {
+    // `part`: of History.layers. `run`: of History.run. `range`: of x, in steps or seconds.
+    set(quantity, part, run, axis, range) {
       this.quantity = quantity;
       this.part = part;
       this.axis = axis;
       this.range = range;
       this.xs = axis === "time" ? part.times : part.steps;
+      // The parts of a rank are not comparable with the norm of all.
+      const comparable = quantity === "norm" && run.known && !part.sharded.size;
+      const xs = axis === "time" ? run.times : run.steps;
+      this.missed = comparable ? grid.missed({ norms: run.norm, xs }, part.columns, this.xs).map((k) => xs[k]) : [];
+      this.between.hidden = !this.missed.length;
       this._choose();
       this.draw();
     }
@@ -183,6 +188,11 @@
       const { context, ratio } = this;
       const [least, thick, top] = [Math.ceil(2 * ratio), Math.round(STRIP * ratio), Math.round(HEAD * ratio)];
       const { across, beside } = grid.strips(this.part.flags, this.spans, this.rows, this.bands);
+      context.fillStyle = page.theme.colour("warning");
+      for (const x of this.missed) {
+        const at = Math.round(this._left(x) * ratio);
+        if (at >= left && at <= right) context.fillRect(at - (least >> 1), 0, least, top);
+      }
       context.fillStyle = page.theme.colour("nonfinite");
       for (const { from, to } of across) context.fillRect(left + from, 0, Math.max(least, to - from), thick);
       for (const { from, to } of beside) context.fillRect(right + Math.round(2 * ratio), top + from, thick, Math.max(least, to - from));

@@ -7,7 +7,7 @@
   const SHOWN = 6;
   const FULL = 0.9;
   const RATES = 2;
-  const NAMES = 12;
+  const NAMES = 8;
 
   const STATES = {
     initialising: ["Initialising", "hourglass"], training: ["Training", "play"], evaluating: ["Evaluating", "gauge"],
