@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.rules.test_problems import Metrics, c, family, layer, optimizer
+from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.rules import Finding, Record, Rule, RuleContext, Values, Watch
 from torch_grad_exporter.rules.record import EVERY, JudgedAt, Wrong
@@ -130,6 +131,17 @@ def test_a_failed_run_has_failed_at_once() -> None:
     assert record.wrong == []
     at_clock(record, watch, 9, "failed")
     assert [(one.alert, one.severity) for one in record.wrong] == [("TrainingFailed", "critical")]
+
+
+def test_nothing_is_written_down_after_the_last() -> None:
+    """A judgement that another thread began before the last one, and that comes after it, writes down no beginning."""
+    journal = Journal()
+    record, watch = Record(journal=journal), Watch()
+    scrape = values(TRAIN_LOSS_NONFINITE=1.0)
+    problems = watch.problems(scrape, START)
+    for last in (False, True, False):
+        record.of_scrape(scrape, JudgedAt(START, 1, 1), problems, last=last)
+    assert [event.name for event in journal.take()] == ["torch.problem.start", "torch.problem.end"]
 
 
 # What is kept

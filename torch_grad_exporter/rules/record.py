@@ -23,7 +23,7 @@ from torch_grad_exporter.rules.declaration import Problem, Rule
 from torch_grad_exporter.rules.episodes import Episode, Episodes, Key
 from torch_grad_exporter.rules.problem_events import ProblemEvents
 from torch_grad_exporter.rules.values import Values
-from torch_grad_exporter.rules.watch import OVER, Watch
+from torch_grad_exporter.rules.watch import Watch
 from torch_grad_exporter.store.records import TraceIds
 
 EVERY = 4
@@ -126,7 +126,9 @@ class Record:
             with self._judging():
                 self._judge_samples(Values(scrape()), samples, step)
 
-    def of_scrape(self, values: Values, moment: JudgedAt, problems: Iterable[Problem], ended: Iterable[Problem] = ()) -> None:
+    def of_scrape(
+        self, values: Values, moment: JudgedAt, problems: Iterable[Problem], ended: Iterable[Problem] = (), *, last: bool = False
+    ) -> None:
         """Judge by the clock, and by samples once these no longer come one by one.
 
         Args:
@@ -134,6 +136,7 @@ class Record:
             moment: Its time.
             problems: What is wrong in a run that goes on; for one that is over, what would be wrong if it went on.
             ended: What is wrong once the run is over.
+            last: No judgement follows: what is in `ended` begins, and other problems end. Until then `problems` are written down.
 
         Raises:
             BusyError: Another judgement is under way.
@@ -145,8 +148,9 @@ class Record:
             self._take(self._at_end, ended, moment.now, moment.step, last=True)  # nothing follows that could end it
             if self._events is not None:
                 self._events.judge(problems, moment)
-                if values.state() in OVER:
+                if last:
                     self._events.judge(ended, moment, last=True)
+                    self._events = None  # another thread may be about to judge an earlier scrape
             # While samples come one by one, a scrape shows of the last minute what they show of four.
             if moment.samples > self._seen:
                 self._judge_samples(values, moment.samples, moment.step)

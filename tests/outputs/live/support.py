@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.tools import FOREVER, PATIENCE
+from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
@@ -80,10 +81,12 @@ class Made:
 
     def __post_init__(self) -> None:
         self.holding = threading.Event()
+        self.journal = Journal()
         self.history = History(self.moment, now=lambda: self.now)
         run = Run("run", 0, 3, "node0", "0.1.0")
+        record = Record(journal=self.journal)
         self.live = Live(
-            run, self.history, self, targets=lambda: self.targets, marks=ActionMarks(), record=Record(), now=lambda: self.now
+            run, self.history, self, targets=lambda: self.targets, marks=ActionMarks(), record=record, now=lambda: self.now
         )
         self.pages = Pages(self.live)
 

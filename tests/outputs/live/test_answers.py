@@ -108,6 +108,22 @@ def test_the_end_and_the_other_ranks_are_shown() -> None:
 
 
 @pytest.mark.slow
+def test_ends_are_written_down_once() -> None:
+    """However often a run is judged between its end and the last judgement, problems begin once and end with the latter."""
+    made = Made(families=[*TRAINING, family(TRAIN_STEPS, 4.0), family(TRAIN_LOSS_NONFINITE, 1.0)]).record()
+    made.live.remember()
+    made.families = [family(TRAIN_STATE, {("failed",): 1.0}), *made.families[1:]]
+    made.live.end("ValueError")
+    for _ in range(2):
+        made.now += 15
+        made.live.everything(fresh=True)
+    made.live.conclude()
+    made.live.remember()
+    assert [(event.name.rpartition(".")[2], event.attributes["alert"]) for event in made.journal.take()] == [
+        ("start", "TrainingNonFiniteLoss"), ("start", "TrainingFailed"), ("end", "TrainingNonFiniteLoss"),
+    ]  # fmt: skip
+
+
 def test_incremental_answers_make_the_whole() -> None:
     """A page that asks for new records only has the same in the end as one that asks once."""
     made, have, since, stride = Made(names=["x"]), {"recent": [], "whole": []}, 0, 0

@@ -132,10 +132,10 @@ class Live:
 
     def conclude(self) -> None:
         """Judge for the last time: nothing can go wrong in a run that is over."""
-        self._judge(Values(self._scrape()))  # a scrape of its own: the shared one may be a second old
+        self._judge(Values(self._scrape()), last=True)  # a scrape of its own: the shared one may be a second old
         self._concluded = True
 
-    def _judge(self, values: Values) -> None:
+    def _judge(self, values: Values, *, last: bool = False) -> None:
         if self._concluded:
             return
         now, over = self._now(), values.state() in OVER
@@ -143,7 +143,7 @@ class Live:
             problems = self._watch.problems(values, now, going=True)
             ended = self._watch.problems(values, now) if over else []
         moment = JudgedAt(now, self._history.samples, int(step(values)), self._ended_in)
-        self._record.of_scrape(values, moment, problems, ended)
+        self._record.of_scrape(values, moment, problems, ended, last=last)
 
     def problems(self) -> list[Problem]:
         """Return what is wrong now, the worst first."""
