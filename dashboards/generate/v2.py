@@ -17,7 +17,7 @@ _SORT = ("disabled", "alphabeticalAsc", "alphabeticalDesc", "numericalAsc", "num
 
 
 def resource(board: Mapping[str, Any]) -> Json:
-    """The resource of a dashboard, for `kubectl`, `grafanactl` and Grafana's own API.
+    """Return the resource of a dashboard, for `kubectl`, `grafanactl` and Grafana's own API.
 
     Raises:
         ValueError: The dashboard has a setting that has no place here yet.
@@ -58,7 +58,7 @@ def _known(given: Mapping[str, Any], names: str) -> None:
 
 
 def _rows(panels: Sequence[Json]) -> list[tuple[Json, list[Json]]]:
-    """Each row with its panels, which stand behind it, or in it if it is collapsed."""
+    """Return each row with its panels, which stand behind it, or in it if it is collapsed."""
     rows: list[tuple[Json, list[Json]]] = []
     for panel in panels:
         if panel["type"] == "row":
@@ -120,7 +120,7 @@ def _query(target: Json) -> Json:
 
 
 def _data_query(datasource: Json, spec: Json) -> Json:
-    """A query of a data source, which is named by its variable."""
+    """Return a query of a data source, which is named by its variable."""
     named = {"name": datasource["uid"]}
     return {"kind": "DataQuery", "group": datasource["type"], "version": "v0", "datasource": named, "spec": spec}
 
