@@ -249,6 +249,31 @@ def test_nothing_is_lost_while_a_receiver_is_busy(protocol: str) -> None:
         assert max(len(scope.log_records) for each in receiver.logs for scope in each.scope_logs) <= 512
 
 
+def test_too_large_requests_of_records() -> None:
+    """Behind a limit of bodies, all records arrive in order, but for single ones that are larger, of which each costs a failure."""
+    with HttpReceiver(most=20_000) as receiver:
+        sender = Sender(receiver.endpoint, interval=600)
+        for number in range(1200):
+            sender.journal.add(event(number, layer="x" * 30_000 * (number in (0, 700))))
+        assert eventually(lambda: "event 1199" in bodies(receiver))
+        sender.journal.add(event(1200))
+        assert sender.push.close(PATIENCE)
+        assert bodies(receiver) == [f"event {number}" for number in range(1201) if number not in (0, 700)]
+        assert sender.count == 2
+        assert receiver.refused + receiver.log_requests < 120  # each request about as large as the receiver accepts
+
+
+def test_rejected_records_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A receiver that accepts a part of a request costs a failure, whose line says that records were rejected."""
+    with HttpReceiver() as receiver, caplog.at_level(logging.WARNING):
+        receiver.log_answer = Answer(rejected=3)
+        with sending(receiver.endpoint) as sender:
+            sender.journal.add(event(1))
+        assert sender.count == 1
+    (line,) = warned(caplog)
+    assert "3 log records were rejected" in line
+
+
 def test_the_latest_are_kept() -> None:
     """Of more than 2048 events that wait, the latest are sent."""
     journal = Journal()

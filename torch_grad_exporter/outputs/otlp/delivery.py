@@ -52,7 +52,7 @@ class NotTakenError(DeliveryError):
 
 
 class RejectedError(Exception):
-    """A request that has arrived, but not all of its points were accepted: it must not be sent again."""
+    """A request that has arrived, but not all of its points or records were accepted: it must not be sent again."""
 
 
 class _Exporter(Protocol):
@@ -125,12 +125,13 @@ class Delivery:
 class _Session(requests.Session):
     """Guards which headers and passwords are sent to a receiver, and looks at each answer.
 
-    `status`: of the last one, 0 for none. `rejected`: what it says of points that were not accepted, empty if all were.
+    `status`: of the last one, 0 for none. `rejected`: what it says of points or records that were not accepted, empty if all were.
     """
 
     def __init__(self, settings: PushSettings) -> None:
         super().__init__()
         self.status, self.rejected = 0, ""
+        self._content = "points" if settings.signal is Signal.METRICS else settings.signal.noun
         self._sent = None if settings.headers is None else OWN_HEADERS.union(settings.headers)
         user = requests.utils.get_auth_from_url(settings.endpoint)
         self.auth = user if any(user) else None  # else a password from `~/.netrc` would replace it
@@ -158,7 +159,7 @@ class _Session(requests.Session):
             with contextlib.suppress(DecodeError):  # the answer for log records is the same message, under other names
                 partial = ExportMetricsServiceResponse.FromString(response.content).partial_success
                 if partial.rejected_data_points > 0:
-                    self.rejected = f"{partial.rejected_data_points} points were rejected: {partial.error_message!r}"
+                    self.rejected = f"{partial.rejected_data_points} {self._content} were rejected: {partial.error_message!r}"
         return response
 
 

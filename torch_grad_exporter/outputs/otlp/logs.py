@@ -20,7 +20,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from torch_grad_exporter.collectors.journal import MOST, Journal, JournalEvent
 from torch_grad_exporter.errors import ErrorLog, caught, inform
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.outputs.otlp.delivery import Delivery, NotTakenError, RejectedError
+from torch_grad_exporter.outputs.otlp.delivery import Delivery, NotTakenError, RejectedError, TooLargeError
 from torch_grad_exporter.outputs.otlp.points import SCOPE, SOURCE, text
 from torch_grad_exporter.outputs.otlp.push import GRACE, LAST_SECONDS, inherit, resource
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
@@ -39,7 +39,7 @@ TOGETHER = 512
 
 SEVERITIES = {"info": SeverityNumber.INFO, "warning": SeverityNumber.WARN, "critical": SeverityNumber.ERROR}
 
-NOT_TAKEN = "%s takes no log records, no more are sent: %s; OTEL_LOGS_EXPORTER=none avoids this line"
+WITHOUT_LOGS = "%s takes no log records, no more are sent: %s; OTEL_LOGS_EXPORTER=none avoids this line"
 
 
 class LogPush(BackgroundLoop):
@@ -76,6 +76,7 @@ class LogPush(BackgroundLoop):
         for warning in self._delivery.warnings:  # most were said for metrics
             inform("OpenTelemetry's exporter: %s", warning)
         self._taken, self._accepted, self._due = True, False, 0.0
+        self._most = TOGETHER  # records that the receiver accepts in one request, as far as is known
         guard = errors.boundary(SOURCE, "log records", limit=None)
         super().__init__("logs", self._send, guard=guard, pause=min(LOOK_SECONDS, settings.interval), last=self._send_last)
 
@@ -119,16 +120,19 @@ class LogPush(BackgroundLoop):
 
     def _send_all(self, way: Delivery) -> None:
         while self._waiting and self._taken:
-            batch = [self._waiting.popleft() for _ in range(min(TOGETHER, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
             failure = caught(way.send, batch)
             if failure is None:
-                self._accepted = True
+                self._accepted, self._most = True, min(TOGETHER, 2 * self._most)
+            elif isinstance(failure, TooLargeError) and len(batch) > 1:  # one of them may be large, so later ones grow again
+                self._waiting.extendleft(reversed(batch))
+                self._most = len(batch) // 2
             elif isinstance(failure, NotTakenError) and not self._accepted:
                 self._taken = False
-                self._errors.report(SOURCE, NotTakenError(NOT_TAKEN % (without_password(self._settings.endpoint), failure)))
+                self._errors.report(SOURCE, NotTakenError(WITHOUT_LOGS % (without_password(self._settings.endpoint), failure)))
             else:
                 self._errors.report_first(SOURCE, failure)
-                if not isinstance(failure, RejectedError | NotTakenError):
+                if not isinstance(failure, RejectedError | NotTakenError | TooLargeError):
                     self._waiting.extendleft(reversed(batch))
                     self._due = time.monotonic() + self._settings.interval
                     return
