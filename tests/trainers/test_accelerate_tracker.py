@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
 from torch.nn.functional import mse_loss
 from torch.nn.modules.module import _global_forward_pre_hooks
 
 from tests.support.ranks import run_ranks
-from tests.support.scrape import errors, key, value, values
-from tests.support.tools import eventually
+from tests.support.scrape import key, value, values
+from tests.trainers.adapters import Keeps, network
 from tests.trainers.test_accelerate import BATCHES, accelerator, loader
-from tests.trainers.training import QUICK, Broken, Training, compared, ending_of, spent
+from tests.trainers.training import QUICK, ending_of, spent
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.accelerate import GradExporterTracker
-from torch_grad_exporter.integrations.session import running_exporter
-
-
-class Keeps(GeneralTracker):
-    """A tracker that keeps what it gets."""
-
-    name = "keeps"
-    requires_logging_directory = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[dict[str, Any], int | None]] = []
-
-    @property
-    def tracker(self) -> None:
-        return None
-
-    def log(self, values: dict[str, Any], step: int | None = None, **_more: Any) -> None:
-        self.logged.append((values, step))
-
-
-def network() -> torch.nn.Sequential:
-    """Return two layers."""
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
 
 
 def loop(
@@ -92,30 +65,8 @@ def loop(
     return bare
 
 
-def prepared(run: Training, **options: Any) -> None:
-    """Train with the tracker, or without."""
-    torch.manual_seed(0)
-    bare = network()
-    with run.called_back(bare, GradExporterTracker) as trackers:
-        loop(trackers, bare=bare, **options)
-    assert running_exporter(bare) is None
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"limit": 0.05}, {"gradient_accumulation_steps": 4, "limit": 0.05}, {"mixed_precision": "bf16"}],
-    ids=["clipped", "accumulated", "bf16"],
-)
-def test_numbers(options: dict[str, Any]) -> None:
-    """All numbers are those of the record, and training ends in the same bits."""
-    run = compared(partial(prepared, **options))
-    assert run.exporter is not None
-    assert errors(run.exporter) == {}
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["prepared", "not prepared yet"])
-def test_reported_values(tmp_path: Path, early: bool) -> None:
-    """Steps, samples, loss, epoch and learning rate are right, also if the trackers start before `prepare`."""
+def test_trackers_before_prepare(tmp_path: Path) -> None:
+    """Steps, samples, loss and epoch are right if the trackers start before `prepare`."""
     tracker, shown, losses, kept = GradExporterTracker(**QUICK), [], [], []
 
     def look() -> None:
@@ -127,39 +78,16 @@ def test_reported_values(tmp_path: Path, early: bool) -> None:
         losses.append(float(loss))
         return {"train_loss": float(loss)}
 
-    loop([tracker], early=early, told=told, after_step=look)
+    loop([tracker], early=True, told=told, after_step=look)
     for number, scrape in enumerate(shown, start=1):
         assert scrape[key("torch_train_steps_total", optimizer="AdamW")] == number
         assert scrape[key("torch_train_loss")] == pytest.approx(losses[number - 1])
         assert scrape[key("torch_train_epoch")] == (number - 1) // BATCHES
-        assert scrape[key("torch_train_learning_rate", optimizer="AdamW", group="0")] == 0.01
-        assert scrape[key("torch_grad_sample_step")] == number
-        first = 4 * early  # it began with the forward of the first batch, whose examples it did not see
-        assert scrape.get(key("torch_train_samples_total"), 0) == 4 * number - first
+        # It began with the forward of the first batch, whose examples it did not see.
+        assert scrape.get(key("torch_train_samples_total"), 0) == 4 * (number - 1)
     assert len(shown) == 2 * BATCHES
     assert tracker.exporter is None
     assert ending_of(kept[0], tmp_path) == ("finished", None)
-
-
-@pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])
-def test_a_training_that_fails(tmp_path: Path, error: BaseException) -> None:
-    """`end_training` in a `finally` records the exception."""
-    tracker, kept = GradExporterTracker(**QUICK), []
-
-    def fails() -> None:
-        kept.append(tracker.exporter)
-        if len(kept) == 3:
-            raise error
-
-    def train() -> None:
-        try:
-            loop([tracker], after_step=fails)
-        finally:
-            tracker.finish()
-
-    with pytest.raises(type(error)):
-        train()
-    assert ending_of(kept[0], tmp_path) == (("failed", "Broken") if isinstance(error, Broken) else ("finished", None))
 
 
 def test_time_of_checkpoints(tmp_path: Path) -> None:
@@ -181,38 +109,14 @@ def test_time_of_checkpoints(tmp_path: Path) -> None:
     assert seen[-1] == pytest.approx(0.35, abs=0.2)
 
 
-def test_stop_and_resume() -> None:
-    """The user's exporter continues after the training, `should_stop` follows `Stop()`, and `resume` sets the step."""
-    bare, numbers, stopped = network(), [], []
-    with start_exporter(bare, **QUICK) as exporter:
-        tracker = GradExporterTracker()
-        assert not tracker.should_stop
-        tracker.resume(100)
-
-        def look() -> None:
-            numbers.append(value(exporter, "torch_grad_sample_step"))
-            if len(numbers) == 1:
-                exporter.on(lambda m: True, Stop())
-            stopped.append(tracker.should_stop)
-
-        assert eventually(lambda: loop([tracker], bare=bare, epochs=1, after_step=look) is bare and any(stopped))
-        assert numbers[:BATCHES] == [101 + step for step in range(BATCHES)]
-        assert value(exporter, "torch_train_epoch") == 0
-        assert running_exporter(bare) is exporter
-
-
-def test_what_is_logged() -> None:
-    """The accelerator's other trackers get the values with each log, in any order."""
-    for order in (1, -1):
-        keeps = Keeps()
-        loop([keeps, GradExporterTracker(log=True, **QUICK)][::order], epochs=1)
-        found = [(values, step) for values, step in keeps.logged if "torch_grad_global_norm" in values]
-        assert [step for _, step in found] == list(range(1, BATCHES + 1))
-        assert all(values["torch_grad_norm/0"] > 0 for values, _ in found)
-        assert sum("loss" in values for values, _ in keeps.logged) == BATCHES
-    keeps = Keeps()
-    loop([keeps, GradExporterTracker(**QUICK)], epochs=1)
-    assert [set(values) for values, _ in keeps.logged] == BATCHES * [{"epoch", "loss"}]
+def test_resumed_training() -> None:
+    """`resume` sets the step."""
+    numbers: list[float | None] = []
+    tracker = GradExporterTracker(**QUICK)
+    assert not tracker.should_stop
+    tracker.resume(100)
+    loop([tracker], epochs=1, after_step=lambda: numbers.append(value(tracker.exporter, "torch_grad_sample_step")))
+    assert numbers == [101 + step for step in range(BATCHES)]
 
 
 @pytest.mark.parametrize("log_values", [True, False])
@@ -226,14 +130,6 @@ def test_what_the_loop_logs_is_shown(log_values: bool) -> None:
     expected = {"torch_train_value/loss": 0.5, "torch_train_value/reward": 2.0}
     assert shown.items() >= expected.items() if log_values else shown == {}
     assert not shown.keys() & {"torch_train_value/note", "torch_train_value/rewards"}
-
-
-def test_wrong_arguments_raise() -> None:
-    """Wrong arguments raise where the tracker is made or at `init_trackers`."""
-    with pytest.raises(TypeError, match=r"GradExporterTracker\(prot=...\): not an option of start_exporter"):
-        GradExporterTracker(prot=9100)
-    with pytest.raises(ValueError, match="every"):
-        loop([GradExporterTracker(port=None, every=-1)])
 
 
 def test_compilation_before_the_start() -> None:
@@ -291,7 +187,7 @@ def _rank(rank: int, folder: Path) -> None:
     loop([tracker, keeps], told=told, after_step=look, epochs=1)
     if rank == 0:
         assert [scrape[key("torch_train_loss")] for scrape in shown] == pytest.approx(losses)
-        assert len([one for one, _ in keeps.logged if "torch_grad_global_norm" in one]) == BATCHES // 2
+        assert sum("torch_grad_global_norm" in values for _, values in keeps.logged) == BATCHES // 2
     assert [scrape[key("torch_train_samples_total")] for scrape in shown] == [4 * step for step in range(1, BATCHES // 2 + 1)]
     assert (key("torch_grad_norm", layer="0") in shown[-1]) == (rank == 0)
     norms = torch.tensor([scrape[key("torch_grad_global_norm")] for scrape in shown])

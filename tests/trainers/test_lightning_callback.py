@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
-import pickle
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,12 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.functional import mse_loss
 
-from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
-from tests.support.scrape import errors, key, value, values
+from tests.support.scrape import key, value, values
 from tests.trainers.test_lightning import Gan, Module, Through, network, numbers
-from tests.trainers.training import AMPLE, QUICK, Broken, Training, compared, ending_of, spent
+from tests.trainers.training import QUICK, ending_of, spent
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.lightning import GradExporterCallback
-from torch_grad_exporter.integrations.session import running_exporter
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -57,42 +51,6 @@ def trainer_of(*callbacks: Any, package: Any = lightning, **options: Any) -> Any
 def global_norm(module: torch.nn.Module) -> float:
     """Return the norm of the present gradients in float64."""
     return math.sqrt(sum(float(one.grad.double().square().sum()) for one in module.parameters() if one.grad is not None))
-
-
-def trained(
-    run: Training, kind: Callable[[], Any] = Through, *, batches: int = 8, validation: bool = False, **options: Any
-) -> None:
-    """Train with the callback, or without."""
-    torch.manual_seed(0)
-    module = kind()
-    with run.called_back(module, GradExporterCallback) as callbacks:
-        trainer = trainer_of(*callbacks, **options)
-        trainer.fit(module, numbers(batches), numbers(2) if validation else None)
-    assert running_exporter(module) is None
-    run.told.append(trainer.global_step)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Through, {"gradient_clip_val": 0.05}),
-        (Module, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3, "batches": 9}),
-        (Through, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3, "batches": 9}),
-        (Module, {"validation": True, "val_check_interval": 0.5, "accumulate_grad_batches": 2}),
-        (Through, {"precision": "bf16-mixed"}),
-    ],
-    ids=["clipped", "accumulated by parts", "accumulated", "evaluated by parts", "bf16"],
-)
-def test_numbers(kind: type[Module], options: dict[str, Any]) -> None:
-    """All numbers are those of the record, and training ends in the same bits."""
-    run = compared(partial(trained, kind=kind, **options))
-    assert run.exporter is not None
-    assert errors(run.exporter) == {}
-
-
-def test_at_defaults() -> None:
-    """At the default options each value belongs to the step that it names."""
-    assert len(compared(partial(trained, batches=60, max_epochs=8), Way.DEFAULTS, between=3, **AMPLE).samples) > 2
 
 
 class Overflows(Through):
@@ -125,41 +83,6 @@ def test_half_precision() -> None:
     assert (skipped[-1], steps[-1]) == (halved, 22 - halved)
     assert len(norms) >= steps[-1]
     assert all(shown == pytest.approx(norm, rel=1e-5) for shown, norm in norms)
-
-
-def test_what_the_trainer_knows() -> None:
-    """Loss, samples, epoch and learning rate are the trainer's, each counted once."""
-
-    class Logs(Through):
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            losses.append(loss := super().training_step(batch, index))
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    class Submodules(Logs):
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            losses.append(loss := Module.training_step(self, batch, index))
-            return loss
-
-    def look(trainer: Any) -> None:
-        assert callback.exporter is not None
-        shown = values(callback.exporter)
-        assert shown[key("torch_train_epoch")] == trainer.current_epoch
-        if len(losses) % 2 == 0:
-            assert shown[key("torch_train_samples_total")] == 4 * len(losses)
-            assert shown[key("torch_train_loss")] == pytest.approx(float(sum(losses[-2:])) / 2, rel=1e-6)
-            rates.append(shown[key("torch_train_learning_rate", optimizer="AdamW", group="0")])
-
-    for kind in (Logs, Submodules):
-        losses: list[torch.Tensor] = []
-        rates: list[float] = []
-        callback = GradExporterCallback(**QUICK)
-        trainer_of(callback, Looks(look), accumulate_grad_batches=2).fit(kind(), numbers(8))
-        assert rates == [0.01 * 0.5**step for step in range(8)]
 
 
 def test_states(tmp_path: Path) -> None:
@@ -209,43 +132,6 @@ def test_time_of_evaluations_and_checkpoints(tmp_path: Path) -> None:
     assert seen[-1] == (pytest.approx(0.4, abs=0.15), pytest.approx(0.3, abs=0.15))
 
 
-@pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])
-def test_a_training_that_fails(tmp_path: Path, error: BaseException) -> None:
-    """The state is failed with the exception's name, Ctrl-C is finished, and the next fit has its own exporter."""
-    kept: list[Any] = []
-
-    class Fails(Through):
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            if index == 2 and not kept:
-                kept.append(callback.exporter)
-                raise error
-            return super().training_step(batch, index)
-
-    callback, module = GradExporterCallback(**QUICK), Fails()
-    with pytest.raises(Broken if isinstance(error, Broken) else SystemExit):
-        trainer_of(callback).fit(module, numbers(4))
-    assert ending_of(kept[0], tmp_path) == (("failed", "Broken") if isinstance(error, Broken) else ("finished", None))
-    assert running_exporter(module) is None
-    trainer_of(callback, Looks(lambda _: kept.append(callback.exporter))).fit(module, numbers(4))
-    assert kept[-1].run == kept[0].run
-    assert ending_of(kept[-1], tmp_path) == ("finished", None)
-
-
-def test_stop() -> None:
-    """`Stop()` ends the fit after a whole step."""
-    callback, stepped = GradExporterCallback(**QUICK), []
-
-    class Stops(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            assert callback.exporter is not None
-            callback.exporter.on(lambda m: m.mean("torch_train_steps_total", samples=1) >= 3, Stop())
-
-    trainer = trainer_of(callback, Stops(), Looks(lambda trainer: stepped.append(trainer.global_step)), max_epochs=-1)
-    trainer.fit(Through(), numbers(8))
-    assert trainer.should_stop
-    assert stepped[-1] == trainer.global_step >= 3
-
-
 @pytest.mark.parametrize("kind", [Through, Gan])
 def test_resumed_training(tmp_path: Path, kind: type[Module]) -> None:
     """Step numbers continue after a checkpoint, and counters are those of this process."""
@@ -260,20 +146,6 @@ def test_resumed_training(tmp_path: Path, kind: type[Module]) -> None:
 
     trainer_of(callback, Looks(look)).fit(kind(), numbers(6), ckpt_path=tmp_path / "at.ckpt")
     assert shown == [(6 + step, 6, 6 + step) for step in range(1, 7)]
-
-
-def test_the_users_exporter(caplog: pytest.LogCaptureFixture) -> None:
-    """The user's exporter is found and continues after the fit; a second callback is logged and reports nothing."""
-    module = Module()
-    with start_exporter(module, **QUICK) as exporter, caplog.at_level(logging.WARNING, "torch_grad_exporter"):
-        callback = GradExporterCallback(exporter)
-        trainer_of(callback, GradExporterCallback()).fit(module, numbers(4))
-        assert value(exporter, "torch_train_samples_total") == 2 * 4 * 4
-        assert value(exporter, "torch_train_epoch") == 1
-        assert running_exporter(module) is exporter
-    assert "remove one of them" in caplog.text
-    with pytest.raises(ValueError, match="added to the trainer twice; add it once"):
-        trainer_of(callback, callback).fit(Through(), numbers(3))
 
 
 class OfTheOtherPackage(pytorch_lightning.LightningModule):
@@ -299,26 +171,13 @@ def test_the_other_package() -> None:
     assert shown[-1][key("torch_train_steps_total", optimizer="AdamW")] == 3
 
 
-def test_wrong_arguments_raise() -> None:
-    """Wrong arguments raise where the callback is made or when training begins, and a callback pickles."""
-    assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
-    with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): not an option of start_exporter"):
-        GradExporterCallback(prot=9100)
-    with pytest.raises(ValueError, match="every"):
-        trainer_of(GradExporterCallback(port=None, every=-1)).fit(Through(), numbers(2))
-
-
 def test_what_is_logged(tmp_path: Path) -> None:
-    """The trainer's loggers and `callback_metrics` get the values at the logging steps."""
-    logger = CSVLogger(tmp_path)
-    trainer = trainer_of(GradExporterCallback(log=True, **QUICK), logger=logger, log_every_n_steps=4)
+    """`callback_metrics` get the values at the logging steps."""
+    callback, shown = GradExporterCallback(log=True, **QUICK), []
+    looks = Looks(lambda _: shown.append(value(callback.exporter, "torch_grad_global_norm")))
+    trainer = trainer_of(callback, looks, logger=CSVLogger(tmp_path), log_every_n_steps=4)
     trainer.fit(Through(), numbers(10))
-    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["torch_grad_global_norm"]]
-    assert [int(row["step"]) for row in rows] == [3, 7, 11, 15, 19]
-    assert all(float(row["torch_grad_norm/encoder.0"]) > 0 for row in rows)
-    assert "torch_train_skipped_steps_total" in rows[0]
-    assert float(trainer.callback_metrics["torch_grad_global_norm"]) == pytest.approx(float(rows[-1]["torch_grad_global_norm"]))
+    assert float(trainer.callback_metrics["torch_grad_global_norm"]) == pytest.approx(shown[19])
 
 
 @pytest.mark.parametrize("log_values", [True, False])
