@@ -14,6 +14,7 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, Moment
 from torch_grad_exporter.outputs.live.rows import OF_SAMPLES, SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import Flags, Values
+from torch_grad_exporter.store.cursors import Single
 from torch_grad_exporter.store.histograms import Records
 from torch_grad_exporter.store.logged_values import LoggedValues
 from torch_grad_exporter.store.records import Outcome
@@ -42,6 +43,7 @@ class GradientMoments:
         self._names: list[str] = []
         self._sharded: frozenset[str] = frozenset()
         self._steps = (0.0, 0.0)
+        self._since: tuple[float, int] | None = None  # durations and steps from which on their ratio counts
         self._single_nonfinite_losses = 0
         # The values of layers at the last moment, and that moment. If they are still the same, no sample came.
         self._last: tuple[Records, Moment] | None = None
@@ -51,7 +53,7 @@ class GradientMoments:
     def of(self, reading: Reading, steps: int) -> Moment:
         """Return the moment of a reading after this many steps."""
         moment = self._without_sample(reading) or self.of_sample(reading, steps)
-        values, nonfinite = self._of_steps(reading)
+        values, nonfinite = self._of_steps(reading, steps)
         flags = nonfinite if moment.scalars_nonfinite is None else moment.scalars_nonfinite | nonfinite
         return replace(
             moment,
@@ -134,25 +136,34 @@ class GradientMoments:
         skipped_or_not = sum(float(gradients.totals[f"nonfinite_{outcome.value}"][0]) for outcome in Outcome) if whole else 0.0
         return scalars(norm=norm, norm_after_clip=after), self._norms.of_scalar("norm", skipped_or_not)
 
-    def _of_steps(self, reading: Reading) -> tuple[Values, Flags]:
+    def _of_steps(self, reading: Reading, steps: int) -> tuple[Values, Flags]:
         """Return the other values of the run, and which were not finite since the moment before; without single values."""
         totals, singles = reading.snapshot.totals, reading.singles
         self._single_nonfinite_losses += sum(single.name == "loss" and np.isinf(single.value) for single in singles)
         values = scalars(
             loss=reading.losses.mean if reading.losses.count else np.nan,
-            step_seconds=self._step_seconds(totals, [single.value for single in singles if single.name == "step_seconds"]),
+            step_seconds=self._step_seconds(totals, [single for single in singles if single.name == "step_seconds"], steps),
             learning_rate=np.nan
             if any(single.name == "learning_rate" for single in singles)
             else next(iter(totals.learning_rates.values()), np.nan),
         )
         return values, self._losses.of_scalar("loss", float(totals.loss_nonfinite - self._single_nonfinite_losses))
 
-    def _step_seconds(self, totals: TotalsSnapshot, singles: Sequence[float]) -> float:
-        """Return the mean since the last moment, without single values."""
+    def _step_seconds(self, totals: TotalsSnapshot, singles: Sequence[Single], steps: int) -> float:
+        """Return the mean since the last moment, without single values.
+
+        Durations are of the steps of any optimizer; of several, those of one step of the busiest one are put together.
+        """
         count, seconds = float(totals.duration_buckets.sum()), totals.duration_sum
         before, self._steps = self._steps, (count, seconds)
+        if self._since is None:
+            self._since = (before[0], singles[0].step - 1) if singles else (count, steps)
         others = count - before[0] - len(singles)
-        return (seconds - before[1] - sum(singles)) / others if others > 0 else np.nan
+        if others <= 0:
+            return np.nan
+        several = len({optimizer for optimizer, _ in totals.learning_rates}) > 1
+        rounds = (count - self._since[0]) / max(steps - self._since[1], 1) if several else 1.0
+        return (seconds - before[1] - sum(single.value for single in singles)) / others * max(rounds, 1.0)
 
 
 class ActivationMoments:

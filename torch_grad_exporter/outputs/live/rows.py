@@ -81,9 +81,13 @@ class StepRows:
                 row.mark(place)
 
     def add_one(self, step: int, at: float, name: str, value: float) -> None:
-        """Take a single value of a step, by its name in `SCALARS`."""
+        """Take a single value of a step, by its name in `SCALARS`. The times of several optimizers add up."""
         if not math.isnan(value):
-            self._row(step, at).add(SCALARS.index(name), value if math.isinf(value) else min(max(value, -_MOST), _MOST))
+            row, place = self._row(step, at), SCALARS.index(name)
+            if name == "step_seconds" and not math.isnan(row.values[place]):
+                row.values[place] += value
+            else:
+                row.add(place, value if math.isinf(value) else min(max(value, -_MOST), _MOST))
 
     def _row(self, step: int, at: float) -> StepRow:
         step = max(step, self._last[0])

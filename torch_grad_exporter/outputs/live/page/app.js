@@ -218,12 +218,11 @@
       const range = this._range(run, part);
       if (run.known) {
         const xs = axis === "time" ? run.times : run.steps;
-        const marks = (key) => run[`nonfinite_${key}`];
-        const set = (chart, ...keys) => chart.set(axis, range, xs, keys.map((key) => run[key]), keys.map(marks), run.stride > 1 ? `mean of ${numbers.count(run.stride)} records` : "");
+        const of = run.stride > 1 ? `mean of ${numbers.count(run.stride)} records` : "";
+        const set = (chart, ...keys) => chart.set(axis, range, xs, keys.map((key) => run[key]), keys.map((key) => run[`nonfinite_${key}`]), of);
         set(this.charts.norm, "norm", "norm_after_clip");
         set(this.charts.loss, "loss");
-        if (this.history.status.optimizers > 1) this.charts.time.set(axis, range, xs, [this.history.rounds(view)], [marks("step_seconds")]);
-        else set(this.charts.time, "step_seconds");
+        set(this.charts.time, "step_seconds");
       }
       this._title();
       if (this.history.values[view].known) this.values.show(this.history.values[view], axis, range);

@@ -151,12 +151,6 @@
       return median > 0 ? Math.max(...norms.slice(-1), ...recent) / median : null;
     }
 
-    // Seconds from record to record for each step of the optimizer that takes the most: of several, a measured time is of any.
-    rounds(view) {
-      const { times, steps } = this.run[view];
-      return steps.map((step, k) => (k > 0 && step > steps[k - 1] ? (times[k] - times[k - 1]) / (step - steps[k - 1]) : null));
-    }
-
     // One layer's history out of the grids, for a saved file; activations have records of their own.
     layer(name) {
       const found = {};
