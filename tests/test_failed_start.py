@@ -60,7 +60,7 @@ def model() -> Iterator[torch.nn.Module]:
     hooks = len(all_hooks(model))
     yield model
     assert len(all_hooks(model)) == hooks
-    assert lasting_threads() == threads
+    assert eventually(lambda: lasting_threads() == threads)
     # The store's host ends its side of a connection a little later.
     assert eventually(lambda: len(sockets()) <= len(before))
 

@@ -115,8 +115,8 @@ def test_without_alerts_there_is_nothing() -> None:
         }
     with Trained(Log(), Webhook(refused_url())).exporter:
         added = [f"torch-grad-exporter-notify{name}" for name in ("", "-log", "-webhook")]
-        assert lasting_threads() == sorted([*plain, *added])
-    assert lasting_threads() == before
+        assert eventually(lambda: lasting_threads() == sorted([*plain, *added]))
+    assert eventually(lambda: lasting_threads() == before)
 
 
 @pytest.mark.slow
