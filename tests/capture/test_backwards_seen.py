@@ -27,8 +27,11 @@ from tests.capture.scenes import (
     whole,
 )
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.ranks import of_ranks
 from tests.support.record import norm
-from tests.support.scrape import key, lost, value, values
+from tests.support.scrape import OFF, key, lost, value, values
+from tests.support.torch_versions import fully_shard, need
+from torch_grad_exporter import start_exporter
 
 
 class Branched(nn.Module):
@@ -212,3 +215,28 @@ def test_a_root_that_is_checkpointed(twice: bool, reentrant: bool) -> None:
         assert value(exporter, SKIPPED) == 0
         assert lost(exporter) == {}
         assert reads_after_backward(exporter)
+
+
+# Steps without a backward
+
+
+def steps_in_surplus(rank: int) -> float:
+    """Train a sharded model with a second step in two rounds far apart; return whether its backwards are still looked for."""
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = sgd(model)
+    with start_exporter(model, None, every=1000, collectors=OFF) as exporter:
+        for step in range(60):
+            optimizer.zero_grad()
+            model(batch(inputs=4)).sum().backward()
+            optimizer.step()
+            if step in (20, 40):
+                optimizer.step()
+        return value(exporter, "torch_grad_exporter_capture_mode", mode="backward")
+
+
+@pytest.mark.process
+def test_single_steps_in_surplus_of_a_sharded_model() -> None:
+    """Two steps without a backward, with backwards between them, are no reason to read at the step."""
+    need(2, 7, "FSDP2 on a CPU")
+    assert of_ranks(steps_in_surplus, ranks=1) == [1]

@@ -248,6 +248,7 @@ class BackwardHooks:
             current.left = GradientVersions.of(table.tracked)
         if nodes.table is not None and not sampled:  # it is not known which parameters report backwards
             self._detection.follow(nodes.table, nodes.positions(nodes.table))
+        self._detection.misses = 0
         self._detection.probes.backward_over(current.models)
         self._cost.spent(start, sampled=sampled)
 

@@ -272,6 +272,7 @@ class CountedRounds:
             self._schedule.counted(durations, own)
         rounds.rounds_counted(steps, skipped)
         if steps:
+            self._inspections.tell(Inspection.step_over, sampled=rounds.next_is_sampled)
             self._detection.arm(sampled=rounds.next_is_sampled)
         if unfinished:
             rounds.backwards_counted(unfinished)

@@ -49,6 +49,7 @@ class BackwardDetection:
         around_roots: Whether the last backward ran through the output of a root.
         looked: Whether the table was brought up to date when the running backward reached that output.
         trusts_backwards: Whether a loop that reduces gradients by itself has done so by the end of a backward.
+        misses: Steps since the last backward that was seen.
     """
 
     def __init__(self, index: LayerIndex, optimizers: Optimizers, cost: SampleCost, hooks: Hooks, inspections: Inspections) -> None:
@@ -60,7 +61,7 @@ class BackwardDetection:
         self.looked = False
         self.trusts_backwards = False
         self._unsure = False  # a step came without a backward that was seen: all parameters are to report the next ones
-        self._misses = 0
+        self.misses = 0
         self._compiled_before = compiled_backwards()
         self._followed: tuple[ParameterTable, set[int]] | None = None
         self._detectors: dict[tuple[int, int, int], TrackedParameter] = {}  # by model, optimizer, and first or last
@@ -84,7 +85,6 @@ class BackwardDetection:
         These are all nodes if it is `sampled`, else those of a few parameters that report its backwards.
         """
         nodes = self.nodes
-        self._inspections.tell(Inspection.step_over, sampled=sampled)
         if self._index.fully_sharded:
             self._hooks.come_first()
             if sampled:  # here its sharded parameters are in their places
@@ -127,7 +127,7 @@ class BackwardDetection:
 
         The first and the last parameter of each optimizer and model show backwards; probes are spread over what got a gradient.
         """
-        self._unsure, self._misses = False, 0
+        self._unsure = False
         if (table, fired) == self._followed:
             return
         self._followed = table, set(fired)
@@ -163,8 +163,8 @@ class BackwardDetection:
             self.read_at_steps("backwards are compiled; norms are those after clipping")
         elif complete or self._index.fully_sharded:
             # Where hooked nodes saw nothing, gradients do not come from autograd.
-            self._misses += 1
-            if self._misses >= MISSES:
+            self.misses += 1
+            if self.misses >= MISSES:
                 self.read_at_steps("steps were seen, but no backward; norms are those after clipping")
 
     def read_at_steps(self, why: str) -> None:

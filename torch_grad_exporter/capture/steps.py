@@ -351,6 +351,7 @@ class StepHooks:
             self._before_step(seen)
         first = not rounds.current.stepped
         rounds.step_ended(number, every=not self._detection.sees_backwards)
+        self._inspections.tell(Inspection.step_over, sampled=rounds.next_is_sampled)
         self._detection.arm(sampled=rounds.next_is_sampled)
         if sampled:
             self._inspections.tell(Inspection.step_ended, rounds.current, number, found_inf)
