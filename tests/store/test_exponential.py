@@ -102,3 +102,10 @@ def classic(family: Family, row: int) -> list[float]:
 
 WIDE = (1e-8, 1e4)
 """Bounds far from every norm here, and in both kinds of classic buckets."""
+
+
+def test_a_value_far_away_costs_one_bucket() -> None:
+    """What lies between two values takes no memory."""
+    rows = ExponentialRows(3)
+    rows.enter(np.array([0, 1, 2]), np.array([1e-300, 1.0, 1e300]))
+    assert rows.of([0, 1, 2]).counts.shape == (3, 3)

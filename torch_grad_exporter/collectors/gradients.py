@@ -284,7 +284,7 @@ class GradientCollector:
         with np.errstate(over="ignore"):
             yield Family(GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
         counted = self._counted_layers(
-            snapshot, _Counted(layers, layer_values, whole, Exponential(exponential.first, exponential.counts[shown]))
+            snapshot, _Counted(layers, layer_values, whole, Exponential(exponential.buckets, exponential.counts[shown]))
         )
         for spec, column in _TOTALS.items():
             yield Family(spec, counted.values[column], counted.layers)
@@ -320,7 +320,7 @@ class GradientCollector:
         layers = self._counted.get((*shown.layers.rows, *((layer,) for layer in more.labels)))
         values = np.concatenate([shown.values, more.values])
         # Of the same columns: both are rows of one table.
-        exponential = Exponential(shown.exponential.first, np.concatenate([shown.exponential.counts, more.exponential.counts]))
+        exponential = Exponential(more.exponential.buckets, np.concatenate([shown.exponential.counts, more.exponential.counts]))
         return _Counted(layers, values, np.concatenate([shown.whole, ~more.values["sharded"]]), exponential)
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
@@ -329,7 +329,7 @@ class GradientCollector:
         whole = np.full(len(names), snapshot.norm_observed or not snapshot.table.sharded.any())
         yield Family(GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
         counts = snapshot.exponential_totals
-        counts = Exponential(counts.first, np.pad(counts.counts, ((0, len(names) - len(snapshot.totals)), (0, 0))))
+        counts = Exponential(counts.buckets, np.pad(counts.counts, ((0, len(names) - len(snapshot.totals)), (0, 0))))
         yield Family(GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"], exponential=counts)
         yield Family(GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
         yield from clip_families(totals, rows, whole)

@@ -19,22 +19,19 @@ class Exponential:
     Bucket i is over (2 ** (i / 2 ** SCALE), 2 ** ((i + 1) / 2 ** SCALE)].
 
     Attributes:
-        first: The bucket of the first column.
-        counts: Shape (rows, buckets); never written to.
+        buckets: Those that have an observation in any row, in ascending order; shape (columns,).
+        counts: Shape (rows, columns); never written to.
     """
 
-    first: int
+    buckets: NDArray[np.int64]
     counts: NDArray[np.uint32]
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[int, int]]) -> Exponential:
         """Return counts that are given by bucket, one mapping per row."""
-        buckets = [bucket for row in rows for bucket in row] or [0]
-        counts = np.zeros((len(rows), max(buckets) - min(buckets) + 1), dtype=np.uint32)
-        for number, row in enumerate(rows):
-            for bucket, count in row.items():
-                counts[number, bucket - min(buckets)] = count
-        return cls(min(buckets), counts)
+        buckets = sorted({bucket for row in rows for bucket in row})
+        counts = [[row.get(bucket, 0) for bucket in buckets] for row in rows]
+        return cls(np.array(buckets, dtype=np.int64), np.array(counts, dtype=np.uint32).reshape(len(rows), len(buckets)))
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -42,7 +39,7 @@ class Exponential:
     def __getitem__(self, row: int) -> Mapping[int, int]:
         """Return the counts of a row by bucket, without those that are 0."""
         columns = np.flatnonzero(self.counts[row])
-        return dict(zip((columns + self.first).tolist(), self.counts[row, columns].tolist(), strict=True))
+        return dict(zip(self.buckets[columns].tolist(), self.counts[row, columns].tolist(), strict=True))
 
     def __iter__(self) -> Iterator[Mapping[int, int]]:
         return (self[row] for row in range(len(self)))

@@ -9,9 +9,6 @@ import numpy as np
 from torch_grad_exporter.metrics.exponential import SCALE, Exponential
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 
-# Columns that are added at a time.
-BLOCK = 32
-
 # Values that wait, at most.
 MOST = 4096
 
@@ -20,13 +17,14 @@ BOUNDS = 2.0 ** (np.arange(1 << SCALE) / (1 << SCALE) - 1)
 
 
 class ExponentialRows:
-    """One array for all rows, from the smallest bucket of any to the largest: four bytes each, 160 buckets for six decades.
+    """One array for all rows, with a column for each bucket that any of them has: four bytes each, 160 for six decades.
 
-    Values wait until they are read or many: to count a few costs nearly as much as to count a thousand.
+    A value far from all others costs one column more. Values wait until they are read or many: to count a few costs nearly as
+    much as to count a thousand.
     """
 
     def __init__(self, rows: int = 0) -> None:
-        self._first, self._counts = 0, np.zeros((rows, 0), dtype=np.uint32)
+        self._buckets, self._counts = np.zeros(0, dtype=np.int64), np.zeros((rows, 0), dtype=np.uint32)
         self._waiting: list[tuple[IntArray, FloatArray]] = []
         self._values = 0
 
@@ -51,14 +49,10 @@ class ExponentialRows:
         if not positive.any():
             return
         numbers = buckets(values[positive])
-        low, high = int(numbers.min()), int(numbers.max())
-        if not self._counts.shape[1]:
-            self._first = low
-        before, after = self._first - low, high + 1 - self._first - self._counts.shape[1]
-        if before > 0 or after > 0:
-            more = tuple(-(-max(0, missing) // BLOCK) * BLOCK for missing in (before, after))
-            self._counts, self._first = np.pad(self._counts, ((0, 0), more)), self._first - more[0]
-        np.add.at(self._counts, (rows[positive], numbers - self._first), 1)
+        new = np.setdiff1d(numbers, self._buckets)
+        places = np.searchsorted(self._buckets, new)
+        self._buckets, self._counts = np.insert(self._buckets, places, new), np.insert(self._counts, places, 0, axis=1)
+        np.add.at(self._counts, (rows[positive], np.searchsorted(self._buckets, numbers)), 1)
 
     def add(self, row: int, to: int) -> None:
         """Add the counts of a row to those of another."""
@@ -68,7 +62,7 @@ class ExponentialRows:
     def of(self, rows: Sequence[int] | IntArray) -> Exponential:
         """Return a copy of the counts of these rows."""
         self._count()
-        return Exponential(self._first, self._counts[rows])
+        return Exponential(self._buckets, self._counts[rows])
 
 
 def buckets(values: FloatArray) -> IntArray:

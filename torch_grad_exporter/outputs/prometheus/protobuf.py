@@ -110,10 +110,10 @@ def _native(family: Family) -> Iterator[bytes]:
     if exponential is None:
         yield from repeat(b"", len(rows))
         return
-    counts, first, schema = exponential.counts[rows], exponential.first, SCALE
+    counts, buckets, schema = exponential.counts[rows], exponential.buckets, SCALE
     while (np.count_nonzero(counts, axis=1) > MOST).any():
-        counts = np.pad(counts, ((0, 0), (first % 2, (counts.shape[1] + first) % 2)))
-        counts, first, schema = counts[:, ::2] + counts[:, 1::2], first >> 1, schema - 1
+        buckets, begins = np.unique(buckets >> 1, return_index=True)
+        counts, schema = np.add.reduceat(counts, begins, axis=1), schema - 1
     zeros = family.values[rows].sum(axis=1).astype(np.int64) - counts.sum(axis=1, dtype=np.int64)
     about = b"\x28" + _signed(schema) + b"\x31" + bytes(8) + b"\x38"  # zeros alone are zeros: their threshold is 0
     place, column = np.nonzero(counts)
@@ -121,7 +121,8 @@ def _native(family: Family) -> Iterator[bytes]:
     observed = counts[place, column].astype(np.int64)
     deltas, ends = _packed(np.where(begins, observed, np.diff(observed, prepend=0)))
     # The upper bound of bucket i is base ** i here, and base ** (i + 1) in OpenTelemetry.
-    gaps = np.where(begins, column + first + 1, np.diff(column, prepend=0) - 1)
+    numbers = buckets[column] + 1
+    gaps = np.where(begins, numbers, np.diff(numbers, prepend=0) - 1)
     spans = np.flatnonzero(begins | (gaps != 0))
     lengths = np.diff(spans, append=len(gaps))
     written = [_span(offset, length) for offset, length in zip(gaps[spans].tolist(), lengths.tolist(), strict=True)]
