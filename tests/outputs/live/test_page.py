@@ -20,13 +20,16 @@ import torch
 from playwright.sync_api import Browser, Page, expect
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.outputs.live.support import Made, family
 from tests.support.browser import Visit, chromium, visit
 from tests.support.certificates import authority
 from tests.support.models import Perceptron
 from tests.support.tools import PATIENCE, eventually, get
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
+from torch_grad_exporter.collectors.nan_origin import NONFINITE_ORIGIN_STEP
 from torch_grad_exporter.collectors.outcomes import ActionMarks
+from torch_grad_exporter.collectors.training import TRAIN_LOSS_NONFINITE, TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.outputs.live.history import History, Moment
 from torch_grad_exporter.outputs.live.live import Live
 from torch_grad_exporter.outputs.live.live import Run as Identity
@@ -421,6 +424,52 @@ def test_an_open_page_shows_what_happens(open_page: Callable[..., Visit]) -> Non
     assert number(page, "step") == 13
     expect(page.get_by_test_id("last-step")).to_have_text(time.strftime("%H:%M:%S", last))
     assert page.get_by_test_id("last-step-note").inner_text() == time.strftime("%Y-%m-%d", last)
+
+
+class Overflowing(torch.nn.Module):
+    """Gives NaN on demand."""
+
+    broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * math.nan if self.broken else x
+
+
+def test_nan_losses_between_samples(open_page: Callable[..., Visit]) -> None:
+    """NaN losses of steps without a sample count in their tile, and the problem names the module in which NaN began."""
+    run = Run(torch.nn.Sequential(torch.nn.Linear(4, 4), Overflowing(), torch.nn.Linear(4, 2)), every=4096, nan_origin=True)
+    with run.exporter:
+        run.train(10)
+        cast("Overflowing", run.model[1]).broken = True
+        assert eventually(lambda: run.train(heedless=True) or run.total("torch_nonfinite_origin_step", layer="1") > 0)
+        cast("Overflowing", run.model[1]).broken = False
+        run.train(10)
+        losses = sum(map(math.isnan, run.losses))
+        page = open_page(run.page, ends=True).page
+        soon(page, lambda: page.get_by_test_id("nonfinite").inner_text() == f"{losses} losses")
+        assert run.total("torch_grad_nonfinite_steps_total") == 0
+        assert page.locator("#tile-nonfinite").get_attribute("data-level") == "critical"
+        problem = page.locator("#problem-list li[data-alert=TrainingNonFiniteLoss] .text").inner_text()
+        assert re.match(
+            rf"1 gave NaN in the forward, at step \d+\. The loss was NaN or Inf {losses} times since the start\.", problem
+        )
+
+
+def test_an_origin_of_nan_stays_named(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """Minutes after the last NaN loss, its tile has no colour any more, and the earlier problem still names its origin."""
+    origin = family(NONFINITE_ORIGIN_STEP, {("head", "forward", "nan"): 40.0})
+    made = Made(families=[family(TRAIN_STATE, {("training",): 1.0}), family(TRAIN_STEPS, {("a",): 40.0}), origin])
+    made.families.append(family(TRAIN_LOSS_NONFINITE, 6.0))
+    made.record().live.remember()
+    for _ in range(30):
+        made.now += 15
+        made.live.remember()
+    page = open_page(as_page(made.json("saved"), tmp_path)).page
+    assert page.get_by_test_id("nonfinite").inner_text() == "6 losses"
+    assert page.locator("#tile-nonfinite").get_attribute("data-level") == ""
+    lines = page.get_by_test_id("problem-list").locator("li")
+    assert lines.first.inner_text().startswith("Nothing is wrong now")
+    expect(lines.last.locator(".text")).to_contain_text("At step 40: head gave NaN in the forward, at step 40. The loss was NaN")
 
 
 # What it draws
