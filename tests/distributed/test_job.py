@@ -34,6 +34,7 @@ from tests.support.models import Perceptron
 from tests.support.ranks import FORKED, joined, start_ranks
 from tests.support.real_prometheus import Prometheus
 from tests.support.scrape import errors
+from tests.support.servers import free_port
 from tests.support.tools import PATIENCE, REPOSITORY, eventually, find, get
 from torch_grad_exporter import start_exporter
 
@@ -91,12 +92,6 @@ def watching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watching]:
             yield Watching(Prometheus(port), folder)
         finally:
             process.terminate()
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 # The examples

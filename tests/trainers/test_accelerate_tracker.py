@@ -30,9 +30,7 @@ def loop(
     trackers: list[Any],
     *,
     bare: torch.nn.Module | None = None,
-    limit: float | None = None,
     epochs: int = 2,
-    batches: int = BATCHES,
     early: bool = False,
     told: Callable[[Any], dict[str, float]] = lambda loss: {"loss": float(loss)},
     after_step: Callable[[], object] = lambda: None,
@@ -45,7 +43,7 @@ def loop(
     optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)
     if early:
         accelerate.init_trackers("run")
-    model, optimizer, given = accelerate.prepare(bare, optimizer, loader(batches))
+    model, optimizer, given = accelerate.prepare(bare, optimizer, loader())
     if not early:
         accelerate.init_trackers("run")
     step = 0
@@ -53,8 +51,6 @@ def loop(
         for (batch,) in given:
             with accelerate.accumulate(model):
                 accelerate.backward(loss := mse_loss(model(batch), batch))
-                if accelerate.sync_gradients and limit is not None:
-                    accelerate.clip_grad_norm_(model.parameters(), limit)
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerate.sync_gradients:

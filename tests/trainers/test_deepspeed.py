@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.functional import mse_loss
 from tests.support.pages import blocks
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, value, values
+from tests.support.servers import free_port
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.integrations.deepspeed import watch_engine
@@ -58,13 +58,6 @@ def one_process() -> Iterator[None]:
     deepspeed.comm.comm.cdb = None
     os.environ.clear()
     os.environ.update(before)
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def joined(rank: int, ranks: int, port: int) -> None:
