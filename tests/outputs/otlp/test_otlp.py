@@ -16,7 +16,7 @@ from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping.logarithm
     LogarithmMapping,
 )  # private: no public one
 
-from tests.outputs.otlp.support import CUMULATIVE, DELTA, LABELS, PREFERENCE, sent, sent_metrics
+from tests.outputs.otlp.support import CUMULATIVE, DELTA, LABELS, PREFERENCE, Training, closing, sent, sent_metrics
 from tests.support import otlp_receiver as receivers
 from tests.support.catalogue import CATALOGUE
 from tests.support.made_families import catalogue_families
@@ -155,6 +155,21 @@ def test_exponential_buckets_are_opentelemetrys() -> None:
             assert finer[1] - finer[0] + 1 > 160
         else:
             assert values in observed[:2]
+
+
+def test_step_durations_stay_classic(clean: pytest.MonkeyPatch) -> None:
+    """With exponential buckets norms have them, and step durations the buckets, sum and count that rules and dashboards read."""
+    for name, text in EXPONENTIAL.items():
+        clean.setenv(f"OTEL_{name}", text)
+    with receivers.HttpReceiver() as receiver:
+        with closing(Training(receiver.endpoint)) as training:
+            training.step(3)
+        last = {metric.name: metric for request in receiver.taken for metric in receivers.metrics(request)}
+    assert last["torch_grad_norm_distribution"].WhichOneof("data") == "exponential_histogram"
+    assert last["torch_train_step_duration_seconds"].WhichOneof("data") == "histogram"
+    (point,) = points(last["torch_train_step_duration_seconds"])
+    assert point.count == sum(point.bucket_counts) == 2
+    assert point.sum > 0
 
 
 def test_exemplars_arrive_with_their_traces() -> None:

@@ -21,6 +21,7 @@ from typing import Literal
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
 
 from torch_grad_exporter.collectors.scrape import Scrape
+from torch_grad_exporter.collectors.training import TRAIN_STEP_DURATION
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import ErrorLog, Guard, caught, inform, warn
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
@@ -169,9 +170,12 @@ class Push(BackgroundLoop):
         """Return an export of all present metrics. If the clock is set back, their time is that of the export before."""
         self._at = max(time.time_ns(), self._at)
         families = self._scrape()
-        if not self._settings.exponential:
-            families = [family if family.exponential is None else replace(family, exponential=None) for family in families]
+        families = [family if self._as_it_is(family) else replace(family, exponential=None) for family in families]
         return _Transfer(self, self._points, self._deltas.of(families, at=self._at), self._at)
+
+    def _as_it_is(self, family: Family) -> bool:
+        # Rules and dashboards read the buckets, sum and count of step durations, which a receiver would not have.
+        return family.exponential is None or (self._settings.exponential and family.spec is not TRAIN_STEP_DURATION)
 
     def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Note the outcome of an export until now. Later requests of a thread that is left behind are not noted."""
