@@ -223,6 +223,18 @@ def test_receivers_without_logs(protocol: str, caplog: pytest.LogCaptureFixture)
     assert "OTEL_LOGS_EXPORTER=none" in line
 
 
+@every_protocol
+def test_receivers_that_deny_logs(protocol: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The line for log records that a receiver does not permit names the variable that disables them."""
+    denials = {"http/protobuf": Answer(401), "grpc": Answer(code=grpc.StatusCode.PERMISSION_DENIED)}
+    with PROTOCOLS[protocol]() as receiver, caplog.at_level(logging.WARNING), sending(receiver.endpoint, protocol) as sender:
+        receiver.log_answer = denials[protocol]
+        sender.journal.add(event(1))
+        assert eventually(lambda: sender.count > 0)
+    (line,) = [text for text in warned(caplog) if "otlp" in text]
+    assert "OTEL_LOGS_EXPORTER=none" in line
+
+
 def test_a_single_refusal_costs_its_records() -> None:
     """A receiver that has accepted records and refuses some gets later ones; the refused are not sent again."""
     with HttpReceiver() as receiver, sending(receiver.endpoint) as sender:
@@ -340,7 +352,19 @@ def test_a_forked_child_sends_nothing() -> None:
         ({"endpoint": "http://h/v1/metrics?a=b"}, {}, ("http://h/v1/metrics?a=b", "http://h/v1/logs?a=b")),
         ({"endpoint": "h:4317", "protocol": "grpc"}, {}, ("h:4317", "h:4317")),
         ({"endpoint": "http://h"}, {"OTEL_LOGS_EXPORTER": "none"}, ("http://h/v1/metrics", None)),
-        ({"endpoint": "http://h"}, {"OTEL_METRICS_EXPORTER": "none"}, (None, "http://h/v1/logs")),
+        ({"endpoint": "http://h"}, {"OTEL_METRICS_EXPORTER": "none"}, (None, None)),
+        ({"endpoint": "http://h"}, {"OTEL_METRICS_EXPORTER": "prometheus"}, ("http://h/v1/metrics", "http://h/v1/logs")),
+        ({"endpoint": "http://h"}, {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "otlp"}, (None, "http://h/v1/logs")),
+        ({"endpoint": "http://h"}, {"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://l/x"}, ("http://h/v1/metrics", "http://l/x")),
+        ({}, {"OTEL_METRICS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://h"}, (None, None)),
+        ({}, {"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://h"}, (None, None)),
+        (
+            {},
+            {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://h"},
+            (None, "http://h/v1/logs"),
+        ),
+        ({}, {"OTEL_METRICS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://h/x"}, (None, "http://h/x")),
+        ({}, {"OTEL_LOGS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://h/x"}, ("http://h/x", None)),
         ({"endpoint": "http://h"}, {"OTEL_SDK_DISABLED": "true"}, (None, None)),
         ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:1/a"}, ("http://h:1/a/v1/metrics", "http://h:1/a/v1/logs")),
         ({}, {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://h/x"}, ("http://h/x", None)),
@@ -355,6 +379,46 @@ def test_where_each_signal_goes(
     """Metrics and log records have the same endpoint, unless a variable of one of them names another, or forbids it."""
     each = [resolve(**arguments, signal=signal, environment=variables) for signal in Signal]  # type: ignore[arg-type]
     assert tuple(None if settings is None else settings.endpoint for settings in each) == endpoints
+
+
+OWN_LOGS, OWN_METRICS = "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variables", "sent"),
+    [
+        ("http://h", {}, True),
+        ("http://h", {OWN_LOGS: "http://other/x"}, False),
+        ("http://h", {OWN_LOGS: "http://H:80/x"}, True),
+        ("https://h", {OWN_LOGS: "http://h/x"}, False),
+        ("http://h", {OWN_LOGS: "http://other/x", "OTEL_METRICS_EXPORTER": "none"}, False),
+        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318"}, True),
+        (None, {OWN_METRICS: "https://vendor/x", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:4318"}, False),
+        (None, {OWN_METRICS: "http://[h", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://h"}, False),
+        (None, {OWN_METRICS: "http://h/x", OWN_LOGS: "http://h/y"}, True),
+        (None, {OWN_LOGS: "http://h/x"}, True),
+    ],
+)
+def test_headers_reach_no_other_receiver(
+    endpoint: str | None, variables: dict[str, str], sent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Headers of the argument go with log records only to the receiver of metrics; else a line says so."""
+    with caplog.at_level(logging.INFO, logger="torch_grad_exporter"):
+        settings = resolve(endpoint, headers={"Authorization": "hunter2"}, signal=Signal.LOGS, environment=variables)
+    assert settings is not None
+    assert settings.headers == ({"authorization": "hunter2"} if sent else None)
+    assert ["otlp_headers" in line for line in caplog.messages] == [True] * (not sent)
+    assert "hunter2" not in caplog.text
+
+
+def test_a_label_replaces_no_fact() -> None:
+    """A record keeps its own attributes beside a label of the same name, and has the other labels."""
+    with HttpReceiver() as receiver:
+        with closing(Training(receiver.endpoint, labels={"step": "abc", "team": "a"})) as training:
+            spoiled(training)
+        (start,) = named(receiver.records, "torch.problem.start", alert=NONFINITE)
+    facts = attributes(start.attributes)
+    assert (facts["step"], facts["team"]) == ("4", "a")
 
 
 def test_variables_of_log_records(clean: pytest.MonkeyPatch) -> None:

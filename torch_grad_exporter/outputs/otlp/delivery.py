@@ -26,6 +26,9 @@ from torch_grad_exporter.outputs.own_requests import mute, unlogged
 # What helps against a limit of a proxy, such as nginx with its 1 MB.
 SMALLER = "set OTEL_EXPORTER_OTLP_COMPRESSION=gzip, or raise the limit of the receiver and of the proxies before it"
 
+# What helps where only log records are not permitted.
+WITHOUT_LOGS = "OTEL_LOGS_EXPORTER=none sends metrics alone"
+
 # Headers that every request has.
 OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-encoding", "content-type", "user-agent"})
 
@@ -34,6 +37,9 @@ EXPORTERS = {Signal.METRICS: ("metric_exporter", "OTLPMetricExporter"), Signal.L
 
 # What a receiver answers that has nothing at this path, VictoriaMetrics the first of them.
 NOT_TAKEN = frozenset({400, 404, 405, 501})
+
+# Of gRPC and of HTTP: the receiver does not permit it.
+DENIED = ("UNAUTHENTICATED", "PERMISSION_DENIED"), frozenset({401, 403})
 
 # Characters of what an exporter says.
 NAMED = 300
@@ -82,6 +88,7 @@ class Delivery:
     def __init__(self, settings: PushSettings, seconds: float) -> None:
         seconds = min(seconds, settings.timeout)
         self._session = _Session(settings) if settings.protocol is push_settings.Protocol.HTTP else None
+        self._signal = settings.signal
         module, name = EXPORTERS[settings.signal]
         with unlogged() as said:
             # Slow to import, and over gRPC optional.
@@ -112,7 +119,8 @@ class Delivery:
                 raise TooLargeError(f"{text}; {SMALLER}")
             if "UNIMPLEMENTED" in text if session is None else session.status in NOT_TAKEN:
                 raise NotTakenError(text)
-            raise DeliveryError(text)
+            denied = any(code in text for code in DENIED[0]) if session is None else session.status in DENIED[1]
+            raise DeliveryError(f"{text}; {WITHOUT_LOGS}" if denied and self._signal is Signal.LOGS else text)
         if session is not None and session.rejected:
             raise RejectedError(_shown(session.rejected))
 

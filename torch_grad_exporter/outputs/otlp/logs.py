@@ -139,7 +139,7 @@ class LogPush(BackgroundLoop):
 
     def _record(self, event: JournalEvent) -> ReadableLogRecord:
         attributes: dict[str, str | float] = {}
-        for name, value in {**event.attributes, **self._labels}.items():
+        for name, value in {**self._labels, **event.attributes}.items():
             if isinstance(value, str):
                 attributes[name] = text(value)
             elif value is not None and math.isfinite(value):  # others are in the sentence; not every store can hold them

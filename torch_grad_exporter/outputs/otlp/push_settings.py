@@ -4,7 +4,8 @@ OpenTelemetry's exporters read variables of headers, certificates and compressio
 
 Push is on where an endpoint is given. A wrong argument raises before anything is registered. A wrong variable never ends a run: an
 endpoint or a protocol that cannot be used costs the push and a warning, a number only itself. A variable
-`OTEL_EXPORTER_OTLP_METRICS_<NAME>` wins over `OTEL_EXPORTER_OTLP_<NAME>`, for log records `OTEL_EXPORTER_OTLP_LOGS_<NAME>`.
+`OTEL_EXPORTER_OTLP_METRICS_<NAME>` wins over `OTEL_EXPORTER_OTLP_<NAME>`, for log records `OTEL_EXPORTER_OTLP_LOGS_<NAME>`. Log
+records are pushed if metrics are pushed, or if a variable of their own asks for them.
 """
 
 from __future__ import annotations
@@ -107,19 +108,22 @@ def resolve(
     if interval is not None:
         what = "a number of seconds"
         seconds = check_number(f"otlp_interval={shown(interval)}", interval, least=0.1, most=86400.0, what=what, example=60)
-    variables = _Variables(environment, signal)
-    if not _enabled(variables, argument=given is not None):
+    variables, metrics = _Variables(environment, signal), _Variables(environment, Signal.METRICS)
+    if not _enabled(variables, metrics, argument=given is not None):
         return None
     try:
         name, text = variables.specific("PROTOCOL")
         used = chosen or _protocol(name, text.lower() or Protocol.HTTP.value)
-        name, text = variables.specific("ENDPOINT") if given is None else ("otlp_endpoint", given)
+        name, text = variables.endpoint(given)
         target = _endpoint(name, text, used)
     except (ValueError, ImportError) as error:
         # What is wrong with a variable of all signals is said for metrics.
         (warn if signal is Signal.METRICS or signal.name in name else inform)("no %s are pushed: %s", signal.noun, error)
         return None
     url = target if used is Protocol.GRPC or signal.name in name else _with_path(target, signal)
+    if checked is not None and not _same_receiver(target, metrics.endpoint(given)[1]):
+        inform("log records are sent without otlp_headers: they go to another receiver than metrics")
+        checked = None
     longest = min(variables.number(variables.specific("TIMEOUT")[0], TIMEOUT), LONGEST)
     if signal is Signal.LOGS:
         return PushSettings(
@@ -157,6 +161,16 @@ class _Variables:
         variable = own if self.text(own) else f"OTEL_EXPORTER_OTLP_{name}"
         return variable, self.text(variable)
 
+    def endpoint(self, argument: str | None) -> tuple[str, str]:
+        """Return the name and the text of the endpoint: the argument wins, except over the variable for log records alone."""
+        name, text = self.specific("ENDPOINT")
+        return (name, text) if argument is None or Signal.LOGS.name in name else ("otlp_endpoint", argument)
+
+    def exporters(self) -> set[str]:
+        """Return the names of the exporters that are asked for."""
+        names = self.text(f"OTEL_{self.signal.name}_EXPORTER").lower().split(",")
+        return {name.strip() for name in names} - {""}
+
     def number(self, name: str, default: float) -> float:
         """Return a number above 0; another text logs a warning."""
         text = self.text(name)
@@ -169,18 +183,25 @@ class _Variables:
         return default
 
 
-def _enabled(variables: _Variables, *, argument: bool) -> bool:
+def _enabled(variables: _Variables, metrics: _Variables, *, argument: bool) -> bool:
     """Return whether an endpoint is given, and no variable disables the push."""
-    switch = f"OTEL_{variables.signal.name}_EXPORTER"
-    asked = variables.text(switch)
-    exporters = {name.strip().lower() for name in asked.split(",")}
-    disabled = variables.text("OTEL_SDK_DISABLED").lower() == "true"
-    if disabled or "none" in exporters:
-        if argument:
-            reason = "OTEL_SDK_DISABLED=true" if disabled else f"{switch}=none"
-            inform("no %s are pushed: %s", variables.signal.noun, reason)
-        return False
-    return argument or bool(variables.specific("ENDPOINT")[1] and (exporters & OTLP or not asked))
+    enabled, reason = _switched(variables, argument=argument)
+    asked = variables.exporters() & OTLP or variables.signal.name in variables.specific("ENDPOINT")[0]
+    if enabled and not asked:  # log records follow metrics
+        enabled, reason = _switched(metrics, argument=argument)
+    if argument and reason:
+        inform("no %s are pushed: %s", variables.signal.noun, reason)
+    return enabled
+
+
+def _switched(variables: _Variables, *, argument: bool) -> tuple[bool, str]:
+    """Return whether a signal is enabled by its own variables, and which one disables it whatever an argument says."""
+    exporters = variables.exporters()
+    if variables.text("OTEL_SDK_DISABLED").lower() == "true":
+        return False, "OTEL_SDK_DISABLED=true"
+    if "none" in exporters:
+        return False, f"OTEL_{variables.signal.name}_EXPORTER=none"
+    return argument or bool(variables.specific("ENDPOINT")[1] and (exporters & OTLP or not exporters)), ""
 
 
 def _protocol(name: str, value: object) -> Protocol:
@@ -217,6 +238,17 @@ def _is_endpoint(text: str, protocol: Protocol) -> bool:
     if protocol is Protocol.GRPC and ("@" in text or (address and port is None)):  # gRPC would log a password, and not send it
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and text.isprintable() and " " not in text
+
+
+def _same_receiver(endpoint: str, other: str) -> bool:
+    """Return whether two endpoints have the same scheme, host and port; also if the other one is empty."""
+    origins: set[object] = set()
+    with contextlib.suppress(ValueError):  # the other one is not checked
+        for text in (endpoint, other or endpoint):
+            parts = urlsplit(text if "://" in text else f"//{text}")
+            origins.add((parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)))
+        return len(origins) == 1
+    return False
 
 
 def _with_path(endpoint: str, signal: Signal) -> str:
