@@ -39,6 +39,9 @@ def in_prometheus_words(relabelings: list[dict[str, Any]]) -> list[dict[str, Any
 def test_promtool_takes_every_configuration(number: int, tmp_path: Path) -> None:
     """Promtool accepts every configuration of the pages, as rules, or as a configuration that keeps the exporter's labels."""
     content = yaml.safe_load(BLOCKS[number])
+    if (relabelings := content.get("metricRelabelings")) is not None:  # of a PodMonitor
+        job = {"job_name": "training", "honor_labels": True, "metric_relabel_configs": in_prometheus_words(relabelings)}
+        content = {"scrape_configs": [job]}
     promtool("rules" if "groups" in content else "config", content, tmp_path)
     assert all(job["honor_labels"] is True for job in content.get("scrape_configs", ()))
 
