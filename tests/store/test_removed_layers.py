@@ -17,6 +17,7 @@ from torch import nn
 from tests.store.support import Given, Training
 from tests.support.scrape import Key, errors, key, values
 from tests.support.tools import eventually
+from tests.support.torch_versions import get_total_norm
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.families import REMOVED, Family
 
@@ -233,7 +234,7 @@ def test_a_copy_without_an_optimizer_has_no_norm(of: str, by_hand: bool) -> None
                         parameter.grad = gradient
                 else:
                     loss.backward()
-                true = [nn.utils.get_total_norm([p.grad for p in part.parameters() if p.grad is not None]) for part in model]
+                true = [get_total_norm([p.grad for p in part.parameters() if p.grad is not None]) for part in model]
                 for optimizer in optimizers:
                     optimizer.step()
             norms = {name.partition("/")[2]: norm for name, norm in exporter.values("^torch_grad_norm/").items()}
