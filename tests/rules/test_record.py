@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.rules.test_problems import Metrics, c, family, layer, optimizer
-from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.rules import Finding, Record, Rule, RuleContext, Values, Watch
 from torch_grad_exporter.rules.record import EVERY, JudgedAt, Wrong
+from torch_grad_exporter.store.journal import Journal
 
 Rows = float | Mapping[tuple[str, ...], float]
 

@@ -16,7 +16,6 @@ from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.gradients import dead_from
-from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.collectors.rollbacks import RollbackTotals
 from torch_grad_exporter.collectors.sample_families import SampleFamilies
@@ -32,6 +31,7 @@ from torch_grad_exporter.outputs.live.live import Run
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import Signal
 from torch_grad_exporter.resources.peak_flops import peak_of
+from torch_grad_exporter.store.journal import Journal
 from torch_grad_exporter.store.worker import Worker
 from torch_grad_exporter.version import __version__
 

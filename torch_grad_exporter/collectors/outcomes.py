@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from torch_grad_exporter.collectors.journal import Journal
+from torch_grad_exporter.store.journal import Journal
 
 # Names that are counted apart, at most, and the name under which further ones count together.
 NAMES, OTHERS = 100, "other"

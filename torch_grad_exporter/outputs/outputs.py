@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.errors import ErrorLog, caught, inform, logger, show, warn
@@ -24,6 +23,7 @@ from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
 from torch_grad_exporter.outputs.prometheus.negotiation import Format
 from torch_grad_exporter.outputs.prometheus.text import LastValues, Renderer, text_file
+from torch_grad_exporter.store.journal import Journal
 
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.otlp.logs import LogPush

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from torch_grad_exporter.collectors.journal import Journal, JournalEvent
 from torch_grad_exporter.rules.declaration import Problem, Rule
 from torch_grad_exporter.rules.episodes import Episodes, Key
+from torch_grad_exporter.store.journal import Journal, JournalEvent
 
 if TYPE_CHECKING:
     from torch_grad_exporter.rules.record import JudgedAt

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
 from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.metrics.families import Family
@@ -24,6 +23,7 @@ from torch_grad_exporter.rules.episodes import Episode, Episodes, Key
 from torch_grad_exporter.rules.problem_events import ProblemEvents
 from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import Watch
+from torch_grad_exporter.store.journal import Journal
 from torch_grad_exporter.store.records import TraceIds
 
 EVERY = 4

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from tests.support.tools import FOREVER, PATIENCE
-from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
@@ -23,6 +22,7 @@ from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.rules import Record
+from torch_grad_exporter.store.journal import Journal
 
 NOW = 1_800_000_000.0
 NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

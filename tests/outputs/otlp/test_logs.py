@@ -24,10 +24,10 @@ from tests.support.scrape import errors
 from tests.support.tools import PATIENCE, eventually, threads_of_ours
 from torch_grad_exporter import __version__
 from torch_grad_exporter.actions import ScaleLearningRate
-from torch_grad_exporter.collectors.journal import MOST, Journal, JournalEvent
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.outputs.otlp.logs import LogPush
 from torch_grad_exporter.outputs.otlp.push_settings import Signal, resolve
+from torch_grad_exporter.store.journal import MOST, Journal, JournalEvent
 
 WARN, ERROR, INFO = 13, 17, 9  # OpenTelemetry's severity numbers
 NONFINITE = "TrainingNonFiniteGradients"

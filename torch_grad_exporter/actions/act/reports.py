@@ -10,10 +10,10 @@ from collections.abc import Callable
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.actions.act.trigger import Event, Trigger
 from torch_grad_exporter.capture.progress import StepClock, active_trace
-from torch_grad_exporter.collectors.journal import JournalEvent
 from torch_grad_exporter.collectors.outcomes import ActionMark, ActionOutcome, ActionTotals
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, contained, warn, without_addresses
 from torch_grad_exporter.lifecycle import BackgroundLoop
+from torch_grad_exporter.store.journal import JournalEvent
 
 SOURCE = "action"  # of the failures of actions and conditions
 

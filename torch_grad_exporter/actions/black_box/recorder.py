@@ -16,7 +16,6 @@ from typing import Any
 from torch_grad_exporter.actions.black_box.writing import FORMAT, boxes_below, plain_batch, samples_of, sweep, write
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.collectors.journal import Journal, JournalEvent
 from torch_grad_exporter.errors import BusyError, Guard, warn
 from torch_grad_exporter.inspection.black_box.kept import SOURCE, BatchRing, KeptBatch
 from torch_grad_exporter.inspection.black_box.suspects import LOSS, NONFINITE, NORM, Suspects
@@ -26,6 +25,7 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.rules import RULES, Problem
 from torch_grad_exporter.rules.catalogue import JUDGED
+from torch_grad_exporter.store.journal import Journal, JournalEvent
 
 # Boxes of a run and rank, at most; those that are in the folder when it starts count.
 BOXES = 3

@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.collectors.journal import Journal
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.sample_families import SampleFamilies
 from torch_grad_exporter.collectors.scrape import Scrape
@@ -28,6 +27,7 @@ from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.rows import scalars
 from torch_grad_exporter.outputs.live.track import RECENT, Together
 from torch_grad_exporter.rules import Record
+from torch_grad_exporter.store.journal import Journal
 from torch_grad_exporter.store.logged_values import LoggedValues
 from torch_grad_exporter.store.records import PLACED
 from torch_grad_exporter.store.snapshots import Reading

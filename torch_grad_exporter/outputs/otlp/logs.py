@@ -17,13 +17,13 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
-from torch_grad_exporter.collectors.journal import MOST, Journal, JournalEvent
 from torch_grad_exporter.errors import ErrorLog, caught, inform
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, NotTakenError, RejectedError, TooLargeError
 from torch_grad_exporter.outputs.otlp.points import SCOPE, SOURCE, text
 from torch_grad_exporter.outputs.otlp.push import GRACE, LAST_SECONDS, inherit, resource
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
+from torch_grad_exporter.store.journal import MOST, Journal, JournalEvent
 from torch_grad_exporter.store.records import TraceIds
 
 try:
