@@ -21,19 +21,19 @@ WARM, STEPS = 40, 8
 
 def entered(step: Callable[[], None]) -> set[tuple[str, str, int]]:
     """Return file, name and line of each function of the exporter that a call enters."""
-    found = set()
+    functions = set()
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(ROOT) and not code.co_name.startswith("<"):
-            found.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+            functions.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
     sys.setprofile(note)
     try:
         step()
     finally:
         sys.setprofile(None)
-    return found
+    return functions
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
         for _ in range(WARM):
             step()
         for _ in range(STEPS):
-            found = entered(step)
-            print(f"{len(found)} functions in {len({file for file, _, _ in found})} files")
+            functions = entered(step)
+            print(f"{len(functions)} functions in {len({file for file, _, _ in functions})} files")
 
 
 if __name__ == "__main__":
