@@ -326,7 +326,7 @@ class Exporter:
     def _interrupted(self, cause: str, now: bool) -> contextlib.AbstractContextManager[object]:
         until_end = contextlib.ExitStack()
         if not self._ending.closed:
-            begins = self._guards["observe"].result(functools.partial(self._stages.capture.interrupted, cause, now=now))
+            begins = self._guards["observe"].result(self._stages.capture.interrupted, cause, now=now)
             if now and begins:  # else one around it ends it
                 until_end.callback(self._interrupted, cause, now=False)
         return until_end

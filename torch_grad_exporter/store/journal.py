@@ -34,7 +34,7 @@ class JournalEvent:
 
 
 class Journal:
-    """Events that nobody has taken yet, the oldest first. From any thread, also in signal handlers: it has no lock."""
+    """Events that were not taken yet, the oldest first. From any thread, also in signal handlers: it has no lock."""
 
     def __init__(self) -> None:
         self._events: deque[JournalEvent] = deque(maxlen=MOST)

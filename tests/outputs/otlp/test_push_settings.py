@@ -17,7 +17,7 @@ import torch
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.families import Kind
-from torch_grad_exporter.outputs.otlp.push import resource
+from torch_grad_exporter.outputs.otlp.push import identified
 from torch_grad_exporter.outputs.otlp.push_settings import DELTA, Protocol, PushSettings, resolve
 
 WHERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
@@ -245,16 +245,16 @@ def step(model: torch.nn.Module) -> None:
 
 def test_the_resource(clean: pytest.MonkeyPatch) -> None:
     """The resource has service, instance, host, process, run and rank; variables change all but run and rank."""
-    result = resource("run 7", "3")
+    _, result = identified({"run": "run 7", "rank": "3"}, "series")
     expected = {
         "service.name": "training", "service.instance.id": "run 7/3", "process.pid": os.getpid(), "run": "run 7", "rank": "3",
     }  # fmt: skip
     assert {name: result[name] for name in expected} == expected
     assert result["host.name"]
     clean.setenv("OTEL_RESOURCE_ATTRIBUTES", "nonsense,service.name=other,team=a%20b,run=x,rank=99,empty=,bad=%zz")
-    result = resource("r", "0")
+    _, result = identified({"run": "r", "rank": "0"}, "series")
     expected = {"service.name": "other", "team": "a b", "bad": "%zz", "run": "r", "rank": "0"}
     assert {name: result[name] for name in expected} == expected
     assert not {"nonsense", "empty"} & set(result)
     clean.setenv("OTEL_SERVICE_NAME", "mine")
-    assert resource("r", "0")["service.name"] == "mine"
+    assert identified({"run": "r", "rank": "0"}, "series")[1]["service.name"] == "mine"

@@ -27,7 +27,7 @@ from torch_grad_exporter.outputs.own_requests import mute, unlogged
 SMALLER = "set OTEL_EXPORTER_OTLP_COMPRESSION=gzip, or raise the limit of the receiver and of the proxies before it"
 
 # What helps where only log records are not permitted.
-WITHOUT_LOGS = "OTEL_LOGS_EXPORTER=none sends metrics alone"
+METRICS_ALONE = "OTEL_LOGS_EXPORTER=none sends metrics alone"
 
 # Headers that every request has.
 OWN_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-encoding", "content-type", "user-agent"})
@@ -120,7 +120,7 @@ class Delivery:
             if "UNIMPLEMENTED" in text if session is None else session.status in NOT_TAKEN:
                 raise NotTakenError(text)
             denied = any(code in text for code in DENIED[0]) if session is None else session.status in DENIED[1]
-            raise DeliveryError(f"{text}; {WITHOUT_LOGS}" if denied and self._signal is Signal.LOGS else text)
+            raise DeliveryError(f"{text}; {METRICS_ALONE}" if denied and self._signal is Signal.LOGS else text)
         if session is not None and session.rejected:
             raise RejectedError(_shown(session.rejected))
 

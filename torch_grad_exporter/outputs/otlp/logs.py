@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.context import Context
@@ -21,7 +21,7 @@ from torch_grad_exporter.errors import ErrorLog, caught, inform
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, NotTakenError, RejectedError, TooLargeError
 from torch_grad_exporter.outputs.otlp.points import SCOPE, SOURCE, text
-from torch_grad_exporter.outputs.otlp.push import GRACE, LAST_SECONDS, inherit, resource
+from torch_grad_exporter.outputs.otlp.push import GRACE, LAST_SECONDS, identified, inherit
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.store.journal import MOST, Journal, JournalEvent
 from torch_grad_exporter.store.records import TraceIds
@@ -66,10 +66,7 @@ class LogPush(BackgroundLoop):
         labels_on: Literal["series", "target"] = "series",
     ) -> None:
         self._journal, self._settings, self._errors = journal, settings, errors
-        attributes: dict[str, Any] = resource(labels["run"], labels["rank"])
-        if labels_on == "target":
-            attributes, labels = {**attributes, **labels}, {}
-        self._labels = labels
+        self._labels, attributes = identified(labels, labels_on)
         self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in attributes.items()})
         self._waiting: deque[ReadableLogRecord] = deque(maxlen=MOST)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
 
@@ -87,10 +87,8 @@ class Push(BackgroundLoop):
 
         self._at = time.time_ns()
         self._deltas = Deltas(settings.delta, began=self._at)
-        attributes = resource(labels["run"], labels["rank"])
-        if labels_on == "target":
-            attributes, labels = {**attributes, **labels}, {}
-        self._points = Points(labels, attributes, self._deltas, errors, start=self._at)
+        own, attributes = identified(labels, labels_on)
+        self._points = Points(own, attributes, self._deltas, errors, start=self._at)
         self._delivery: Delivery | None = Delivery(settings, settings.timeout)
         for warning in self._delivery.warnings:
             warn("OpenTelemetry's exporter: %s", warning)
@@ -233,15 +231,19 @@ def _arrived(failure: Exception | None) -> bool:
     return failure is None or isinstance(failure, RejectedError)
 
 
-def resource(run: str, rank: str) -> dict[str, object]:
-    """Return the attributes of this process: run and rank, those of OpenTelemetry's variables, and host, process and runtime."""
-    own: dict[str, object] = {
+def identified(labels: Mapping[str, str], labels_on: Literal["series", "target"]) -> tuple[Mapping[str, str], dict[str, Any]]:
+    """Return the labels of each point or record, and the attributes of the resource.
+
+    These are run and rank, with "target" all labels, those of OpenTelemetry's variables, and host, process and runtime.
+    """
+    process: dict[str, object] = {
         SERVICE_NAME: SERVICE,
-        SERVICE_INSTANCE_ID: f"{run}/{rank}",
+        SERVICE_INSTANCE_ID: f"{labels['run']}/{labels['rank']}",
         "host.name": distributed.hostname(),
         "process.pid": os.getpid(),
         "process.runtime.name": platform.python_implementation().lower(),
         "process.runtime.version": platform.python_version(),
     }
     detected = {key: value for key, value in OTELResourceDetector().detect().attributes.items() if value != ""}
-    return {**own, **detected, "run": run, "rank": rank}
+    attributes = {**process, **detected, "run": labels["run"], "rank": labels["rank"]}
+    return (labels, attributes) if labels_on == "series" else ({}, {**attributes, **labels})

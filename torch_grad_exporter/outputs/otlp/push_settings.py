@@ -72,7 +72,7 @@ class PushSettings:
         interval: Seconds between two exports, of log records after one that failed.
         timeout: Seconds for a request with its retries.
         delta: The kinds of metrics that are sent as differences.
-        exponential: Whether distributions of norms and durations have exponential buckets.
+        exponential: Whether distributions of norms have exponential buckets.
     """
 
     endpoint: str

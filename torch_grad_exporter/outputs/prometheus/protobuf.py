@@ -70,8 +70,7 @@ class ProtobufRenderer:
         """Return what is before the number of each row; of a histogram its labels alone."""
         prepared = self._prepared.setdefault(labels, {})
         if spec not in prepared:
-            labelled = self._constant_labels if self._only_on in (None, spec) else {}
-            constant = [_pair(name, value) for name, value in labelled.items() if name not in spec.labels]
+            constant = [_pair(*label) for label in series.shared_labels(spec, self._constant_labels, self._only_on).items()]
             pairs = [
                 b"".join((*constant, *(_pair(name, value) for name, value in zip(spec.labels, row, strict=True) if value)))
                 for row in labels.rows

@@ -78,7 +78,7 @@ class RegistryCollector:
 
     def _filled(self, spec: Spec, members: list[Family]) -> Metric:
         metric = _metric(spec)
-        constant = self._constant_labels if self._only_on in (None, spec) else {}
+        constant = series.shared_labels(spec, self._constant_labels, self._only_on)
         for family in members:
             exemplars, place = series.exemplars(family), itertools.count()
             for labels, values in zip(series.labels(family, constant), series.table(family).tolist(), strict=True):

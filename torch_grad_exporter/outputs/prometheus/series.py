@@ -75,6 +75,19 @@ def labels(family: Family, constant: Mapping[str, str]) -> Iterator[dict[str, st
         yield {**constant, **own}
 
 
+def shared_labels(spec: Spec, constant: Mapping[str, str], only_on: Spec | None) -> dict[str, str]:
+    """Return the labels that each series of a metric has besides its own, which win.
+
+    Args:
+        spec: The metric.
+        constant: Labels of every series.
+        only_on: The metric that has them instead, None for all.
+    """
+    if only_on not in (None, spec):
+        return {}
+    return {name: value for name, value in constant.items() if name not in spec.labels}
+
+
 def family_name(spec: Spec) -> str:
     """Return the name of the metric family in OpenMetrics: a counter's without `_total`."""
     return spec.name.removesuffix("_total") if spec.kind is Kind.COUNTER else spec.name

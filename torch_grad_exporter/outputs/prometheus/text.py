@@ -74,8 +74,7 @@ class Renderer:
         prepared = self._prepared.setdefault(labels, {})
         if spec in prepared:
             return prepared[spec]
-        labelled = self._constant_labels if self._only_on in (None, spec) else {}
-        constant = [_pair(name, value) for name, value in labelled.items() if name not in spec.labels]
+        constant = [_pair(*label) for label in series.shared_labels(spec, self._constant_labels, self._only_on).items()]
         frames = {labelled: _frames(spec, labelled=labelled) for labelled in (False, True)}
         prefixes: list[str] = []
         for row in labels.rows:
