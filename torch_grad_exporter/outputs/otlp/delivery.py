@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import importlib
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
 import re
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, Protocol
@@ -19,6 +22,8 @@ import requests
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 
+from torch_grad_exporter.errors import ErrorLog, Guard, inform, warn
+from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.otlp import push_settings
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
 from torch_grad_exporter.outputs.own_requests import mute, unlogged
@@ -43,6 +48,18 @@ DENIED = ("UNAUTHENTICATED", "PERMISSION_DENIED"), frozenset({401, 403})
 
 # Characters of what an exporter says.
 NAMED = 300
+
+# Of failures.
+SOURCE = "otlp"
+
+# For the last requests of a run, together.
+LAST_SECONDS = 1.1
+
+# For a request that is under way when the run ends.
+GRACE = 0.25
+
+# In a forked child: connections of the parent, which gRPC must not end here.
+_inherited: list[object] = []
 
 
 class DeliveryError(Exception):
@@ -74,15 +91,8 @@ class _Exporter(Protocol):
 class Delivery:
     """The way to one receiver. To be used by one thread at a time, but for `close`.
 
-    Attributes:
-        warnings: What the exporter says of variables that it ignores.
-
-    Args:
-        settings: Where to, and how.
-        seconds: For each request, with all its retries.
-
-    Raises:
-        Exception: A variable that the exporter reads cannot be used.
+    `warnings`: what the exporter says of variables that it ignores. `seconds`: for each request, with all its retries. Raises
+    where a variable that the exporter reads cannot be used.
     """
 
     def __init__(self, settings: PushSettings, seconds: float) -> None:
@@ -128,6 +138,47 @@ class Delivery:
         """Give the connection back; ends a pause between two tries. From any thread."""
         with unlogged():
             self._exporter.shutdown()
+
+
+class DeliveryLoop(BackgroundLoop):
+    """A thread that sends to one receiver, and what is left when the run is over over a connection of its own.
+
+    A receiver that takes longer for a request than `close` waits does not get what is left: no second thread overtakes the first.
+    """
+
+    def __init__(self, settings: PushSettings, errors: ErrorLog, pause: float | Callable[[], float]) -> None:
+        self._settings, self._errors = settings, errors
+        self._way = Delivery(settings, settings.timeout)
+        log = warn if settings.signal is Signal.METRICS else inform  # most of them were said for metrics
+        for warning in self._way.warnings:
+            log("OpenTelemetry's exporter: %s", warning)
+        guard = Guard(functools.partial(errors.report_first, SOURCE))
+        role = "push" if settings.signal is Signal.METRICS else "logs"
+        super().__init__(role, lambda: self.send(self._way), guard=guard, pause=pause, last=self._send_last)
+
+    def send(self, way: Delivery) -> None:
+        """Send what there is. If `stopping`, this is the last call, on which `LAST_SECONDS` may be spent."""
+        raise NotImplementedError
+
+    def _send_last(self) -> None:
+        self._way.close()
+        way = Delivery(self._settings, LAST_SECONDS)
+        try:
+            self.send(way)
+        finally:
+            way.close()
+
+    def close(self, seconds: float) -> bool:
+        """See `BackgroundLoop`. A pause between two tries of a request is ended, since the last request follows."""
+        give_up_at = time.monotonic() + seconds
+        self.stop()
+        if not self.join(min(GRACE, seconds)):
+            self._way.close()
+        return self.join(give_up_at - time.monotonic())
+
+    def after_fork_in_child(self) -> None:
+        """Keep the parent's connection, which must not be touched; the child has no thread that would send anything."""
+        _inherited.append(self._way)
 
 
 class _Session(requests.Session):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from torch_grad_exporter.metrics.exponential import Exponential
-from torch_grad_exporter.metrics.families import REMOVED, BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, LabelRows, Spec
+from torch_grad_exporter.metrics.families import REMOVED, BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, Spec
 
 
 class Deltas:
@@ -50,141 +49,105 @@ class Deltas:
         No effect for a family that `of` did not return last, or not as a difference.
         """
         if (sent := self._sent.get(family)) is not None:
-            sent.table.take(sent, sent.present[rows])
+            sent.take(sent.present[rows])
 
     def _difference(self, family: Family, at: int) -> Family:
-        table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
-        places, rows = table.places(family.labels, self._at), len(family.labels)
-        sums = np.zeros(rows) if family.sums is None else family.sums
-        now: FloatArray = np.column_stack((family.values.reshape(rows, len(family.spec.buckets) + 1), sums))
-        if "layer" in family.spec.labels:
-            table.fold_removed(family.labels, family.spec.labels.index("layer"), places, now)
-        present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
-        known, before = table.known[places], table.numbers[places]
-        if family.spec.older:
+        spec, labels, count = family.spec, family.labels.rows, len(family.labels)
+        sums = np.zeros(count) if family.sums is None else family.sums
+        now: FloatArray = np.column_stack((family.values.reshape(count, len(spec.buckets) + 1), sums))
+        table = self._tables.setdefault(spec, {})
+        if "layer" in spec.labels:
+            _fold_removed(table, spec.labels.index("layer"), dict(zip(labels, now, strict=True)))
+        for row in labels:
+            if row not in table:
+                table[row] = _Arrived(np.zeros(now.shape[1]), self._at)
+        rows = [table[row] for row in labels]
+        known: BoolArray = np.array([row.known for row in rows], dtype=np.bool_)
+        before = np.array([row.numbers for row in rows]).reshape(now.shape)
+        present: BoolArray = np.ones(count, dtype=np.bool_) if family.present is None else family.present.copy()
+        since = np.array([row.since for row in rows], dtype=np.int64)
+        if spec.older:
             first = np.flatnonzero(present & ~known)
-            table.take(_SentRows(table, family, places, now, at, first, table.since[places]), first)
+            _SentRows(family, rows, now, at, first, since).take(first)
             present &= known
         goes_on = known & (before[:, :-1] <= now[:, :-1]).all(axis=1)  # else it began again
         added = np.subtract(now, before, out=now.copy(), where=goes_on[:, None])
+        exponential, exemplars = family.exponential, family.exemplars
+        if exponential is not None:
+            earlier = [row.exponential if subtract else {} for row, subtract in zip(rows, goes_on.tolist(), strict=True)]
+            exponential = Exponential.of([_increase(*both) for both in zip(exponential, earlier, strict=True)])
+        if exemplars is not None:
+            exemplars = tuple(
+                {bucket: exemplar for bucket, exemplar in own.items() if row.exemplars.get(bucket) != exemplar}
+                for own, row in zip(exemplars, rows, strict=True)
+            )
         difference = replace(
             family,
             values=added[:, :-1].reshape(family.values.shape),
             sums=None if family.sums is None else added[:, -1],
             present=present,
-            exponential=None if family.exponential is None else table.exponential_since(family.exponential, places, goes_on),
-            exemplars=None if family.exemplars is None else tuple(table.exemplars_since(family.exemplars, places)),
+            exponential=exponential,
+            exemplars=exemplars,
         )
-        self._sent[difference] = _SentRows(table, family, places, now, at, np.flatnonzero(present), table.since[places])
+        self._sent[difference] = _SentRows(family, rows, now, at, np.flatnonzero(present), since)
         return difference
+
+
+@dataclass(slots=True, eq=False)
+class _Arrived:
+    """What has arrived of a row: values and sum, and when; `since` is the start time until something is `known` to have arrived."""
+
+    numbers: FloatArray
+    since: int
+    known: bool = False
+    exponential: Mapping[int, int] = field(default_factory=dict)
+    exemplars: Mapping[int, Exemplar] = field(default_factory=dict)
+
+
+# The rows of a metric, until their layer is removed.
+_Table = dict[tuple[str, ...], _Arrived]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SentRows:
-    """A family on its way.
+    """A family on its way: its rows, `numbers` and start times, which of them are `present`, and the time of the numbers."""
 
-    Attributes:
-        table: Of its metric.
-        family: With its totals.
-        places: Of its rows in the table.
-        numbers: Values and sum of its rows.
-        at: The time of these.
-        present: The numbers of the rows that are sent.
-        since: The start time of each row.
-    """
-
-    table: _Table
     family: Family
-    places: IntArray
+    rows: list[_Arrived]
     numbers: FloatArray
     at: int
     present: IntArray
     since: IntArray
 
+    def take(self, places: IntArray) -> None:
+        """Note rows as arrived."""
+        for place in places.tolist():
+            row = self.rows[place]
+            row.known, row.numbers, row.since = True, self.numbers[place], self.at
+            if self.family.exponential is not None:
+                row.exponential = self.family.exponential[place]
+            if self.family.exemplars is not None:
+                row.exemplars = self.family.exemplars[place]
 
-class _Table:
-    """The arrived numbers of a metric. A row keeps its place, whatever `LabelRows` it is in, until its layer is removed.
 
-    `known`: which places have arrived; `numbers`: values and sum of each; `since`: the time of that, and before it the start time.
+def _fold_removed(table: _Table, layer: int, now: Mapping[tuple[str, ...], FloatArray]) -> None:
+    """Count the arrived numbers of removed layers as arrived of the remainder, and forget these layers.
+
+    A layer is removed if its row is gone, or has begun again. `layer`: which of the labels is the layer. `now`: the present rows.
     """
+    if all(row[layer] != REMOVED for row in now):
+        return
+    for row, gone in list(table.items()):
+        remainder = (*row[:layer], REMOVED, *row[layer + 1 :])
+        begun_again = row in now and gone.known and bool((gone.numbers[:-1] > now[row][:-1]).any())
+        if remainder in now and row != remainder and (row not in now or begun_again):
+            into = table.setdefault(remainder, _Arrived(np.zeros_like(gone.numbers), gone.since))
+            # At most the present remainder: sums of the same parts may differ in their last digits.
+            into.numbers = np.minimum(into.numbers + gone.numbers, now[remainder])
+            into.known |= gone.known
+            into.exponential = Counter(into.exponential) + Counter(gone.exponential)
+            del table[row]
 
-    def __init__(self, width: int) -> None:
-        self.known: BoolArray = np.zeros(0, dtype=np.bool_)
-        self.numbers: FloatArray = np.zeros((0, width))
-        self.since: IntArray = np.zeros(0, dtype=np.int64)
-        self._exponential: dict[int, Mapping[int, int]] = {}
-        self._exemplars: dict[int, Mapping[int, Exemplar]] = {}
-        self._rows: dict[tuple[str, ...], int] = {}
-        self._free: list[int] = []
-        self._places: WeakKeyDictionary[LabelRows, IntArray] = WeakKeyDictionary()
 
-    def places(self, labels: LabelRows, since: int) -> IntArray:
-        """Return the places of the rows; new ones count from `since` on."""
-        places = self._places.get(labels)
-        if places is None:
-            new = list(dict.fromkeys(row for row in labels.rows if row not in self._rows))
-            free, self._free = self._free[: len(new)], self._free[len(new) :]
-            more = len(new) - len(free)
-            taken = [*free, *range(len(self.known), len(self.known) + more)]
-            self._rows.update(zip(new, taken, strict=True))
-            self.known = np.pad(self.known, (0, more))
-            self.numbers = np.pad(self.numbers, ((0, more), (0, 0)))
-            self.since = np.pad(self.since, (0, more))
-            self.since[taken] = since
-            places = self._places[labels] = np.array([self._rows[row] for row in labels.rows], dtype=np.int64)
-        return places
-
-    def fold_removed(self, labels: LabelRows, layer: int, places: IntArray, now: FloatArray) -> None:
-        """Count the arrived numbers of removed layers as arrived of the remainder, and forget these layers.
-
-        A layer is removed if its row is gone, or has begun again. `layer`: which of the labels is the layer. `now`: the numbers of
-        the present rows.
-        """
-        if all(row[layer] != REMOVED for row in labels.rows):
-            return
-        here = dict(zip(labels.rows, range(len(labels)), strict=True))
-        restarted = self.known[places] & (self.numbers[places, :-1] > now[:, :-1]).any(axis=1)
-        removed = [row for row in self._rows if row not in here] + [labels.rows[row] for row in np.flatnonzero(restarted).tolist()]
-        for row in removed:
-            remainder = (*row[:layer], REMOVED, *row[layer + 1 :])
-            if remainder in here and row != remainder:
-                place, into = self._rows[row], self._rows[remainder]
-                # At most the present remainder: sums of the same parts may differ in their last digits.
-                self.numbers[into] = np.minimum(self.numbers[into] + self.numbers[place], now[here[remainder]])
-                self.known[into] |= self.known[place]
-                both = Counter(self._exponential.get(into, {}))
-                both.update(self._exponential.pop(place, {}))
-                self._exponential[into] = both
-                self._exemplars.pop(place, None)
-                self.known[place], self.numbers[place] = False, 0
-                if row not in here:
-                    del self._rows[row]
-                    self._free.append(place)
-                    self._places.clear()
-
-    def take(self, sent: _SentRows, rows: IntArray) -> None:
-        """Note rows of an export as arrived."""
-        places = sent.places[rows]
-        self.known[places] = True
-        self.numbers[places] = sent.numbers[rows]
-        self.since[places] = sent.at
-        exponential, exemplars = sent.family.exponential, sent.family.exemplars
-        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-            if exponential is not None:
-                self._exponential[place] = exponential[row]
-            if exemplars is not None:
-                self._exemplars[place] = exemplars[row]
-
-    def exponential_since(self, now: Exponential, places: IntArray, goes_on: BoolArray) -> Exponential:
-        """Return the increase of exponential counts."""
-        rows = []
-        for counts, place, subtract in zip(now, places.tolist(), goes_on.tolist(), strict=True):
-            before = self._exponential.get(place, {}) if subtract else {}
-            rows.append({i: more for i, n in counts.items() if (more := n - before.get(i, 0)) > 0})
-        return Exponential.of(rows)
-
-    def exemplars_since(self, now: Iterable[Mapping[int, Exemplar]], places: IntArray) -> Iterable[Mapping[int, Exemplar]]:
-        """Yield the exemplars that are new."""
-        for exemplars, place in zip(now, places.tolist(), strict=True):
-            before = self._exemplars.get(place, {})
-            yield {bucket: exemplar for bucket, exemplar in exemplars.items() if before.get(bucket) != exemplar}
+def _increase(now: Mapping[int, int], before: Mapping[int, int]) -> dict[int, int]:
+    return {bucket: more for bucket, count in now.items() if (more := count - before.get(bucket, 0)) > 0}

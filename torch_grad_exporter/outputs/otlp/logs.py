@@ -14,14 +14,12 @@ from typing import Literal
 
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from torch_grad_exporter.errors import ErrorLog, caught, inform
-from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.outputs.otlp.delivery import Delivery, NotTakenError, RejectedError, TooLargeError
-from torch_grad_exporter.outputs.otlp.points import SCOPE, SOURCE, text
-from torch_grad_exporter.outputs.otlp.push import GRACE, LAST_SECONDS, identified, inherit
+from torch_grad_exporter.outputs.otlp.delivery import SOURCE, Delivery, DeliveryLoop, NotTakenError, RejectedError, TooLargeError
+from torch_grad_exporter.outputs.otlp.points import SCOPE, resource, text
+from torch_grad_exporter.outputs.otlp.push import identified
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.store.journal import MOST, Journal, JournalEvent
 from torch_grad_exporter.store.records import TraceIds
@@ -42,19 +40,8 @@ SEVERITIES = {"info": SeverityNumber.INFO, "warning": SeverityNumber.WARN, "crit
 WITHOUT_LOGS = "%s takes no log records, no more are sent: %s; OTEL_LOGS_EXPORTER=none avoids this line"
 
 
-class LogPush(BackgroundLoop):
-    """Sends what the journal has, each second, and once more at `close`.
-
-    Args:
-        journal: What happened.
-        settings: Where to.
-        labels: Of every record.
-        errors: Counts failures.
-        labels_on: See `Push`.
-
-    Raises:
-        Exception: See `Delivery`.
-    """
+class LogPush(DeliveryLoop):
+    """Sends what the journal has, each second, and once more at `close`; see `Push`."""
 
     def __init__(
         self,
@@ -65,57 +52,24 @@ class LogPush(BackgroundLoop):
         *,
         labels_on: Literal["series", "target"] = "series",
     ) -> None:
-        self._journal, self._settings, self._errors = journal, settings, errors
+        self._journal = journal
         self._labels, attributes = identified(labels, labels_on)
-        self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in attributes.items()})
+        self._resource = resource(attributes)
         self._waiting: deque[ReadableLogRecord] = deque(maxlen=MOST)
-        self._delivery: Delivery | None = Delivery(settings, settings.timeout)
-        for warning in self._delivery.warnings:  # most were said for metrics
-            inform("OpenTelemetry's exporter: %s", warning)
         self._taken, self._accepted, self._due = True, False, 0.0
         self._most = TOGETHER  # records that the receiver accepts in one request, as far as is known
-        guard = errors.boundary(SOURCE, "log records", limit=None)
-        super().__init__("logs", self._send, guard=guard, pause=min(LOOK_SECONDS, settings.interval), last=self._send_last)
+        super().__init__(settings, errors, min(LOOK_SECONDS, settings.interval))
 
     def start(self) -> None:
         """Start the thread. Raises `RuntimeError` if no more threads can be started."""
         super().start()
         inform("pushing problems and actions to %s as log records", without_password(self._settings.endpoint))
 
-    def close(self, seconds: float) -> bool:
-        """See `BackgroundLoop`. A pause between two tries of a request is ended, since the last request follows."""
-        give_up_at = time.monotonic() + seconds
-        self.stop()
-        if not self.join(min(GRACE, seconds)) and (way := self._delivery) is not None:
-            way.close()
-        return self.join(give_up_at - time.monotonic())
-
-    def after_fork_in_child(self) -> None:
-        """Keep the parent's connection, which must not be touched; the child has no thread that would send anything."""
-        inherit(self._delivery)
-
-    # The thread
-
-    def _send(self) -> None:
-        if self._delivery is not None and self._taken and time.monotonic() >= self._due:
-            self._look()
-            self._send_all(self._delivery)
-
-    def _send_last(self) -> None:
-        """Send the rest. The connection is new: the earlier one may be closed already."""
-        earlier, self._delivery = self._delivery, None
-        if earlier is not None:
-            earlier.close()
-        self._look()
-        if self._waiting and self._taken:
-            way = Delivery(self._settings, LAST_SECONDS)
-            self._send_all(way)
-            way.close()
-
-    def _look(self) -> None:
+    def send(self, way: Delivery) -> None:
+        """Send all records, up to a request that fails."""
+        if not self._taken or (time.monotonic() < self._due and not self.stopping):
+            return
         self._waiting.extend(map(self._record, self._journal.take()))
-
-    def _send_all(self, way: Delivery) -> None:
         while self._waiting and self._taken:
             batch = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
             failure = caught(way.send, batch)

@@ -33,14 +33,12 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.metrics.exponential import SCALE
 from torch_grad_exporter.metrics.families import Exemplar, Family, Kind, LabelRows, by_spec
+from torch_grad_exporter.outputs.otlp.delivery import SOURCE
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.version import __version__
 
 # The instrumentation scope.
 SCOPE = InstrumentationScope("torch_grad_exporter", __version__)
-
-# Of failures.
-SOURCE = "otlp"
 
 # Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours become one.
 WIDTH = 160
@@ -79,7 +77,7 @@ class Points:
 
     Args:
         constant_labels: Of every point.
-        resource: Attributes of the process.
+        attributes: Of the process.
         deltas: Know which kinds of metrics are sent as differences, and the start of these.
         errors: Counts failures to encode a metric, each of which costs that metric alone.
         start: Of cumulative numbers, in nanoseconds since 1970, like all times here.
@@ -88,7 +86,7 @@ class Points:
     def __init__(
         self,
         constant_labels: Mapping[str, str],
-        resource: Mapping[str, Any],
+        attributes: Mapping[str, Any],
         deltas: Deltas,
         errors: ErrorLog,
         *,
@@ -96,7 +94,7 @@ class Points:
     ) -> None:
         self._constant_labels, self._deltas, self._errors, self._start = constant_labels, deltas, errors, start
         self.most = POINTS
-        self._resource = Resource({key: text(value) if isinstance(value, str) else value for key, value in resource.items()})
+        self._resource = resource(attributes)
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
     def portions(self, families: Iterable[Family], at: int) -> Iterator[Portion]:
@@ -181,6 +179,11 @@ class Points:
                 for row in family.labels.rows
             ]
         return kept[names]
+
+
+def resource(attributes: Mapping[str, Any]) -> Resource:
+    """Return the resource of all that is sent."""
+    return Resource({key: text(value) if isinstance(value, str) else value for key, value in attributes.items()})
 
 
 def text(value: str) -> str:
