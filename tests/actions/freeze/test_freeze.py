@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from tests.support.scrape import OFF, errors, value, values
 from tests.support.tools import eventually, lasting_threads
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Freeze
+from torch_grad_exporter.actions.freeze.norms import NormPart, NormWindow
 from torch_grad_exporter.rules import Problem
 
 FROZEN, CAPTURES, ACTIONS = "torch_layer_frozen", "torch_grad_captures_total", "torch_grad_exporter_actions_total"
@@ -72,7 +74,7 @@ def never(_measurements: object) -> bool:
 
 def state(*layers: str, since: int = 0) -> dict[str, Any]:
     """Return the state of a `Freeze` that froze these layers this many steps ago; loading it freezes them at once."""
-    return {"version": 1, "frozen": dict.fromkeys(layers, since), "norms": {}}
+    return {"version": 1, "frozen": dict.fromkeys(layers, since)}
 
 
 def held(exporter: Exporter, action: Freeze, *layers: str) -> Any:  # noqa: ANN401 - the handle
@@ -251,16 +253,15 @@ class Tied(torch.nn.Module):
         return result
 
 
-def test_tied_parameters_are_frozen_with_all_layers() -> None:
-    """A tied weight is frozen only with both of its layers, until one of them is thawed."""
+def test_tied_parameters_stay_trained() -> None:
+    """A weight that two layers have is frozen with neither, and a layer that has nothing else is refused by name."""
     run = Run(Tied())
     with run.exporter:
-        first = run.held(Freeze(layers="head"), "head")
+        run.held(Freeze(layers="head"), "head")
         assert run.frozen == ["head.bias"]
-        run.held(Freeze(layers="embed"), "embed")
-        assert run.frozen == ["embed.weight", "head.bias"]
-        first.remove()
-        assert run.frozen == []
+        with pytest.raises(ValueError, match="layers='embed': other layers have all of their parameters"):
+            run.exporter.on(never, Freeze(layers="embed"))
+        assert run.frozen == ["head.bias"]
 
 
 # Beside others
@@ -374,28 +375,32 @@ def test_one_layer_always_stays() -> None:
 
 
 @pytest.mark.slow
-def test_a_window_has_the_norms_of_the_last_steps() -> None:
-    """The window in a state is just long enough, and has the sum of the norms of its steps in float64."""
+@pytest.mark.parametrize("above", [0.99, 1.01])
+def test_the_threshold_is_that_of_the_norm(above: float) -> None:
+    """A layer is frozen if the threshold is just above its norm in float64, and stays if it is just below."""
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    action, norms = Freeze(after=12), {layer: list[float]() for layer in LAYERS}
-
-    def agrees(layer: str) -> bool:
-        parts = action.state_dict()["norms"].get(layer, [])
-        steps, total, samples, nonfinite = (sum(part[place] for part in parts) for place in range(4))
-        assert not parts or (nonfinite == 0 and (steps - parts[0][0] < 12 or samples - parts[0][2] < 10))
-        return steps >= 12 and total == pytest.approx(sum(norms[layer][-int(samples) :]), rel=1e-5)
-
+    optimizer, other = torch.optim.SGD(net.parameters(), lr=0.0), Freeze(1e6, after=12, layers="^0$")
+    step(net, optimizer)
+    norm = float(sum(p.grad.double().square().sum() for p in net[2].parameters())) ** 0.5
+    action = Freeze(norm * above, after=12, layers="^2$")
     with start(net) as exporter:
         exporter.on(action)
-        assert eventually(lambda: action.state_dict()["norms"].keys() == norms.keys())  # it counts steps from its first look on
-        for number in range(60):
-            step(net, optimizer, number=number)
-            for layer in LAYERS:
-                grads = [parameter.grad.double().square().sum() for parameter in net[int(layer)].parameters()]
-                norms[layer].append(float(sum(grads)) ** 0.5)
-            if number in (20, 40, 59):
-                assert eventually(lambda: all(map(agrees, LAYERS)))
+        exporter.on(other)  # judged later, by the same thread
+        assert until(lambda: bool(other.frozen), lambda: step(net, optimizer))
+        step(net, optimizer)
+        assert set(action.frozen) == ({"2"} if above > 1 else set())
+
+
+def test_a_window_has_the_last_steps() -> None:
+    """The mean of a window is that of its last 32 steps, or of two more, and NaN while one of them was not finite."""
+    window, norms = NormWindow(32), list[float]()
+    for number in range(200):
+        norms.append(math.sin(number) + 2)
+        window.add(NormPart(1, norms[-1], 1, number == 100))
+        if number < 31 or 100 <= number < 132:
+            assert math.isnan(window.mean)
+        elif number not in (132, 133):
+            assert any(window.mean == pytest.approx(np.mean(norms[-length:]), rel=1e-12) for length in (32, 33, 34))
 
 
 # By rules
@@ -454,8 +459,8 @@ def test_a_state_goes_on() -> None:
     ("wrong", "message"),
     [
         ({}, "expected what Freeze.state_dict"),
-        ({"version": 2, "frozen": {}, "norms": {}}, "version=2: expected 1"),
-        ({"version": 1, "frozen": {}, "norms": {"0": [[1, 2]]}}, "."),
+        ({"version": 2, "frozen": {}}, "version=2: expected 1"),
+        ({"version": 1, "frozen": {"0": "never"}}, "."),
     ],
 )
 def test_a_wrong_state_is_refused(wrong: dict[str, Any], message: str) -> None:

@@ -26,7 +26,7 @@ class Freeze(StepAction):
     `exporter.on(Freeze(threshold, after, revive))` freezes a layer whose mean gradient norm over the last `after` optimizer
     steps, reduced over ranks, unscaled and before clipping, is below `threshold`. `exporter.on(rule_or_condition,
     Freeze(layers=...))` freezes layers at once when the rule or the condition holds. One layer of each model and optimizer always
-    stays.
+    stays, and so does each parameter that several layers have.
 
     Args:
         threshold: The norm below which a layer is frozen.
@@ -56,9 +56,8 @@ class Freeze(StepAction):
         if revive is not None:
             check_whole(f"revive={shown(revive)}", revive, what=f"None for never, or {steps}", example=REVIVE)
         self.layers = _pattern(layers)
-        self._norms = LayerNorms(self.after)
-        self._layers: FrozenLayers | None = None
-        self._own = False
+        self._norms: LayerNorms | None = None  # if it acts by itself
+        self._layers: FrozenLayers | None = None  # while it is in use
         # Optimizer steps since `on`, and those of other actions before it.
         self._steps = 0
         self._before: int | None = None
@@ -72,7 +71,7 @@ class Freeze(StepAction):
 
     def __repr__(self) -> str:
         chosen = [] if self.layers is None else [f"layers={self.layers.pattern!r}"]
-        if self._own or not chosen:
+        if self._norms is not None or not chosen:
             chosen = [f"threshold={self.threshold:g}", f"after={self.after}", *chosen]
         return f"Freeze({', '.join((*chosen, f'revive={self.revive}'))})"
 
@@ -82,10 +81,8 @@ class Freeze(StepAction):
         return {layer: self._steps - step for layer, step in self._frozen.items()} or dict(self._loaded)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and texts: what is frozen, since how many steps, and the norms of the others that rank 0 has."""
-        frozen = dict(self.frozen)
-        norms = {layer: window for layer, window in self._norms.state().items() if layer not in frozen}
-        return {"version": VERSION, "frozen": frozen, "norms": norms}
+        """Return plain numbers and texts: what is frozen, since how many steps. Norms begin again after a restart."""
+        return {"version": VERSION, "frozen": dict(self.frozen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state: its layers are frozen at once, or by the `exporter.on` that is yet to come.
@@ -103,26 +100,21 @@ class Freeze(StepAction):
             if state["version"] != VERSION:
                 raise ValueError(f"version={state['version']!r}: expected {VERSION}, that of this version of torch-grad-exporter")
             frozen = {str(layer): int(since) for layer, since in state["frozen"].items()}
-            LayerNorms(self.after).load(state["norms"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"state={state!r}: expected what Freeze.state_dict() has returned") from error
         if self._layers is not None:
             self._freeze_again(self._layers, frozen)
         else:
             self._loaded = frozen
-        self._norms.load(state["norms"])
 
     # What `exporter.on` calls
 
     def check(self, training: Training, rule: Rule | None, *, own: bool) -> None:
         """See `StepAction`."""
         layers = training.layers
-        if layers is None:
-            raise RuntimeError(f"action={self!r}: there is no model")
         if self._layers is not None:
             raise ValueError(f"action={self!r}: it is in use; make another one for each on(), since it has a memory")
         layers.refuse()
-        self._check_known(layers, self._loaded)
         trained = layers.trained()
         if self.layers is not None and not any(map(self.layers.search, trained)):
             raise ValueError(f"layers={self.layers.pattern!r}: it matches no layer that is trained; there are {some(trained, 8)}")
@@ -139,24 +131,22 @@ class Freeze(StepAction):
             )
         elif self.layers is not None:
             try:
-                layers.plan(filter(self.layers.search, trained))
+                plan = layers.plan(filter(self.layers.search, trained))
             except NothingLeftError as error:
                 raise ValueError(f"layers={self.layers.pattern!r}: {error}") from error
+            if not plan:
+                raise ValueError(f"layers={self.layers.pattern!r}: other layers have all of their parameters, which are not frozen")
         elif rule is None or (rule.alerts and not any(alert.by_layer for alert in rule.alerts)):
             cause = "a condition" if rule is None else f"the rule {rule.name}"
             raise ValueError(f"layers=None: {cause} names no layer; write Freeze(layers=...) with a regular expression of names")
 
     def begin(self, training: Training, *, own: bool = False) -> None:
         """See `StepAction`."""
-        layers = training.layers
-        if layers is None:  # as `check` has said
-            return
-        if own and training.worker is not None:
-            self._norms.watch(training.worker)
-        self._own, self._frozen, self._steps, self._before = own, {}, 0, None
-        self._freeze_again(layers, self._loaded)
-        layers.labels.in_use = True
-        self._loaded, self._layers = {}, layers
+        self._norms = LayerNorms(self.after, training.worker) if own else None
+        self._frozen, self._steps, self._before = {}, 0, None
+        self._freeze_again(training.layers, self._loaded)
+        training.layers.labels.in_use = True
+        self._loaded, self._layers = {}, training.layers
 
     def end(self) -> None:
         """Give back what is frozen."""
@@ -170,17 +160,17 @@ class Freeze(StepAction):
 
     def holds(self, _measurements: Measurements) -> bool:
         """Return whether a layer that can be frozen has a mean norm below the threshold."""
-        layers = self._layers
-        if layers is None:
+        layers, norms = self._layers, self._norms
+        if layers is None or norms is None:
             return False
         revived = {self._revived.popleft() for _ in range(len(self._revived))}
         try:
             # One rank alone does not know the norm of a layer of which it has a part.
-            self._norms.read(layers.labels.frozen | layers.sharded(), revived)
+            norms.read(layers.labels.frozen | layers.sharded(), revived)
         except BusyError:  # the worker is busy: the next evaluation has them
             self._revived.extend(revived)
             return False
-        due = self._norms.below(self.threshold)
+        due = norms.below(self.threshold)
         trained = layers.trained() if due else {}
         self._due = {name: mean for name, mean in due.items() if name in trained and (not self.layers or self.layers.search(name))}
         return bool(self._due)
@@ -190,7 +180,7 @@ class Freeze(StepAction):
         layers = self._layers
         if layers is None:
             return None
-        if self._own:
+        if self._norms is not None:
             wanted = sorted(self._due, key=self._due.__getitem__)
         else:
             named = {layer for problem in problems for layer in (problem.layer, *problem.others) if layer}
@@ -201,7 +191,7 @@ class Freeze(StepAction):
             try:
                 planned = layers.plan(wanted)
             except NothingLeftError:
-                if not self._own:
+                if self._norms is None:
                     raise
                 wanted.pop()  # the layer with the largest norm stays
             else:
@@ -231,7 +221,7 @@ class Freeze(StepAction):
             warn("froze %s after %d steps", ", ".join(frozen), self._steps)
 
     def step_over(self, steps: int) -> None:
-        """Try again what has been frozen for long enough."""
+        """Try again what has been frozen for long enough, and forget what the script has thawed: any `Freeze` may notice."""
         if self._before is None:
             self._before = steps - 1
         self._steps = steps = steps - self._before
@@ -239,7 +229,10 @@ class Freeze(StepAction):
         if layers is None or not self._frozen:
             return
         layers.look()
-        self._drop_lost(layers)
+        if self._held is not layers.held:
+            self._held = layers.held
+            self._revived.extend(layer for layer in self._frozen if layer not in layers.held)
+            self._frozen = {layer: step for layer, step in self._frozen.items() if layer in layers.held}
         over = [layer for layer, step in self._frozen.items() if self.revive is not None and steps - step >= self.revive]
         if over:
             layers.thaw(over)
@@ -247,25 +240,12 @@ class Freeze(StepAction):
             self._frozen = {layer: step for layer, step in self._frozen.items() if layer not in over}
             warn("train %s again after %d steps", ", ".join(over), steps)
 
-    def _drop_lost(self, layers: FrozenLayers) -> None:
-        """Forget what is no longer frozen, though this one has not thawed it: the script has, and any `Freeze` may notice."""
-        if self._held is layers.held:
-            return
-        self._held = layers.held
-        self._revived.extend(layer for layer in self._frozen if layer not in layers.held)
-        self._frozen = {layer: step for layer, step in self._frozen.items() if layer in layers.held}
-
-    # States
-
-    def _check_known(self, layers: FrozenLayers, frozen: Mapping[str, int]) -> None:
+    def _freeze_again(self, layers: FrozenLayers, frozen: Mapping[str, int]) -> None:
+        """Freeze what a state names, and nothing else. Raises as `load_state_dict`."""
         known = {*layers.trained(), *layers.labels.frozen}
         for layer in frozen:
             if layer not in known:
                 raise ValueError(f"state: there is no layer {layer!r} that is trained{near(layer, known)}")
-
-    def _freeze_again(self, layers: FrozenLayers, frozen: Mapping[str, int]) -> None:
-        """Freeze what a state names, and nothing else. Raises as `load_state_dict`."""
-        self._check_known(layers, frozen)
         layers.thaw([layer for layer in self._frozen if layer not in frozen])
         ours = [layer for layer in self._frozen if layer in frozen]
         plan = layers.plan(frozen)
@@ -277,14 +257,12 @@ class Freeze(StepAction):
 
 
 def _pattern(layers: object) -> re.Pattern[str] | None:
-    expected = "expected a regular expression that finds names of layers, such as 'encoder'"
-    if layers is None:
-        return None
-    if isinstance(layers, re.Pattern) and isinstance(layers.pattern, str):
+    expected = f"layers={shown(layers)}: expected a regular expression that finds names of layers, such as 'encoder'"
+    if layers is None or (isinstance(layers, re.Pattern) and isinstance(layers.pattern, str)):
         return layers
     if not isinstance(layers, str):
-        raise TypeError(f"layers={shown(layers)}: {expected}")
+        raise TypeError(expected)
     try:
         return re.compile(layers)
     except re.error as error:
-        raise ValueError(f"layers={shown(layers)}: {expected}: {error}") from error
+        raise ValueError(f"{expected}: {error}") from error

@@ -1,15 +1,15 @@
 """FrozenLayers: freezes layers of the models, and gives back exactly what it froze.
 
-A parameter is frozen if it required a gradient and all the layers that have it are frozen. Freezing sets `requires_grad` to false
-and takes the gradient away, so that optimizers pass the parameter over: no update, no weight decay. Their state stays. Parameters
-are known by their place and `id`, as those that are tracked: one that has been replaced is forgotten.
+A parameter is frozen if it required a gradient and no other layer has it: one that is tied stays trained. Freezing sets
+`requires_grad` to false and takes the gradient away, so that optimizers pass the parameter over: no update, no weight decay. Their
+state stays. Parameters are known by their place and `id`, as those that are tracked: one that has been replaced is forgotten.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -28,20 +28,6 @@ class NothingLeftError(RuntimeError):
     """Of a model or of an optimizer nothing would be trained any more."""
 
 
-@dataclass(eq=False, slots=True)
-class FrozenParameter:
-    """A parameter of a layer that is frozen.
-
-    Attributes:
-        partners: The other layers that have it; it stays trained until they are frozen as well.
-        frozen: Whether it is frozen by us.
-    """
-
-    tracked: TrackedParameter
-    partners: frozenset[str]
-    frozen: bool = False
-
-
 class FrozenLayers:
     """What is frozen of one exporter's models. `freeze` and `look` are for the training thread, all else for any.
 
@@ -55,8 +41,8 @@ class FrozenLayers:
         self._index = index
         self._known = optimizers
         self.labels = labels
-        # Both are replaced, never changed. What is given back is in the table only from the next sample on.
-        self._held: Mapping[str, Sequence[FrozenParameter]] = {}
+        # By layer what was frozen of it; replaced, never changed. What is given back is in the table only from the next sample on.
+        self._held: Mapping[str, Sequence[TrackedParameter]] = {}
         self._given_back: Mapping[str, Sequence[TrackedParameter]] = {}
         self._lock = threading.RLock()
         self._turn = 0
@@ -103,63 +89,46 @@ class FrozenLayers:
         table = self._index.table
         return frozenset(label for label, part in zip(table.layers, table.sharded.tolist(), strict=True) if part)
 
-    def plan(self, labels: Iterable[str]) -> dict[str, list[FrozenParameter]]:
-        """Return those of these layers that are trained and have a parameter that no other layer trains, each with its parameters.
+    def plan(self, labels: Iterable[str]) -> dict[str, list[TrackedParameter]]:
+        """Return those of these layers that are trained, each with its parameters that no other layer has.
 
         Raises:
             NothingLeftError: Nothing would be left to train.
         """
-        trained = self.trained()
-        partners = self._partners(trained)
-        wanted = {label: trained[label] for label in labels if label in trained}
-        while True:
-            frozen = frozenset((*self._held, *wanted))
-            kept = {label: ones for label, ones in wanted.items() if any(partners[key.identity] <= frozen for key in ones)}
-            if len(kept) == len(wanted):
-                break
-            wanted = kept
-        if wanted:
-            every = {key.identity: label for label, ones in trained.items() for key in ones}
-            left = [key for key, label in every.items() if label not in wanted or not partners[key] <= frozen]
-            reason = emptied(self._index, self._optimizers(), left, every)
+        trained, times = self.trained(), Counter(chain.from_iterable(self._index.shared().values()))
+        own = {label: [key for key in trained.get(label, ()) if times[key.identity] < 2] for label in labels}
+        plan = {label: parameters for label, parameters in own.items() if parameters}
+        if plan:
+            now, going = (frozenset(key.identity for key in chain.from_iterable(each.values())) for each in (trained, plan))
+            reason = emptied(self._index, self._optimizers(), now - going, now)
             if reason is not None:
-                raise NothingLeftError(f"freezing {', '.join(wanted)}: {reason}; leave one of its layers out")
-        return {label: [FrozenParameter(key, partners[key.identity]) for key in ones] for label, ones in wanted.items()}
-
-    def _partners(self, trained: Mapping[str, Sequence[TrackedParameter]]) -> dict[int, frozenset[str]]:
-        """Return by the `id` of each trained parameter the other layers without which it cannot be frozen."""
-        table, members = self._index.table, self._index.shared()
-        label_of = {held.tracked.layer: label for label, parameters in self._held.items() for held in parameters}
-        label_of |= {key.layer: table.layers[row] for key, row in zip(table.tracked, table.layer_of.tolist(), strict=True)}
-        label_of |= {key.layer: label for label, ones in trained.items() for key in ones}
-        tracked = {key.identity for key in (*table.tracked, *chain.from_iterable(trained.values()))}
-        sharing: dict[int, set[str]] = {}
-        for layer, parameters in members.items():
-            # A layer without a label that has only parameters of others goes with them; else it is not watched, and keeps them.
-            if layer in label_of or not parameters <= tracked:
-                for identity in parameters:
-                    sharing.setdefault(identity, set()).add(label_of.get(layer, ""))
-        return {key.identity: frozenset(sharing.get(key.identity, ())) - {label} for label, ones in trained.items() for key in ones}
+                raise NothingLeftError(f"freezing {', '.join(plan)}: {reason}; leave one of its layers out")
+        return plan
 
     # The training thread
 
-    def freeze(self, plan: Mapping[str, Sequence[FrozenParameter]]) -> list[str]:
+    def freeze(self, plan: Mapping[str, Sequence[TrackedParameter]]) -> list[str]:
         """Freeze the layers of a plan, between two steps. Returns those of which a parameter was frozen.
 
         Raises:
             RuntimeError: None of the layers that stay has a gradient: the next backward would raise.
         """
         with self._lock:
-            wanted = {label: held for label, held in plan.items() if label not in self._held}
-            self._refuse_unreached({held.tracked.identity for ones in wanted.values() for held in ones})
-            self._held = {**self._held, **wanted}
-            self._apply()
-            frozen = [label for label, ones in wanted.items() if any(held.frozen for held in ones)]
-            self._held = {label: ones for label, ones in self._held.items() if label not in wanted or label in frozen}
+            wanted = {label: tracked for label, tracked in plan.items() if label not in self._held}
+            self._refuse_unreached({key.identity for key in chain.from_iterable(wanted.values())})
+            frozen: dict[str, list[TrackedParameter]] = {}
+            for label, tracked in wanted.items():
+                for key, parameter in zip(tracked, self._parameters(tracked), strict=True):
+                    if parameter is not None and parameter.requires_grad:  # what the user has frozen stays the user's
+                        parameter.requires_grad_(False)
+                        # None, and not zero: with a gradient of zero an optimizer goes on with momentum and weight decay.
+                        parameter.grad = None
+                        frozen.setdefault(label, []).append(key)
+            self._held = {**self._held, **frozen}
             table = self._index.table
             here = {label for label, shown in zip(table.layers, table.shown.tolist(), strict=True) if shown}
             self.labels.add(frozen, here.intersection(frozen))  # other ranks report the others
-        return frozen
+        return [*frozen]
 
     def _refuse_unreached(self, going: Collection[int]) -> None:
         # Optimizers that clear gradients within the backward leave none: then it is unknown which layers are reached.
@@ -168,38 +137,19 @@ class FrozenLayers:
         if reached and all(identity in going for identity in reached):
             raise RuntimeError("no layer that stays has a gradient, so the next backward would fail; leave one out that has")
 
-    def thaw(self, labels: Iterable[str]) -> list[str]:
-        """Give back what was frozen of these layers. Returns those that were."""
+    def thaw(self, labels: Iterable[str]) -> None:
+        """Give back what was frozen of these layers."""
         with self._lock:
             gone = {label: self._held[label] for label in labels if label in self._held}
             self._held = {label: ones for label, ones in self._held.items() if label not in gone}
-            for held in chain.from_iterable(gone.values()):
-                self._set(held, frozen=False)
-            table, ours = self._index.table, {label: [held.tracked for held in ones] for label, ones in gone.items()}
-            waiting = {label: ones for label, ones in self._given_back.items() if label not in table.layers} | ours
+            for parameter in self._parameters([*chain.from_iterable(gone.values())]):
+                if parameter is not None:
+                    parameter.requires_grad_(True)
+            table = self._index.table
+            waiting = {label: ones for label, ones in self._given_back.items() if label not in table.layers} | gone
             # Of a module that is gone there is nothing to train again.
             self._given_back = {label: ones for label, ones in waiting.items() if any(key.module() is not None for key in ones)}
-            self._apply()
             self.labels.remove(gone, kept={*table.layers, *table.frozen, *self._given_back})
-        return [*gone]
-
-    def _apply(self) -> None:
-        """Freeze the parameters all of whose layers are frozen, and give back the others."""
-        for held in chain.from_iterable(self._held.values()):
-            self._set(held, frozen=held.partners <= self._held.keys())
-
-    def _set(self, held: FrozenParameter, *, frozen: bool) -> None:
-        """Freeze a parameter or give it back. What the user has frozen stays the user's."""
-        (parameter,) = self._parameters([held.tracked])
-        if frozen and not held.frozen and parameter is not None and parameter.requires_grad:
-            parameter.requires_grad_(False)
-            # None, and not zero: with a gradient of zero an optimizer goes on with momentum and weight decay.
-            parameter.grad = None
-            held.frozen = True
-        elif not frozen and held.frozen:
-            if parameter is not None:
-                parameter.requires_grad_(True)
-            held.frozen = False
 
     def look(self) -> None:
         """Look at one layer, another one each time: if the script trains it again, it is no longer ours."""
@@ -208,8 +158,7 @@ class FrozenLayers:
                 return
             self._turn = (self._turn + 1) % len(self._held)
             label = [*self._held][self._turn]
-            parameters = self._parameters([held.tracked for held in self._held[label] if held.frozen])
-            existing = [parameter for parameter in parameters if parameter is not None]
+            existing = [parameter for parameter in self._parameters(self._held[label]) if parameter is not None]
             if existing and not any(parameter.requires_grad for parameter in existing):
                 return
             self.thaw([label])
@@ -225,7 +174,12 @@ def refusals(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer]) -> 
     made. Once one of them no longer does, the next backward ends with gradients that are not reduced, and the forward after it
     raises, with `static_graph=True` as well. With `find_unused_parameters=True` it goes on, also when the parameter is thawed.
     """
-    for wrapper in _wrappers(index.roots()):
+    wrappers: list[DistributedDataParallel] = []
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for root in index.roots():
+            around = replicas.wrapper_of(root) or replicas.anywhere(root)
+            wrappers += [around] if around is not None else [wrapper for _, wrapper in replicas.within(root)]
+    for wrapper in wrappers:
         if getattr(wrapper, "static_graph", False):
             yield (
                 "DistributedDataParallel was made with static_graph=True, by which the set of parameters with a gradient must "
@@ -246,18 +200,9 @@ def refusals(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer]) -> 
         yield "LBFGS moves parameters without a gradient along the directions of earlier steps; use another optimizer"
 
 
-def _wrappers(roots: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Return those around the models, or within them."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    wrappers: list[DistributedDataParallel] = []
-    for root in roots:
-        around = replicas.wrapper_of(root) or replicas.anywhere(root)
-        wrappers += [around] if around is not None else [wrapper for _, wrapper in replicas.within(root)]
-    return wrappers
-
-
-def emptied(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer], left: Iterable[int], all_: Iterable[int]) -> str | None:
+def emptied(
+    index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer], left: frozenset[int], now: frozenset[int]
+) -> str | None:
     """Return what would have nothing left to train; None if each model and each optimizer has.
 
     A loss that needs no gradient raises in its backward, and a GradScaler at an optimizer without gradients. Optimizers of one
@@ -267,20 +212,16 @@ def emptied(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer], left
         index: The layers.
         optimizers: Those that train the models.
         left: The `id` of each parameter that would be trained.
-        all_: The `id` of each parameter that is trained now.
+        now: The `id` of each parameter that is trained now.
     """
-    remaining, trained = frozenset(left), frozenset(all_)
     of_models: dict[int, set[int]] = {}
     for tracked in index.table.tracked:
         of_models.setdefault(tracked.model, set()).add(tracked.identity)
     for model, parameters in of_models.items():
-        if parameters & trained and not parameters & remaining:
-            return (
-                "no layer of the model would be trained" if len(of_models) == 1 else f"no layer of model {model} would be trained"
-            )
+        if parameters & now and not parameters & left:
+            return f"no layer of {'the model' if len(of_models) == 1 else f'model {model}'} would be trained"
     owned = [owned_by(optimizer) for optimizer in optimizers]
     if len(owned) > 1 and all(len(parameters) == 1 for parameters in owned):
         return None
-    if any(parameters & trained and not parameters & remaining for parameters in owned):
-        return "an optimizer would have no layer left to train"
-    return None
+    emptied = any(parameters & now and not parameters & left for parameters in owned)
+    return "an optimizer would have no layer left to train" if emptied else None

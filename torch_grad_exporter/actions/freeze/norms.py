@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -32,19 +32,17 @@ class NormWindow:
     """
 
     after: int
-    # Replaced, never changed: the training thread may ask for the state meanwhile.
-    parts: tuple[NormPart, ...] = ()
+    parts: list[NormPart] = field(default_factory=list)
 
     def add(self, part: NormPart) -> None:
         """Add the next part, and forget what the window no longer needs."""
-        parts = [*self.parts]
+        parts = self.parts
         if parts and not (parts[-1].steps >= self.after / PARTS and parts[-1].samples):
             parts[-1] = NormPart(*map(sum, zip(parts[-1], part, strict=True)))
         else:
             parts.append(part)
         while len(parts) > 1 and self._is_full(parts[1:]):
             parts.pop(0)
-        self.parts = tuple(parts)
 
     def _is_full(self, parts: Sequence[NormPart]) -> bool:
         return sum(part.steps for part in parts) >= self.after and sum(part.samples for part in parts) >= SAMPLES
@@ -58,23 +56,19 @@ class NormWindow:
 
 
 class LayerNorms:
-    """The windows of all layers that are trained. For one thread, `state` for any.
+    """The windows of all layers that are trained. For one thread.
 
     Args:
         after: Steps of a window.
+        worker: Has the samples, which are read from now on.
     """
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, worker: Worker) -> None:
         self._after = after
-        self._windows: dict[str, NormWindow] = {}
-        self._worker: Worker | None = None
-        self._step: float | None = None
-
-    def watch(self, worker: Worker) -> None:
-        """Read the samples of this worker from now on; reading takes nothing from others."""
         self._worker = worker
-        self._cursor = worker.cursor(norms=True)
-        self._step = None
+        self._cursor = worker.cursor(norms=True)  # what it reads is not taken from others
+        self._windows: dict[str, NormWindow] = {}
+        self._step: float | None = None
 
     def read(self, without: Collection[str], restarted: Collection[str]) -> None:
         """Add what is new to the windows.
@@ -86,8 +80,6 @@ class LayerNorms:
         Raises:
             BusyError: The worker is busy; what is new is then still new.
         """
-        if self._worker is None:
-            return
         reading = self._worker.read(self._cursor)
         gradients = reading.snapshot.gradients
         sampled = gradients.totals["sample_step"][gradients.totals["seen"]]
@@ -109,16 +101,3 @@ class LayerNorms:
         """Return the layers whose mean norm is below the threshold, each with its mean."""
         means = {layer: window.mean for layer, window in self._windows.items()}
         return {layer: mean for layer, mean in means.items() if mean < threshold}
-
-    def state(self) -> dict[str, list[list[float]]]:
-        """Return the windows as plain numbers."""
-        return {layer: [[*part] for part in window.parts] for layer, window in self._windows.items()}
-
-    def load(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        """Go on from a state. Raises `TypeError` or `ValueError` if it is not one."""
-        windows = {layer: NormWindow(self._after) for layer in state}
-        for layer, parts in state.items():
-            for numbers in parts:
-                steps, total, samples, bad = map(float, numbers)
-                windows[layer].add(NormPart(steps, total, samples, bad))
-        self._windows, self._step = windows, None
