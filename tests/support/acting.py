@@ -14,8 +14,10 @@ from torch_grad_exporter.actions.act.decisions import JobOfRanks
 from torch_grad_exporter.actions.act.reports import ActionReports
 from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.step_actions import Training
+from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.rollback.state import TrainingState
 from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.outcomes import ActionTotals
 from torch_grad_exporter.collectors.rollbacks import RollbackTotals
 from torch_grad_exporter.errors import ErrorLog
@@ -102,10 +104,12 @@ class World:
         self.stop = threading.Event()
         reports = ActionReports(self.errors, self.totals, self, lambda: 1_700_000_000.0 + self.at)
         self.rollbacks = RollbackTotals()
-        index: Any = None if model is None else Rooted(model)
-        state = None if index is None else TrainingState(index, self.trained, LossScale())
+        index: Any = Rooted(torch.nn.Module() if model is None else model)
+        frozen = FrozenLayers(index, self.trained, FrozenLabels())
+        state = TrainingState(index, self.trained, LossScale())
+        unused: Any = None
         clock: Any = self
-        training = Training(self.trained, self.stop, state=state, clock=clock, rollbacks=self.rollbacks)
+        training = Training(self.trained, self.stop, frozen, unused, state, clock, unused, self.rollbacks)
         self.runner = StepActionRunner(training, reports, job, clock=lambda: self.at)
         self.act = Act(self, self.runner, reports, clock=lambda: self.at, loop=Still)
 

@@ -45,11 +45,9 @@ class ActionStage:
         self._view = shown.view
         self.stop_requested = threading.Event()
         reports = ActionReports(errors, shown.acted, stage.clock)
-        layers = FrozenLayers(checked.index, stage.optimizers, shown.frozen)
-        state = TrainingState(checked.index, stage.optimizers, stage.loss_scale)
         training = Training(
-            stage.optimizers, self.stop_requested, layers, shown.worker,
-            state=state, clock=stage.clock, rounds=stage.capture.rounds, rollbacks=shown.rollbacks,
+            stage.optimizers, self.stop_requested, FrozenLayers(checked.index, stage.optimizers, shown.frozen), shown.worker,
+            TrainingState(checked.index, stage.optimizers, stage.loss_scale), stage.clock, stage.capture.rounds, shown.rollbacks,
             ranks=identity.world_size, ranks_here=identity.local_world_size,
         )  # fmt: skip
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size) if several else None

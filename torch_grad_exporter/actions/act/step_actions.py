@@ -128,11 +128,11 @@ class Training:
     Attributes:
         optimizers: Those that train the models.
         stop: Set once `exporter.should_stop` is true.
-        layers: Freezes layers; None without models, as in a test.
-        worker: Has the norms of layers; None without models.
-        state: What goes back to a copy; None without models.
-        clock: Counts steps; None without models.
-        rounds: Numbers rounds; None without models.
+        layers: Freezes layers.
+        worker: Has the norms of layers.
+        state: What goes back to a copy.
+        clock: Counts steps.
+        rounds: Numbers rounds: optimizers share one that step after the same backward.
         rollbacks: Where it is reported what went back.
         ranks: The ranks of the job.
         ranks_here: Those that share this host.
@@ -140,24 +140,14 @@ class Training:
 
     optimizers: Optimizers
     stop: threading.Event
-    layers: FrozenLayers | None = None
-    worker: Worker | None = None
-    state: TrainingState | None = None
-    clock: StepClock | None = None
-    rounds: RoundTracker | None = None
-    rollbacks: RollbackTotals | None = None
+    layers: FrozenLayers
+    worker: Worker
+    state: TrainingState
+    clock: StepClock
+    rounds: RoundTracker
+    rollbacks: RollbackTotals
     ranks: int = 1
     ranks_here: int = 1
-
-    @property
-    def step(self) -> int:
-        """The number of the last step, 0 without a clock."""
-        return 0 if self.clock is None else self.clock.number
-
-    @property
-    def round(self) -> int | None:
-        """The number of the current round, which optimizers share that step after the same backward; None if unknown."""
-        return None if self.rounds is None else self.rounds.current.number
 
 
 class StepAction:

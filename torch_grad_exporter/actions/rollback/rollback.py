@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
 from torch_grad_exporter.actions.rollback.copies import HostCopies, HostCopy, bytes_for
-from torch_grad_exporter.actions.rollback.packing import UncopiableError
 from torch_grad_exporter.actions.rollback.signs import COUNTERS, FaultSigns
-from torch_grad_exporter.actions.rollback.state import TrainingState
+from torch_grad_exporter.actions.rollback.state import UncopiableError
 from torch_grad_exporter.arguments import check_whole, shown
 from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.resources.host_memory import available_memory
@@ -55,10 +54,8 @@ class Rollback(StepAction):
         self.keep = check_whole(f"keep={shown(keep)}", keep, least=2, what=copies, example=KEEP)
         self.most = check_whole(f"most={shown(most)}", most, what="a number of times", example=MOST)
         self._margin = (every + 1) // 2
-        self._own = False
-        self._given = ""
-        self._training: Training | None = None
-        self._state: TrainingState | None = None
+        self._given: str | None = None  # the user's cause, None if it acts by itself
+        self._training: Training | None = None  # while it is in use
         self._copies = HostCopies(keep)
         self._signs = FaultSigns(self._margin, own=False)
         # Why nothing can be copied, and whether it has said that all copies are too late.
@@ -80,34 +77,30 @@ class Rollback(StepAction):
 
     def check(self, training: Training, rule: Rule | None, *, own: bool) -> None:
         """See `StepAction`."""
-        state = training.state
-        if state is None:
-            raise RuntimeError(f"action={self!r}: no model")
         if self._training is not None:
             raise ValueError(f"action={self!r}: it is in use; make another one for each on(), since it has a memory")
         try:
-            _, tensors = state.pack()
+            _, tensors = training.state.pack()
         except UncopiableError as error:
             raise ValueError(f"action={self!r}: {error}") from error
         if not tensors:
             raise ValueError(f"action={self!r}: nothing to copy: no parameter requires a gradient")
         self._check_memory(training, bytes_for(tensors))
-        self._own, self._given = own, "condition" if rule is None else rule.name
+        self._given = None if own else "condition" if rule is None else rule.name
 
     def begin(self, training: Training, *, own: bool = False) -> None:
         """See `StepAction`."""
-        if training.rollbacks is not None:
-            training.rollbacks.in_use = True
-            for reason in COUNTERS if own else (self._given,):
-                training.rollbacks.know(reason)
+        training.rollbacks.in_use = True
+        for reason in COUNTERS if self._given is None else (self._given,):
+            training.rollbacks.know(reason)
         self._signs = FaultSigns(self._margin, own=own)
-        self._training, self._state = training, training.state
+        self._training = training
         self._cannot, self._missed, self._measured, self._ended = "", False, False, False
         self._steps, self._last, self._in_row, self._round = 0, None, 0, None
 
     def end(self) -> None:
         """Drop all copies."""
-        self._training = self._state = None
+        self._training = None
         self._copies.clear()
 
     def _check_memory(self, training: Training, size: int) -> None:
@@ -131,10 +124,9 @@ class Rollback(StepAction):
         training = self._training
         if training is None or self._ended:
             return False
-        self._signs.look(values, training.step, self._given if holds and not self._own else None)
-        if training.rollbacks is not None:
-            good = self._good()
-            training.rollbacks.good_step = None if good is None else good.shown
+        self._signs.look(values, training.clock.number, self._given if holds else None)
+        good = self._good()
+        training.rollbacks.good_step = None if good is None else good.shown
         return self._signs.reason is not None
 
     def _good(self) -> HostCopy | None:
@@ -172,24 +164,25 @@ class Rollback(StepAction):
 
     def step_over(self, steps: int) -> None:
         """Make a copy if one is due, or go back again."""
-        training, state, before = self._training, self._state, self._steps
+        training, before = self._training, self._steps
         self._steps = steps
-        if training is not None and state is not None and self._round is not None and self._last is not None:
-            if self._round == training.round:
+        if training is None:
+            return
+        if self._round is not None and self._last is not None:
+            if self._round == training.rounds.current.number:
                 # Another optimizer has stepped, on gradients of the parameters as they were before.
-                self._copies.write(state, self._last)
+                self._copies.write(training.state, self._last)
                 return
             self._round = None
-        if training is None or state is None or steps == before or self._cannot or self._ended:
+        if steps == before or self._cannot or self._ended:
             return
         if not self._measured:
             self._measured = True
-            self._measure(training, state)
+            self._measure(training)
         if steps % self.every == 0 and not self._waits(training):
             start = time.perf_counter()
-            self._copies.make(state, steps, training.step)
-            if training.rollbacks is not None:
-                training.rollbacks.copied(time.perf_counter() - start, self._copies.held_bytes)
+            self._copies.make(training.state, steps, training.clock.number)
+            training.rollbacks.copied(time.perf_counter() - start, self._copies.held_bytes)
             if self._training is None:  # it has just ended
                 self._copies.clear()
 
@@ -201,10 +194,10 @@ class Rollback(StepAction):
         copies = self._copies.whole()
         return training.ranks == 1 and bool(copies) and self._good() is not copies[-1]
 
-    def _measure(self, training: Training, state: TrainingState) -> None:
+    def _measure(self, training: Training) -> None:
         """Log what copies will take, now that optimizers have their state. Raises if there is not enough."""
         try:
-            _, tensors = state.pack()
+            _, tensors = training.state.pack()
             size = bytes_for(tensors)
             self._check_memory(training, size)
         except (UncopiableError, RuntimeError) as error:
@@ -216,26 +209,26 @@ class Rollback(StepAction):
     def act(self, training: Training, prepared: tuple[int, str]) -> None:
         """Go back, or ask the loop to end if that has not helped."""
         step, reason = prepared
-        if self._state is None or self._ended:
+        if self._training is None or self._ended:
             return
         if step == END:
             self._ended = True
             training.stop.set()
             warn("Rollback: %s again after going back %d times to the same step: should_stop is true", reason, self.most)
             return
-        now = training.step
+        now = training.clock.number
         self._signs.restart(now)
         try:
-            copy = self._copies.write(self._state, step)
+            copy = self._copies.write(training.state, step)
         finally:
             self._copies.hold(None)
         self._copies.drop_after(step)
-        self._round = training.round if len(training.optimizers.numbered()) > 1 else None
+        # Only optimizers that share a backward can undo it.
+        self._round = training.rounds.current.number if len(training.optimizers.numbered()) > 1 else None
         self._in_row = self._in_row + 1 if step == self._last else 1
         self._last = step
         seconds = time.monotonic() - copy.at
-        if training.rollbacks is not None:
-            training.rollbacks.went_back(reason, copy.shown, self._steps - step, seconds)
+        training.rollbacks.went_back(reason, copy.shown, self._steps - step, seconds)
         warn("Rollback: %s, went back from step %d to step %d, %.0f s", reason, now, copy.shown, seconds)
 
 

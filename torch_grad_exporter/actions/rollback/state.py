@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_grad_exporter.actions.rollback.packing import SavedTensor, StatePacking, StateWriting
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat.optimizers import LossScale, scaler_state
@@ -25,6 +25,118 @@ SCHEDULED = frozenset((
     "params", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "weight_decay",
     "betas", "momentum", "base_momentum", "max_momentum",
 ))  # fmt: skip
+
+# Values of a state that never change, so that a copy may share them.
+_CONSTANT = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class UncopiableError(TypeError):
+    """A state holds something of which no copy can be made."""
+
+
+def parts_of(tensor: Any, what: str) -> list[torch.Tensor]:  # noqa: ANN401 - a tensor, of which mypy says too little
+    """Return the plain tensors that hold the data: the tensor's own, or those within one of a subclass, such as `DTensor`.
+
+    Raises:
+        UncopiableError: One of them is sparse, quantized by the older interface, or has no data. `what` names the tensor.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for each in inner if isinstance(each, torch.Tensor) for part in parts_of(each, what)]
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "without data" if tensor.is_meta else "quantized" if tensor.is_quantized else f"of the layout {tensor.layout}"
+        raise UncopiableError(f"{what} is a tensor {kind}, which Rollback cannot copy")
+    plain: torch.Tensor = tensor.detach()
+    for dimension, stride in enumerate(plain.stride()):
+        if stride == 0 and plain.size(dimension) > 1:  # all along it is the same memory
+            plain = plain.narrow(dimension, 0, 1)
+    return [plain]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a copy.
+
+    Attributes:
+        places: Those of its plain tensors among the copy's.
+        device: The tensor's.
+        plain: Whether it is a plain one itself, of which a new one can be made.
+    """
+
+    places: range
+    device: torch.device
+    plain: bool
+
+
+class StatePacking:
+    """Takes a state apart into plain tensors, and what says where they belong.
+
+    Attributes:
+        tensors: The plain tensors, in the order in which they were found.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def packed(self, value: Any, what: str) -> Any:  # noqa: ANN401 - any part of a state
+        """Return the value with a `SavedTensor` for each tensor. Raises `UncopiableError`."""
+        if isinstance(value, torch.Tensor):
+            first = len(self.tensors)
+            self.tensors += parts_of(value, what)
+            return SavedTensor(range(first, len(self.tensors)), value.device, not is_traceable_wrapper_subclass(value))
+        if isinstance(value, Mapping):
+            return {key: self.packed(each, f"{what}[{key!r}]") for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            packed = [self.packed(each, what) for each in value]
+            return packed if isinstance(value, list) else tuple(packed)
+        if not isinstance(value, _CONSTANT):
+            raise UncopiableError(f"{what} is of the class {type(value).__name__}, which Rollback cannot copy")
+        return value
+
+
+class StateWriting:
+    """Finds where each part of a copy goes, and changes the training only in `write`: what raises before leaves it as it was."""
+
+    def __init__(self, copies: Sequence[torch.Tensor]) -> None:
+        self._copies = copies
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._changes: list[Callable[[], object]] = []
+
+    def value(self, now: object, saved: Any) -> Any:  # noqa: ANN401 - any part of a state
+        """Return the value to keep: the tensor that is there, if it is one of the same form, else a new one.
+
+        Raises:
+            RuntimeError: A tensor made of others, such as a `DTensor`, is gone.
+        """
+        if isinstance(saved, SavedTensor):
+            copies = [self._copies[place] for place in saved.places]
+            if isinstance(now, torch.Tensor):
+                parts = parts_of(now, "a tensor")
+                if [(part.shape, part.dtype) for part in parts] == [(copy.shape, copy.dtype) for copy in copies]:
+                    self._pairs += zip(parts, copies, strict=True)
+                    return now
+            if not saved.plain:
+                raise RuntimeError("a tensor made of others, such as a DTensor, was replaced since the copy")
+            return copies[0].to(saved.device, non_blocking=True, copy=True)
+        if isinstance(saved, dict):
+            there = now if isinstance(now, dict) else {}
+            return {key: self.value(there.get(key), each) for key, each in saved.items()}
+        if isinstance(saved, list | tuple):
+            # Never in place: such lists are histories, in which tensors change their places.
+            new = [self.value(None, each) for each in saved]
+            return new if isinstance(saved, list) else tuple(new)
+        return saved
+
+    def later(self, change: Callable[..., object], *arguments: object) -> None:
+        """Call this in `write`."""
+        self._changes.append(functools.partial(change, *arguments))
+
+    def write(self) -> None:
+        """Write; on CUDA without waiting."""
+        for tensor, copy in self._pairs:
+            tensor.copy_(copy, non_blocking=True)
+        for change in self._changes:
+            change()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +171,10 @@ class PackedOptimizer:
         if optimizer is None:
             return
         resolved = [(key() if isinstance(key, weakref.ref) else key, entry) for key, entry in self.entries]
-        saved = {key: entry for key, entry in resolved if key is not None}
-        entries: dict[Any, Any] = {}
-        for key, entry in saved.items():
-            now = optimizer.state.get(key)
-            if isinstance(now, dict) and isinstance(entry, dict):
-                entries[key] = {name: writing.value(now.get(name), each) for name, each in entry.items()}
-            else:
-                entries[key] = writing.value(now, entry)
-        writing.later(functools.partial(_replace_entries, optimizer.state, entries))
+        entries = {key: writing.value(optimizer.state.get(key), entry) for key, entry in resolved if key is not None}
+        writing.later(_replace_entries, optimizer.state, entries)
         for group, numbers in zip(optimizer.param_groups, self.groups, strict=False):
-            values = {name: writing.value(group.get(name), number) for name, number in numbers.items()}
-            writing.later(functools.partial(group.update, values))
+            writing.later(group.update, writing.value(group, numbers))
 
 
 def _replace_entries(state: dict[Any, Any], entries: Mapping[Any, Any]) -> None:
@@ -164,8 +268,7 @@ class TrainingState:
         for holder, name, saved in state.buffers:
             module = holder()
             if module is not None and module._buffers.get(name) is not None:
-                value = writing.value(module._buffers[name], saved)
-                writing.later(functools.partial(module._buffers.__setitem__, name, value))
+                writing.later(module._buffers.__setitem__, name, writing.value(module._buffers[name], saved))
         known = {packed.optimizer() for packed in state.optimizers}
         for optimizer in self._trainers():
             if optimizer not in known:  # it has stepped only since then
