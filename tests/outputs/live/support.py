@@ -18,9 +18,9 @@ from tests.support.tools import FOREVER, PATIENCE
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
+from torch_grad_exporter.outputs.live import pages
 from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
-from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.rules import Record
 from torch_grad_exporter.store.journal import Journal
 
@@ -88,7 +88,6 @@ class Made:
         self.live = Live(
             run, self.history, self, targets=lambda: self.targets, marks=ActionMarks(), record=record, now=lambda: self.now
         )
-        self.pages = Pages(self.live)
 
     def moment(self) -> Moment:
         count = len(self.names) * len(QUANTITIES)
@@ -118,7 +117,7 @@ class Made:
 
     def ask(self, target: str) -> Response:
         path, _, query = target.partition("?")
-        answer = self.pages.answer(Request("GET", path, {}, query))
+        answer = pages.answer(self.live, Request("GET", path, {}, query))
         assert answer is not None
         return answer
 

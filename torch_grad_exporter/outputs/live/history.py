@@ -24,16 +24,11 @@ LEAST = 32
 # Layers that are kept although no moment has them any more, at most; beyond that, the first half of them is forgotten.
 MOST_GONE = 1000
 
-# Kept of each layer. A norm that is not finite is kept as infinity; NaN stands for no value.
+# Kept of each layer. A norm that is not finite is kept as infinity; NaN stands for no value. With `moments=True` also those over
+# the elements of its gradient. Outputs of inner modules, and logged values by name, have histories of their own.
 QUANTITIES = ("norm", "zero_ratio", "dead_ratio", "zscore")
-
-# Kept of each layer as well with `moments=True`, over the elements of its gradient.
 MOMENTS = ("mean", "stddev")
-
-# Kept of the outputs of each inner module, in a history of their own.
 ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
-
-# Kept of each logged name, in a history of their own in which names stand for layers.
 LOGGED = ("value",)
 
 # Seconds between two records, at least.
@@ -45,14 +40,11 @@ TOGETHER = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moment:
-    """The values to be recorded.
+    """The values to be recorded, after this many samples and steps.
 
     Attributes:
-        samples: Number of samples until now.
-        steps: Number of steps until now.
-        layers: Names, one for each row of `values`.
-        values: Shape (layers, quantities).
-        scalars: Values of the run, shape (scalars,).
+        values: Of each layer, shape (layers, quantities).
+        scalars: Of the run, shape (scalars,).
         nonfinite: Shape of `values`: what was not finite since the moment before, whatever it is now.
         scalars_nonfinite: The same for `scalars`.
         sample_step: Step of the last sample, None if unknown.
@@ -115,8 +107,7 @@ class History:
         together: Together = Together.LARGEST,
     ) -> None:
         self.quantities = tuple(quantities)
-        self._moment = moment
-        self._now = now
+        self._moment, self._now = moment, now
         self._lock = threading.Lock()
         self._next = self._recorded = float("-inf")
         self._seen = (0, 0)

@@ -77,19 +77,7 @@ class Judged:
 
 
 class Live:
-    """The answers of the page's interface, from any thread.
-
-    Args:
-        run: The process that is shown.
-        history: Its samples.
-        scrape: Returns all metrics.
-        targets: Returns the ranks in the form of http_sd.
-        marks: What actions have done.
-        record: What was wrong until now.
-        activations: The history of the outputs of inner modules, if there is one.
-        logged: The history of logged values, if there is one.
-        now: Returns Unix time.
-    """
+    """The answers of the page's interface, from any thread; see `View`. `now`: returns Unix time."""
 
     def __init__(
         self,
@@ -102,18 +90,11 @@ class Live:
         record: Record,
         activations: History | None = None,
         logged: History | None = None,
-        now: Callable[[], float] | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        self._run = run
-        self._record = record
-        self._concluded = False
-        self._activations = activations
-        self._logged = logged
-        self._marks = marks
-        self._targets = targets
-        self._history = history
-        self._scrape = scrape
-        self._now = now or time.time
+        self._run, self._record, self._marks, self._targets = run, record, marks, targets
+        self._history, self._activations, self._logged = history, activations, logged
+        self._scrape, self._now, self._concluded = scrape, now, False
         self._watch = Watch()
         self._lock = threading.Lock()  # of the watch, held for moments
         self._latest = LatestScrape(scrape, self._watch, self._lock, self._now)
@@ -149,11 +130,15 @@ class Live:
         """Return what is wrong now, the worst first."""
         return self._problems(self._latest.values(), self._now())
 
-    def judged(self, *, last: bool = False) -> Judged:
-        """Return what is wrong by a new scrape. `last`: the run is over.
+    @property
+    def wrong(self) -> list[Wrong]:
+        """Everything that was wrong until now."""
+        return self._record.wrong
 
-        Until then a run that ends is judged as if it went on. Between its end and the last judgement there may be another one, and
-        problems of the end are reported once.
+    def judged(self, *, last: bool = False) -> Judged:
+        """Return what is wrong by a new scrape. `last`: the run is over; until then it is judged as if it went on.
+
+        Between its end and the last judgement there may be another one, and problems of the end are reported once.
         """
         values = Values(self._scrape()) if last else self._latest.values(fresh=True)  # the last one is never shared
         return Judged(values, self._problems(values, self._now(), going=not last))
@@ -212,11 +197,6 @@ class Live:
         return {**frame(part, window), **named(part, names)}
 
     @property
-    def wrong(self) -> list[Wrong]:
-        """Everything that was wrong until now."""
-        return self._record.wrong
-
-    @property
     def quantities(self) -> tuple[str, ...]:
         """The quantities of layers."""
         return self._history.quantities + ACTIVATIONS * (self._activations is not None)
@@ -238,16 +218,11 @@ class Live:
 
     def layer(self, name: str) -> Json:
         """Return `api/v1/layer`. Raises `UnknownLayerError` if there is no such layer."""
-        parts = {view: self._history.layer(name, window) for view, window in VIEWS.items()}
-        series = {
-            view: {
-                "stride": part.stride,
-                "times": part.times.tolist(),
-                "steps": part.steps.tolist(),
-                **columns(part, self._history.quantities),
-            }
-            for view, part in parts.items()
-        }
+        series: Json = {}
+        for view, window in VIEWS.items():
+            part = self._history.layer(name, window)
+            records = {key: value for key, value in frame(part, window).items() if key in ("stride", "times", "steps")}
+            series[view] = {**records, **columns(part, self._history.quantities)}
         return {**self._layer_now(self._latest.values(), name), **series}
 
     def everything(self, *, fresh: bool = False) -> Json:
@@ -300,10 +275,7 @@ class LatestScrape:
     """
 
     def __init__(self, scrape: Scrape, watch: Watch, lock: threading.Lock, now: Callable[[], float]) -> None:
-        self._scrape = scrape
-        self._watch = watch
-        self._lock = lock
-        self._now = now
+        self._scrape, self._watch, self._lock, self._now = scrape, watch, lock, now
         self._scraping = threading.Lock()
         self._values: Values | None = None
         self._at = float("-inf")

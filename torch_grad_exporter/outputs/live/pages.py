@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
@@ -68,82 +67,44 @@ def source(name: str) -> bytes | None:
 
 @cache
 def served(name: str) -> tuple[bytes, bytes] | None:
-    """Return what is sent under a name, plain and compressed; None if there is nothing."""
-    content = _made(name)
-    return None if content is None else (content, gzip.compress(content, 9, mtime=0))
+    """Return what is sent under a name, plain and compressed; None if there is nothing.
 
-
-def _made(name: str) -> bytes | None:
-    """Return a file of the page. One script and one style join all of its own: a request costs more than bytes."""
+    One script and one style join all of the page's own: a request costs more than bytes.
+    """
     index = (source(INDEX) or b"").decode()
-    body = index.index("<body")
+    head, body = index[: index.index("<body")], index[index.index("<body") :]  # a script in the head stays
     if name == INDEX:
-        head = _first(STYLE, f'<link rel="stylesheet" href="static/{BUNDLE}.css">', index[:body])
-        return (head + _first(SCRIPT, f'<script src="static/{BUNDLE}.js"></script>', index[body:])).encode()
-    if name == f"{BUNDLE}.js":
-        return b"\n".join(source(file) or b"" for file in SCRIPT.findall(index[body:]))
-    if name == f"{BUNDLE}.css":
-        return b"\n".join(source(file) or b"" for file in STYLE.findall(index))
-    return source(name)
-
-
-def _first(pattern: re.Pattern[str], text: str, page: str) -> str:
-    """Return the page with `text` in place of the first match, and without the others."""
-    number = itertools.count()
-    return pattern.sub(lambda _: "" if next(number) else text, page)
-
-
-class Pages:
-    """The answers to requests for the page and its data."""
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    def answer(self, request: Request) -> Response | None:
-        """Return the response; None if the path does not belong to the page."""
-        if request.path in HTML:
-            return _file(request, HTML[request.path])
-        if request.path.startswith(STATIC):
-            return _file(request, request.path.removeprefix(STATIC))
-        if request.path.startswith(API):
-            return self._data(request, request.path.removeprefix(API))
+        head = STYLE.sub("", head).replace("</head>", f'<link rel="stylesheet" href="static/{BUNDLE}.css">\n</head>')
+        content = (head + SCRIPT.sub("", body).replace("</body>", f'<script src="static/{BUNDLE}.js"></script>\n</body>')).encode()
+    elif name in (f"{BUNDLE}.js", f"{BUNDLE}.css"):
+        files = SCRIPT.findall(body) if name.endswith(".js") else STYLE.findall(index)
+        content = b"\n".join(source(file) or b"" for file in files)
+    elif (file := source(name)) is not None:
+        content = file
+    else:
         return None
+    return content, gzip.compress(content, 9, mtime=0)
 
-    def _data(self, request: Request, name: str) -> Response:
-        try:
-            answer = self._json(name, request.query)
-        except UnknownLayerError:
-            return plain(HTTPStatus.NOT_FOUND, "there is no such layer", HEADERS)
-        except WrongQueryError as error:
-            return plain(HTTPStatus.BAD_REQUEST, f"this cannot be answered: {error}", HEADERS)
-        if answer is None:
-            return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
-        body = encoded(answer)
-        if not accepts_gzip(request.headers.get("accept-encoding", "")):
-            return _response("application/json", body, compressed=False)
-        return _response("application/json", gzip.compress(body, 1, mtime=0), compressed=True)
 
-    def _json(self, name: str, query_text: str) -> Json | None:
-        live, query = self._live, _query(query_text)
-        answer: Json | None = None
-        match name:
-            case "status":
-                answer = live.status()
-            case "run":
-                answer = live.run(_window(query))
-            case "layers":
-                answer = live.layers(_quantity(query, live.quantities), _window(query))
-            case "layer":
-                answer = live.layer(query.get("name", ""))
-            case "problems":
-                answer = live.wrong_now()
-            case "values":
-                answer = live.values(_window(query))
-            case "schema":
-                answer = {path.name.removesuffix(".json"): json.loads(path.read_bytes()) for path in SCHEMAS.iterdir()}
-            case "saved":
-                answer = live.everything()
-        return answer
+def answer(live: Live, request: Request) -> Response | None:
+    """Return the answer to a request for the page or its data; None if the path does not belong to it."""
+    path = request.path
+    if path in HTML or path.startswith(STATIC):
+        return _file(request, HTML.get(path) or path.removeprefix(STATIC))
+    return _data(live, request, path.removeprefix(API)) if path.startswith(API) else None
+
+
+def _data(live: Live, request: Request, name: str) -> Response:
+    if name not in ANSWERS:
+        return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
+    try:
+        body = encoded(ANSWERS[name](live, _query(request.query)))
+    except UnknownLayerError:
+        return plain(HTTPStatus.NOT_FOUND, "there is no such layer", HEADERS)
+    except WrongQueryError as error:
+        return plain(HTTPStatus.BAD_REQUEST, f"this cannot be answered: {error}", HEADERS)
+    compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
+    return _response("application/json", gzip.compress(body, 1, mtime=0) if compressed else body, compressed=compressed)
 
 
 class WrongQueryError(Exception):
@@ -175,6 +136,18 @@ def _window(query: Mapping[str, str]) -> Window:
         raise WrongQueryError("since and stride are whole numbers from 0 on")
     since, stride = map(int, given)
     return Window(whole=view == "whole", since=since, stride=stride)
+
+
+ANSWERS: Mapping[str, Callable[[Live, Mapping[str, str]], Json]] = {
+    "status": lambda live, _: live.status(),
+    "run": lambda live, query: live.run(_window(query)),
+    "layers": lambda live, query: live.layers(_quantity(query, live.quantities), _window(query)),
+    "layer": lambda live, query: live.layer(query.get("name", "")),
+    "problems": lambda live, _: live.wrong_now(),
+    "values": lambda live, query: live.values(_window(query)),
+    "schema": lambda _live, _query: {path.name.removesuffix(".json"): json.loads(path.read_bytes()) for path in SCHEMAS.iterdir()},
+    "saved": lambda live, _: live.everything(),
+}
 
 
 def _file(request: Request, name: str) -> Response:

@@ -70,16 +70,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class JudgedRule:
-    """A rule by which a run was judged.
+    """A rule by which a run was judged; `judged`: by the process; `there`: whether it had one of the metrics that the rule `needs`.
 
-    Attributes:
-        name: Of the alert.
-        judged: Whether a process judges it.
-        there: Whether there was something to judge: one of the metrics `needs`.
-        needs: Names of metrics.
-        seconds: Time that the run must have had until the rule can fire, by the clock.
-        samples: The same by samples, None if they do not count.
-        least: Samples that it takes in either case.
+    The rule can fire after this many `seconds` or `samples`, of which None do not count, and at least `least` samples.
     """
 
     name: str
@@ -244,7 +237,13 @@ def check(saved: Saved) -> None:
 
 def _made(kind: type[_Made], content: Mapping[str, object]) -> _Made:
     """Return a dataclass with the values of its fields, checked by their types."""
-    read: Any = {"str": _text, "bool": bool, "int": lambda value: int(_number(value)), "float": _number, "tuple[str, ...]": _texts}
+    read: Any = {
+        "str": _text,
+        "bool": bool,
+        "int": lambda value: int(_finite([value], "a field")[0]),
+        "float": lambda value: float(_finite([value], "a field")[0]),
+        "tuple[str, ...]": _texts,
+    }
     values: dict[str, Any] = {}
     for field in fields(kind):
         name, _, optional = str(field.type).partition(" | ")
@@ -266,10 +265,6 @@ def _steps(answer: Saved) -> FloatArray:
     if len(_finite(answer["times"], "times")) != len(steps):
         raise ValueError("times and steps differ in length")
     return steps
-
-
-def _number(content: object) -> float:
-    return float(_finite([content], "a field")[0])
 
 
 def _finite(content: object, name: str) -> FloatArray:

@@ -19,11 +19,11 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activations import ActivationTotals
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.http.message import Request, Response
+from torch_grad_exporter.outputs.live import pages
 from torch_grad_exporter.outputs.live.encoding import encoded
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, RECORD_SECONDS, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments, LoggedMoments
-from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.rows import scalars
 from torch_grad_exporter.outputs.live.track import RECENT, Together
 from torch_grad_exporter.rules import Record
@@ -53,82 +53,11 @@ CLOSE_SECONDS = 0.5
 SOURCE = "history"
 
 
-class Looks:
-    """The moments that both histories record at a look: the present one, and those of the samples since the last look.
-
-    The first `RECENT` samples have a moment each, made on the thread that drains; the others share that of the look.
-
-    Args:
-        host: The worker.
-        moments: Of gradients.
-        activations: Of activations, if they are seen.
-        clock: Counts steps.
-        sample_families: Returns the metrics of a sample.
-        record: Judges each of the first samples.
-        errors: Counts failures of that.
-    """
-
-    def __init__(
-        self,
-        host: Worker,
-        moments: GradientMoments,
-        activations: ActivationMoments | None,
-        clock: StepClock,
-        *,
-        sample_families: SampleFamilies,
-        record: Record,
-        errors: ErrorLog,
-    ) -> None:
-        self._families, self._record, self._judging = sample_families, record, errors.boundary(SOURCE, limit=None)
-        self._host, self._moments, self._activations = host, moments, activations
-        self._clock = clock
-        self._samples: deque[tuple[float, Moment]] = deque()
-        self._inner: deque[tuple[float, Moment]] = deque()
-        self._last = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())  # of activations
-        self._cursor = host.cursor(singles=PLACED)
-        self._each = host.each_sample(self._cursor, self._sampled, RECENT)
-
-    def gradients(self) -> Moment:
-        """Return the moment of the gradients and of the run. Raises like `Worker.read`."""
-        return self._host.read_as(self._cursor, self._present)
-
-    def activations(self) -> Moment:
-        """Return the moment of the activations at the last call of `gradients`."""
-        earlier = _taken(self._inner)
-        return replace(earlier[-1][1] if earlier else self._last, earlier=earlier)
-
-    def _sampled(self, at: float, reading: Reading) -> None:
-        """Take a sample."""
-        moment = self._moments.of_sample(reading, self._clock.number)
-        self._judging(self._families.take, reading)
-        self._judging(self._record.of_sample, moment.samples, moment.steps, self._families)
-        self._samples.append((at, moment))
-        self._look_inside(at, moment)
-
-    def _present(self, reading: Reading) -> Moment:
-        by_step = self._each.left > 0
-        moment = self._moments.of(reading, self._clock.number)
-        self._look_inside(time.time(), moment)
-        return replace(moment, earlier=_taken(self._samples), by_step=by_step)
-
-    def _look_inside(self, at: float, moment: Moment) -> None:
-        """Take the activations of a sample: they are always known before its gradients."""
-        if self._activations is not None:
-            inner = self._activations.of(moment.steps, moment.sample_step)
-            if inner.samples != self._last.samples:
-                self._inner.append((at, inner))
-                self._last = inner
-
-
-def _taken(line: deque[tuple[float, Moment]]) -> list[tuple[float, Moment]]:
-    """Remove and return all moments, the first one first."""
-    return [line.popleft() for _ in range(len(line))]
-
-
 class View:
     """The history of a run and its page. Records from `start` until `close`, and shows its records as long as it exists.
 
-    A thread records every second or less often, and judges every 15 seconds, and at the end.
+    A thread records every second or less often, and judges every 15 seconds, and at the end. The first `RECENT` samples have a
+    moment each, made on the thread that drains; the others share that of a look.
 
     Args:
         run: The process.
@@ -140,8 +69,8 @@ class View:
         sample_families: Returns the metrics of a sample.
         dead_from: Samples from which on a dead ratio means anything.
         errors: Counts failures.
-        moments: Whether mean and standard deviation are measured.
         logged: Values that the user logs.
+        moments: Whether mean and standard deviation are measured.
         activations: What was seen of inner modules, if the option is on.
         journal: Takes beginnings and ends of problems, None for nothing.
     """
@@ -164,22 +93,26 @@ class View:
         journal: Journal | None = None,
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
-        inside = None if activations is None else ActivationMoments(activations)
-        record = Record(journal=journal)
-        gradients = GradientMoments(dead_from, quantities)
-        looks = Looks(host, gradients, inside, clock, sample_families=sample_families, record=record, errors=errors)
-        self.history = History(looks.gradients, now=time.time, quantities=quantities)
-        inner = None if inside is None else History(looks.activations, now=time.time, quantities=ACTIVATIONS)
+        self._host, self._clock, self._families = host, clock, sample_families
+        self._gradients = GradientMoments(dead_from, quantities)
+        self._inside = None if activations is None else ActivationMoments(activations)
+        self._samples, self._inner = deque[tuple[float, Moment]](), deque[tuple[float, Moment]]()
+        self._last_inside = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())
+        self._guard = errors.boundary(SOURCE, limit=None)
+        self._problems = Record(journal=journal)
+        self._cursor = host.cursor(singles=PLACED)
+        self._each = host.each_sample(self._cursor, self._sampled, RECENT)
+        self.history = History(self._moment, now=time.time, quantities=quantities)
+        inner = None if activations is None else History(self._moment_inside, now=time.time, quantities=ACTIVATIONS)
         values = History(LoggedMoments(logged).take, now=time.time, quantities=LOGGED, together=Together.MEAN)
-        self.live = Live(run, self.history, scrape, targets=targets, marks=marks, record=record, activations=inner, logged=values)
-        self._pages = Pages(self.live)
+        self.live = Live(
+            run, self.history, scrape, targets=targets, marks=marks, record=self._problems, activations=inner, logged=values
+        )
         # In this order: a look at gradients takes everything else as well.
         self._histories = [history for history in (self.history, inner, values) if history is not None]
-        self._clock = clock
         self._judge_at, self._open_until = -math.inf, -math.inf
         self._stepped, self._fast = (time.monotonic(), 0), False  # time and number of the last new step
-        guard = errors.boundary(SOURCE, limit=None)
-        self._loop = BackgroundLoop("history", self._record, self._judge, guard=guard, pause=self._pause, last=self._finish)
+        self._loop = BackgroundLoop("history", self._record, self._judge, guard=self._guard, pause=self._pause, last=self._finish)
 
     def start(self) -> None:
         """Start to record. Raises `RuntimeError` if no thread can be started."""
@@ -192,7 +125,7 @@ class View:
 
     def page(self, request: Request) -> Response | None:
         """Return the page's answer to a request, None if it has none."""
-        answer = self._pages.answer(request)
+        answer = pages.answer(self.live, request)
         if answer is not None:
             now = time.monotonic()
             if now > self._open_until:
@@ -204,6 +137,38 @@ class View:
         """Return everything as JSON, as it is saved."""
         content = encoded(self.live.everything(fresh=True))
         return gzip.compress(content, 6) if packed else content
+
+    # The moments that the histories record
+
+    def _sampled(self, at: float, reading: Reading) -> None:
+        """Take a sample."""
+        moment = self._gradients.of_sample(reading, self._clock.number)
+        self._guard(self._families.take, reading)
+        self._guard(self._problems.of_sample, moment.samples, moment.steps, self._families)
+        self._samples.append((at, moment))
+        self._look_inside(at, moment)
+
+    def _moment(self) -> Moment:
+        return self._host.read_as(self._cursor, self._present)
+
+    def _present(self, reading: Reading) -> Moment:
+        by_step = self._each.left > 0
+        moment = self._gradients.of(reading, self._clock.number)
+        self._look_inside(time.time(), moment)
+        return replace(moment, earlier=_taken(self._samples), by_step=by_step)
+
+    def _moment_inside(self) -> Moment:
+        """Return the moment of the activations at the last look at gradients."""
+        earlier = _taken(self._inner)
+        return replace(earlier[-1][1] if earlier else self._last_inside, earlier=earlier)
+
+    def _look_inside(self, at: float, moment: Moment) -> None:
+        """Take the activations of a sample: they are always known before its gradients."""
+        if self._inside is not None:
+            inner = self._inside.of(moment.steps, moment.sample_step)
+            if inner.samples != self._last_inside.samples:
+                self._inner.append((at, inner))
+                self._last_inside = inner
 
     # The thread
 
@@ -229,3 +194,8 @@ class View:
             self._fast, self._stepped = steps - known >= FAST * (now - before), (now, steps)
         idle = now - self._stepped[0] >= UNSEEN_SECONDS
         return UNSEEN_SECONDS if now > self._open_until and (self._fast or idle) else RECORD_SECONDS
+
+
+def _taken(line: deque[tuple[float, Moment]]) -> list[tuple[float, Moment]]:
+    """Remove and return all moments, the first one first."""
+    return [line.popleft() for _ in range(len(line))]
