@@ -40,63 +40,70 @@ def spoil(parameter: torch.Tensor) -> None:
 # The flag
 
 
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("bad", ["first", "second"])
-def test_several_skip_for_one_optimizer(beside: bool, scaled: bool, bad: str) -> None:
-    """With a Clipper for each part of a model, or `clip=` beside one, a bad step is skipped, and no step after it."""
+def skipped_steps(bad: Callable[[int], bool], *, scaled: bool = False, raising: int | None = None) -> list[bool]:
+    """Return which of five steps of a fused optimizer a `Clipper` skips. `raising`: the step that raises."""
     torch.manual_seed(0)
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    parts = [model.first] if beside else [model.first, model.second]
-    clippers = [Clipper(part, SkipNonFinite(), optimizers=[optimizer]) for part in parts]
-    exporter = start(model, clip=SkipNonFinite()) if beside else None
+    clipper = Clipper(model, SkipNonFinite(), optimizers=[optimizer])
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
-    for number in range(5):
-        optimizer.zero_grad()
-        scaler.scale(model(batch()).square().mean()).backward()
-        scaler.unscale_(optimizer)
-        if number == 2:
-            spoil(getattr(model, bad).weight)
-        for clipper in clippers:
-            clipper()
-        before = weights(model)
-        scaler.step(optimizer)
-        scaler.update()
-        assert same(before, weights(model)) is (number == 2)
-        assert not hasattr(optimizer, "found_inf")
-    if exporter is not None:
-        exporter.close()
-        assert errors(exporter) == {}
-
-
-def test_a_flag_of_a_step_that_raised() -> None:
-    """If a step raises between two that may skip it, the next one is judged by its own gradients."""
-    torch.manual_seed(0)
-    model = Perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    clippers = [Clipper(part, SkipNonFinite(), optimizers=[optimizer]) for part in (model.first, model.second)]
 
     def fails(_optimizer: object, _arguments: object, _named: object) -> None:
         raise ArithmeticError
 
-    for number in range(4):
+    unchanged = []
+    for number in range(5):
         optimizer.zero_grad()
-        model(batch()).square().mean().backward()
-        if number == 1:
+        scaler.scale(model(batch()).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if bad(number):
             spoil(model.second.weight)
-        for clipper in clippers:
-            clipper()
+        clipper()
         before = weights(model)
-        if number == 1:
+        if number == raising:
             handle = optimizer.register_step_pre_hook(fails)
             with pytest.raises(ArithmeticError):
                 optimizer.step()
             handle.remove()
         else:
-            optimizer.step()
-        assert same(before, weights(model)) is (number == 1)
+            scaler.step(optimizer)
+            scaler.update()
+        unchanged.append(same(before, weights(model)))
     assert not hasattr(optimizer, "found_inf")
+    return unchanged
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_clipper_skips_a_fused_step(scaled: bool) -> None:
+    """A bad step is skipped, with and without a gradient scaler, and no step after it."""
+    assert skipped_steps(lambda number: number == 2, scaled=scaled) == [False, False, True, False, False]
+
+
+def test_a_flag_of_a_step_that_raised() -> None:
+    """If a step raises that was to be skipped, the next one is judged by its own gradients."""
+    assert skipped_steps(lambda number: number == 1, raising=1) == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_two_cannot_skip_for_one_optimizer(beside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A second Clipper for a fused optimizer raises at its step, and `clip=` beside one counts a failure."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    clippers = [Clipper(model, SkipNonFinite(), optimizers=[optimizer]) for _ in range(1 if beside else 2)]
+    model(batch()).square().mean().backward()
+    spoil(model.first.weight)
+    for clipper in clippers:
+        clipper()
+    before, message = weights(model), "AdamW is fused and takes one decision a step, but two ask it to skip"
+    if not beside:
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    else:
+        with start(model, clip=SkipNonFinite()) as exporter:
+            optimizer.step()
+            assert errors(exporter) == {"clip": 1}
+        assert message in caplog.text
+    assert same(before, weights(model))
 
 
 class NamedFused(torch.optim.SGD):

@@ -13,10 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.parameters import EXPECTED, ParameterTracker, listed
-from torch_grad_exporter.actions.clip.policy import NoClipping, Policy, checked_policies
+from torch_grad_exporter.actions.clip.policy import NoClipping, Policy
 from torch_grad_exporter.actions.clip.policy_run import PolicyRun
-from torch_grad_exporter.actions.clip.skipped_step import RemovedGradients, SkipFlag, is_fused
-from torch_grad_exporter.actions.clip.skipping import checked_clip
+from torch_grad_exporter.actions.clip.skipped_step import FusedSteps, RemovedGradients
+from torch_grad_exporter.actions.clip.skipping import checked_clip, checked_policies
 from torch_grad_exporter.torch_compat.optimizers import remove_step_hooks
 
 
@@ -186,48 +186,3 @@ def _restoring(removed: RemovedGradients) -> Any:  # noqa: ANN401 - a hook, whic
             its.restore(optimizer)
 
     return torch.compiler.disable(step_ended)  # type: ignore[no-untyped-call]
-
-
-class FusedSteps:
-    """Makes fused optimizers skip their next step, by hooks around it, from now until `close()`.
-
-    A gradient scaler sets the flag just before the step, so it is joined there.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        for optimizer in optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer) or not is_fused(optimizer):
-                raise ValueError(
-                    f"Clipper(optimizers=[{type(optimizer).__name__}]): expected fused optimizers, such as AdamW(..., fused=True);"
-                    " others have no flag on the device: leave optimizers out; on a GPU SkipAbove needs synchronize=True then"
-                )
-        self._optimizers = tuple(optimizers)
-        self._flags = {id(optimizer): SkipFlag() for optimizer in optimizers}
-        self._pending: dict[int, torch.Tensor] = {}
-        self._handles = [
-            handle
-            for optimizer in optimizers
-            for handle in (optimizer.register_step_pre_hook(self._begins), optimizer.register_step_post_hook(self._ended))
-        ]
-
-    def skip_next(self, skip: torch.Tensor | None) -> None:
-        """Decide about the next step of each optimizer; None withdraws the last decision."""
-        self._pending = {} if skip is None else {id(optimizer): skip for optimizer in self._optimizers}
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._pending.clear()
-        for optimizer in self._optimizers:
-            self._ended(optimizer)
-
-    def _begins(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
-        skip = self._pending.pop(id(optimizer), None)
-        if skip is None:
-            self._ended(optimizer)  # a step that raised has left the flag
-        else:
-            self._flags[id(optimizer)].set(optimizer, skip)
-
-    def _ended(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
-        self._flags[id(optimizer)].clear(optimizer)

@@ -158,15 +158,10 @@ class NormMeter:
     def __init__(self, parameters: ParameterSet, policy: Policy, device: torch.device) -> None:
         self._entries, self._layer_of = parameters.entries, parameters.layer_of
         self._scope, self._needs_weights, self._exact, self._device = policy.scope, policy.needs_weights, policy.exact, device
-        if self._scope == "unit" and (lost := [entry.name for entry in self._entries if entry.units_lost]):
-            raise ValueError(f'scope="unit": ranks have parts of {lost[0]} that cross its units; use scope="layer", or omit it')
-        rows = whole = [[ranks.group for ranks in entry.sharding] for entry in self._entries]
-        if self._scope == "unit":
-            units = [[r.group for r in entry.sharding if r.across_units] for entry in self._entries for _ in range(entry.units)]
-            rows = [*whole, *units, *(units if self._needs_weights else [])]
-        elif self._needs_weights:
-            rows = [*whole, *whole]
-        self._reduction = _Reduction(rows, device)
+        if self._scope == "unit" and (split := [entry.name for entry in self._entries if entry.sharding]):
+            raise ValueError(f'scope="unit": {split[0]} is split over ranks, and units are not; use scope="layer", or omit it')
+        groups = [entry.sharding for entry in self._entries]
+        self._reduction = _Reduction([*groups, *groups] if self._needs_weights else groups, device)
         self._zero = torch.zeros((), device=device, dtype=torch.float32)
         self._members = torch.empty(0)
         if self._scope == "layer":

@@ -28,19 +28,6 @@ EXPECTED = "expected a module, its parameters, or pairs of names and parameters,
 
 
 @dataclass(frozen=True, slots=True)
-class ShardingRanks:
-    """Ranks that have different parts of a parameter.
-
-    Attributes:
-        group: Their process group.
-        across_units: Whether each has a part of every unit, and not other units.
-    """
-
-    group: Any
-    across_units: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ClippedParameter:
     """A parameter, or this rank's part of it.
 
@@ -49,9 +36,8 @@ class ClippedParameter:
         layer: The layer that it belongs to.
         parameter: The tensor that has the gradient.
         layout: How units lie in it, None if it is one unit.
-        units: The units that this rank has.
-        sharding: The ranks that share it.
-        units_lost: Whether ranks have parts that cross its units, such as of a transposed weight under FSDP2.
+        units: The number of units.
+        sharding: The process groups whose ranks have different parts of it.
     """
 
     name: str
@@ -59,11 +45,10 @@ class ClippedParameter:
     parameter: torch.Tensor
     layout: UnitLayout | None = None
     units: int = 0
-    sharding: tuple[ShardingRanks, ...] = ()
-    units_lost: bool = False
+    sharding: tuple[Any, ...] = ()
 
     def unit_norms(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the norm of each unit of this rank's part of the parameter, or of its gradient; at least in float32."""
+        """Return the norm of each unit of the parameter, or of its gradient; at least in float32."""
         precision = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
         if self.units == 0:
             return tensor.new_zeros(0, dtype=precision or tensor.abs().dtype)
@@ -74,11 +59,11 @@ class ClippedParameter:
         return norms
 
     def along_units(self, values: torch.Tensor) -> torch.Tensor:
-        """Return one value for each unit in a shape that multiplies this rank's part of the gradient."""
-        shape = local(self.parameter).shape
+        """Return one value for each unit in a shape that multiplies the gradient."""
+        shape = self.parameter.shape
         if self.layout is None:
             return values.reshape(())
-        if _is_rows(self.layout, shape):
+        if self.layout.dims == (0,) and self.layout.shape[0] == shape[0]:
             return values.reshape(-1, *(1,) * (len(shape) - 1))
         rest = math.prod(shape) // math.prod(size for size in self.layout.shape if size > 0)
         viewed = [rest if size < 0 else size for size in self.layout.shape]
@@ -96,30 +81,17 @@ def clipped_parameter(name: str, layer: str, parameter: torch.Tensor, module: to
         )
     if is_lazy(parameter):  # without a shape until the first forward
         return ClippedParameter(name, layer, parameter)
-    module = module or torch.nn.Module()
     shape = local(parameter).shape
-    layout, lost = None, False
+    layout = None
     if len(shape) > 1:
-        layout = unit_layout(module, parameter)
-        if layout is None:  # rows, unless ranks have parts of units
-            layout = UnitLayout((shape[0], -1), (0,))
-            full = torch.empty(parameter.shape, device="meta")
-            of_full = unit_layout(module, full) if is_sharded(parameter) else None
-            lost = of_full is not None and not _is_rows(of_full, full.shape)
-    sharding: list[ShardingRanks] = []
+        layout = unit_layout(module or torch.nn.Module(), parameter) or UnitLayout((shape[0], -1), (0,))
+    sharding: list[Any] = []
     if is_sharded(parameter):
         tensor: Any = parameter  # a DTensor
         for dim, placement in enumerate(tensor.placements):
-            along = getattr(placement, "dim", None)
-            if along is not None and tensor.device_mesh.size(dim) > 1:
-                across = layout is None or (_is_rows(layout, shape) and along != 0)
-                sharding.append(ShardingRanks(tensor.device_mesh.get_group(dim), across_units=across))
-    units = 1 if layout is None else layout.count
-    return ClippedParameter(name, layer, parameter, layout, units, tuple(sharding), lost)
-
-
-def _is_rows(layout: UnitLayout, shape: Sequence[int]) -> bool:
-    return layout.dims == (0,) and layout.shape[0] == shape[0]
+            if getattr(placement, "dim", None) is not None and tensor.device_mesh.size(dim) > 1:
+                sharding.append(tensor.device_mesh.get_group(dim))
+    return ClippedParameter(name, layer, parameter, layout, 1 if layout is None else layout.count, tuple(sharding))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

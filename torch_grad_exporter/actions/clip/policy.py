@@ -222,16 +222,3 @@ def policy_name(policy: object) -> str:
     given = [(field, value) for field, value in settings if field.default is MISSING or value != field.default]
     parts = [repr(value) if field.default is MISSING else f"{field.name}={value!r}" for field, value in given]
     return f"{type(policy).__name__}({', '.join(parts)})"[:100]
-
-
-def checked_policies(given: object, argument: str = "dry_run={}") -> tuple[Policy, ...]:
-    """Return policies that are only tried; None stands for none. Raises `TypeError` for anything else."""
-    if given is None:
-        return ()
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"{argument.format(shown(given))}: expected a list of policies, such as [ZClip()]")
-    for policy in given:
-        if not isinstance(policy, Policy):
-            fix = "; list each by itself, since candidates change nothing" if isinstance(policy, list | tuple) else ""
-            raise TypeError(f"{argument.format(f'[{shown(policy)}]')}: expected policies, such as [ZClip()]{fix}")
-    return tuple(given)

@@ -105,7 +105,7 @@ class PolicyRun:
 
     def follow_as_candidate(self, parameters: ParameterSet, device: torch.device) -> None:
         """Like `follow`. Raises `ValueError` if ranks would count differently."""
-        if parameters.sharded and (isinstance(self.policy, MaxValue) or self.policy.scope == "unit"):
+        if parameters.sharded and isinstance(self.policy, MaxValue):
             raise ValueError(f"dry_run=[{self.policy}]: parameters are split over ranks, of which each would count its own part")
         self.follow(parameters, device)
 

@@ -8,8 +8,7 @@ read at once and the gradients are removed, which every optimizer takes for noth
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,85 +16,109 @@ from torch_grad_exporter.model.optimizers import owned_by
 from torch_grad_exporter.torch_compat.optimizers import obeys_skip_flag
 
 
-@dataclass(eq=False, slots=True)
-class _JoinedFlag:
-    """The flag of one optimizer, for which several may ask, such as two `Clipper`s.
-
-    Attributes:
-        before: That of a gradient scaler, which stays in force.
-        value: The flag as it was set.
-        asked: By source, whether to skip the step.
-        without_momentum: Parameters of a fused SGD that had no momentum before the step.
-    """
-
-    before: torch.Tensor | None
-    value: torch.Tensor | None = None
-    asked: dict[SkipFlag, torch.Tensor] = field(default_factory=dict)
-    without_momentum: list[torch.Tensor] = field(default_factory=list)
-
-    def join(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the flag: the step is skipped if any of them asks for it."""
-        joined = self.before
-        for skip in self.asked.values():
-            joined = skip if joined is None else torch.maximum(joined, skip.to(joined.device).reshape(joined.shape))
-        if joined is not None:
-            self.value = optimizer.found_inf = joined  # type: ignore[attr-defined]
-        elif hasattr(optimizer, "found_inf"):
-            del optimizer.found_inf
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it can skip a step by a flag on the device. Capturable ones that are not fused refuse the flag."""
+    fused = optimizer.defaults.get("fused") is True and all(group.get("fused") is True for group in optimizer.param_groups)
+    return fused and obeys_skip_flag(optimizer)
 
 
-_joined: weakref.WeakKeyDictionary[torch.optim.Optimizer, _JoinedFlag] = weakref.WeakKeyDictionary()
+_set: weakref.WeakKeyDictionary[torch.optim.Optimizer, SkipFlag] = weakref.WeakKeyDictionary()
 
 
 class SkipFlag:
     """Sets the flag `found_inf` of a fused optimizer, which its kernel reads. It does not hold the optimizer."""
 
-    __slots__ = ("is_set",)
-
     def __init__(self) -> None:
-        self.is_set = False
+        self._value: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None  # that of a gradient scaler, which stays in force
+        self._without_momentum: list[torch.Tensor] = []
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was set, and not cleared since."""
+        return self._value is not None
 
     def set(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Let the optimizer skip the step that it is about to take, if `skip` is true."""
-        flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)
-        joined = _joined.get(optimizer)
-        if joined is None or joined.value is not flag:  # a scaler has set its own since, if a step has raised
-            joined = _joined[optimizer] = _JoinedFlag(flag)
-        joined.asked[self] = skip.to(torch.float32)
-        joined.join(optimizer)
-        joined.without_momentum = _without_momentum(optimizer)
-        self.is_set = True
+        """Let the optimizer skip the step that it is about to take, if `skip` is true.
+
+        Raises:
+            RuntimeError: Another one is set for the optimizer.
+        """
+        self.clear(optimizer)
+        if optimizer in _set:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} is fused and takes one decision a step, but two ask it to skip: give all policies to"
+                " one Clipper(optimizers=), or to clip="
+            )
+        before: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+        value = skip.to(torch.float32)
+        if before is not None:
+            value = torch.maximum(before, value.to(before.device).reshape(before.shape))
+        self._before, self._value = before, value
+        optimizer.found_inf = value  # type: ignore[attr-defined]
+        _set[optimizer] = self
+        if isinstance(optimizer, torch.optim.SGD):
+            owned = [parameter for group in optimizer.param_groups if group["momentum"] for parameter in group["params"]]
+            self._without_momentum = [p for p in owned if optimizer.state.get(p, {}).get("momentum_buffer") is None]
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """Withdraw it, unless a gradient scaler has replaced the flag since. Idempotent."""
-        was_set, self.is_set = self.is_set, False
-        joined = _joined.get(optimizer) if was_set else None
-        if joined is None or joined.asked.pop(self, None) is None:
+        value, self._value = self._value, None
+        if value is None:
             return
-        if not joined.asked:
-            del _joined[optimizer]
-        flag: torch.Tensor | None = joined.value
+        _set.pop(optimizer, None)
         current: object = getattr(optimizer, "found_inf", None)
-        if flag is None or current is not flag:
+        if current is not value:
             return
-        for parameter in joined.without_momentum:  # which PyTorch has allocated, and not filled if the step was skipped
+        for parameter in self._without_momentum:  # which PyTorch has allocated, and not filled if the step was skipped
             momentum = optimizer.state.get(parameter, {}).get("momentum_buffer")
             if isinstance(momentum, torch.Tensor):
-                momentum.copy_(torch.where(flag.to(momentum.device) > 0, 0.0, momentum))
-        joined.join(optimizer)
+                momentum.copy_(torch.where(value.to(momentum.device) > 0, 0.0, momentum))
+        if self._before is None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.found_inf = self._before  # type: ignore[attr-defined]
 
 
-def _without_momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    if not isinstance(optimizer, torch.optim.SGD):
-        return []
-    owned = [parameter for group in optimizer.param_groups if group["momentum"] for parameter in group["params"]]
-    return [parameter for parameter in owned if optimizer.state.get(parameter, {}).get("momentum_buffer") is None]
+class FusedSteps:
+    """Makes fused optimizers skip their next step, by hooks around it, from now until `close()`.
 
+    A gradient scaler sets the flag just before the step, so it is joined there.
+    """
 
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it can skip a step by a flag on the device. Capturable ones that are not fused refuse the flag."""
-    fused = optimizer.defaults.get("fused") is True and all(group.get("fused") is True for group in optimizer.param_groups)
-    return fused and obeys_skip_flag(optimizer)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer) or not is_fused(optimizer):
+                raise ValueError(
+                    f"Clipper(optimizers=[{type(optimizer).__name__}]): expected fused optimizers, such as AdamW(..., fused=True);"
+                    " others have no flag on the device: leave optimizers out; on a GPU SkipAbove needs synchronize=True then"
+                )
+        self._flags = {optimizer: SkipFlag() for optimizer in optimizers}
+        self._pending: dict[torch.optim.Optimizer, torch.Tensor] = {}
+        self._handles = [optimizer.register_step_pre_hook(self._begins) for optimizer in optimizers]
+        self._handles += [optimizer.register_step_post_hook(self._ended) for optimizer in optimizers]
+
+    def skip_next(self, skip: torch.Tensor | None) -> None:
+        """Decide about the next step of each optimizer; None withdraws the last decision."""
+        self._pending = {} if skip is None else dict.fromkeys(self._flags, skip)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._pending.clear()
+        for optimizer in self._flags:
+            self._ended(optimizer)
+
+    def _begins(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
+        skip = self._pending.pop(optimizer, None)
+        if skip is None:
+            self._ended(optimizer)  # a step that raised has left the flag
+        else:
+            self._flags[optimizer].set(optimizer, skip)
+
+    def _ended(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
+        self._flags[optimizer].clear(optimizer)
 
 
 class RemovedGradients:

@@ -114,6 +114,18 @@ class SkipAbove(Policy):
         return Decision(math.inf, skip=skip)
 
 
+def checked_policies(given: object, argument: str = "dry_run={}", *, example: str = "[ZClip()]") -> tuple[Policy, ...]:
+    """Return a list of policies; None stands for none. Raises `TypeError` for anything else."""
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{argument.format(shown(given))}: expected a list of policies, such as {example}")
+    for policy in given:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"{argument.format(f'[{shown(policy)}]')}: expected policies, such as {example}; list each by itself")
+    return tuple(given)
+
+
 def checked_clip(given: object, argument: str = "clip={}") -> tuple[Policy, ...]:
     """Return the policies of `clip=`: first those that skip steps, then one that changes gradients, if any.
 
@@ -121,20 +133,18 @@ def checked_clip(given: object, argument: str = "clip={}") -> tuple[Policy, ...]
         TypeError: It is neither a policy nor a list of policies.
         ValueError: The list is empty, or contradicts itself.
     """
-    if given is None:
-        return ()
     if isinstance(given, Policy):
         return (given,)
-    if not isinstance(given, list | tuple):
+    example = "[SkipNonFinite(), MaxNorm(1.0)]"
+    if given is not None and not isinstance(given, list | tuple):
         raise TypeError(f"{argument.format(shown(given))}: expected a policy, such as MaxNorm(1.0), or a list of policies")
-    for policy in given:
-        if not isinstance(policy, Policy):
-            raise TypeError(f"{argument.format(f'[{shown(policy)}]')}: expected policies, such as [SkipNonFinite(), MaxNorm(1.0)]")
-    where = argument.format(shown([*given]))
-    if not given:
-        raise ValueError(f"{where}: the list is empty; expected policies, such as [SkipNonFinite(), MaxNorm(1.0)]")
-    _check_order(given, where)
-    return tuple(given)
+    policies = checked_policies(given, argument, example=example)
+    if given is not None:
+        where = argument.format(shown([*policies]))
+        if not policies:
+            raise ValueError(f"{where}: the list is empty; expected policies, such as {example}")
+        _check_order(policies, where)
+    return policies
 
 
 def _check_order(policies: Sequence[Policy], where: str) -> None:
