@@ -76,14 +76,9 @@ class Client:
 
 
 class Clients(HTTPServerConnectionDelegate):
-    """All connections of a server. All methods but `abandon` are for the thread of the loop.
+    """All connections of a server, with its listening sockets. All methods but `abandon` are for the thread of the loop.
 
-    Args:
-        listeners: Listening sockets, which belong to this from now on.
-        loop: The event loop that runs in the thread.
-        endpoints: Answer requests, and know the web configuration for the next client.
-        errors: Counts failures of our own under `request`.
-        timeout: Seconds for each phase of a connection.
+    `timeout`: seconds for each phase of a connection.
     """
 
     def __init__(
@@ -218,9 +213,7 @@ class Clients(HTTPServerConnectionDelegate):
             "X-Content-Type-Options": "nosniff",
             "Cache-Control": "no-store",
         }
-        headers = HTTPHeaders(fields)
-        for name, value in response.headers:
-            headers[name] = value
+        headers = HTTPHeaders({**fields, **dict(response.headers)})
         client.overdue = self._loop.call_later(self._timeout, self._drop, client)
         start = ResponseStartLine("HTTP/1.1", response.status.value, response.status.phrase)
         connection.write_headers(start, headers)

@@ -14,8 +14,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
+from typing import NamedTuple
 
 from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import THREAD_TIME
@@ -59,8 +60,7 @@ class TokenBucket:
             return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class CredentialCheck:
+class CredentialCheck(NamedTuple):
     """The outcome of a judgement. `wait`: seconds after which the client may retry, if nothing was checked."""
 
     passes: bool
@@ -150,13 +150,7 @@ ALLOWED = (("Allow", "GET, HEAD, OPTIONS"),)
 class Endpoints:
     """Answers requests, in the thread of the event loop. Everything is read-only; a failure is counted and becomes a 500.
 
-    Args:
-        content: What is shown.
-        renderer: Makes text of metrics.
-        errors: Counts failures under `request` and `web_config`.
-        workers: Where everything slow is computed.
-        web_config: TLS, users and the rest; None serves plain HTTP to every client.
-        clock: Seconds from any origin.
+    What is slow is computed by the `workers`. Without a `web_config` plain HTTP is served to every client.
     """
 
     def __init__(

@@ -13,14 +13,7 @@ from torch_grad_exporter.metrics.families import Family
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request without its body.
-
-    Attributes:
-        method: As it was sent.
-        path: The path of its target, also where a proxy sends the whole address.
-        headers: Its header fields; names in any case.
-        query: The part of its target after the question mark.
-    """
+    """A request without its body. `headers`: names in any case. `query`: the part of its target after the question mark."""
 
     method: str
     path: str
@@ -29,7 +22,7 @@ class Request:
 
     @classmethod
     def of(cls, method: str, target: str, headers: Mapping[str, str]) -> Request:
-        """Return the request for a target, which is a path or a whole address."""
+        """Return the request for a target, which is a path, or a whole address where a proxy sends it."""
         without_origin = re.sub(r"^https?://[^/?#]*", "", target, flags=re.IGNORECASE)
         path, _, query = without_origin.partition("#")[0].partition("?")
         return cls(method, path or "/", headers, query)
@@ -53,8 +46,7 @@ def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ..
 class Content(Protocol):
     """Everything that a server shows. Its methods but `scraped` are called in the server's worker threads, and may take long.
 
-    Attributes:
-        ended: Whether a scrape that begins now shows the end of the run.
+    `ended`: whether a scrape that begins now shows the end of the run.
     """
 
     ended: bool

@@ -46,14 +46,10 @@ class MetricsServer:
     """Serves `/metrics`, `/healthz` and `/` from the moment it is built until `close`.
 
     Args:
-        content: What is shown.
-        renderer: Makes text of the metrics.
-        errors: Counts failures under `request` and `web_config`.
         addr: See `open_listeners`.
         ports: Tried in order.
         timeout: Seconds that a client has for sending its request, again for waiting, which then ends with a 503, and again for
             reading the answer.
-        clock: Seconds from any origin.
         web_config: TLS, users and the rest; without it plain HTTP is served to every client.
 
     Raises:
@@ -200,8 +196,7 @@ def open_listeners(addr: str, ports: Iterable[int]) -> list[socket.socket]:
             tried.append(port)
             continue
         if tried:
-            message = "port %d is taken, metrics are served on port %d instead"
-            warn(message, tried[0], listeners[0].getsockname()[1])
+            warn("port %d is taken, metrics are served on port %d instead", tried[0], listeners[0].getsockname()[1])
         return listeners
     raise OSError(errno.EADDRINUSE, f"no free port at address {addr!r}, tried {tried}")
 

@@ -85,24 +85,12 @@ _Taken = tuple[list[Family], bool]
 
 
 class SharedScrape:
-    """The last scrape and its bodies, made when first asked for. Belongs to the thread of the event loop.
+    """The last scrape and its bodies, made when first asked for. Belongs to the thread of the event loop; the workers compute.
 
     One scrape runs at a time, and later clients wait for one that hangs. After one that raises the next request begins another.
-
-    Args:
-        content: Its `scrape` runs in a worker.
-        renderer: Makes text of the metrics; in a worker, too.
-        workers: Where both run.
-        clock: Seconds from any origin.
     """
 
-    def __init__(
-        self,
-        content: Content,
-        renderer: Renderer,
-        workers: Workers,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, content: Content, renderer: Renderer, workers: Workers, clock: Callable[[], float]) -> None:
         self._content, self._renderer, self._workers, self._clock = content, renderer, workers, clock
         self._running: asyncio.Task[_Taken] | None = None
         self._bodies: dict[tuple[Format, bool], asyncio.Task[bytes]] = {}
@@ -153,11 +141,8 @@ class SharedScrape:
 # How long the end waits, at most, for scrapers.
 LONGEST_SECONDS = 60.0
 
-# Scrapes of each that are remembered. Two jobs of one Prometheus scrape by turns, so the longest of several gaps counts.
-REMEMBERED = 5
-
-# Addresses that are remembered.
-MOST = 32
+# Scrapes of each that are remembered, since two jobs of one Prometheus scrape by turns, and addresses.
+REMEMBERED, MOST = 5, 32
 
 
 def is_scraper(headers: Mapping[str, str]) -> bool:

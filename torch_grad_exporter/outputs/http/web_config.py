@@ -64,14 +64,7 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
-    """A whole web configuration.
-
-    Attributes:
-        tls: None for plain HTTP.
-        headers: Of every response.
-        users: Bcrypt hashes by name.
-        rate_limit: None for no limit.
-    """
+    """A whole web configuration. `headers`: of every response. `users`: bcrypt hashes by name."""
 
     tls: Tls | None = None
     headers: tuple[tuple[str, str], ...] = ()
@@ -110,11 +103,7 @@ def _stamp(path: str) -> _Stamp:
 class WebConfigFile:
     """The configuration in force, `current`, which may be read from any thread at any time.
 
-    Args:
-        path: Of the file; everything is read at once.
-
-    Raises:
-        ValueError: The file, the key and the fix, also where a package is missing.
+    Everything is read at once. Raises `ValueError` with the file, the key and the fix, also where a package is missing.
     """
 
     def __init__(self, path: str) -> None:
@@ -177,9 +166,8 @@ def _refuse_weaker(path: str, old: WebSettings, new: WebSettings) -> None:
     """Raise ValueError if the new state protects less than the old one, or in another way."""
     if (old.tls is None) is not (new.tls is None):
         raise ValueError(f"{path}: TLS is not turned on or off while running; start the training again for that")
-    before, after = _protection(old), _protection(new)
-    lost = [name for name, there in before.items() if there and not after[name]]
-    if lost:
+    after = _protection(new)
+    if lost := [name for name, there in _protection(old).items() if there and not after[name]]:
         raise ValueError(f"{path}: {', '.join(lost)} not removed while running; start the training again for that")
 
 
