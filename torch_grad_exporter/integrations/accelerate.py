@@ -21,7 +21,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.arguments import numbered
 from torch_grad_exporter.errors import Guard, warn
 from torch_grad_exporter.integrations.common import require
-from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
+from torch_grad_exporter.integrations.session import Models, SessionOwner
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 
 require("accelerate", "1.8", extra="accelerate")
@@ -67,16 +67,14 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         log_values: bool = True,
         **options: object,
     ) -> None:
-        super().__init__()
-        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
+        super().__init__(exporter, log=log, log_values=log_values, **options)
         self._session.check_options()
         self._model = model
         self._step: int | None = None
         self._found: weakref.ref[Accelerator] | None = None
         self._saving: Any = None
-        self._searches = 0
+        self._searches, self._looking = 0, False
         self._guard = Guard(self._failed)
-        self._looking = False
         never_compile(type(self)._forward_begins)
         self._waiting: Any = register_module_forward_pre_hook(self._forward_begins)
 

@@ -21,7 +21,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.integrations.common import TrainingInterrupted
-from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
+from torch_grad_exporter.integrations.session import Models, SessionOwner
 
 # In the order of a training with evaluations and a test.
 POINTS = (
@@ -40,12 +40,7 @@ PRIORITIES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HookHandle:
-    """One registration. `Exporter.adopt` takes it, so that it ends with the exporter.
-
-    Attributes:
-        calls: What is called, by point.
-        priority: From 0, which is called first, to 100.
-    """
+    """One registration: what is called, by point. `Exporter.adopt` takes it, so that it ends with the exporter."""
 
     _hooks: HookList
     calls: dict[str, Callable[..., object]]
@@ -72,15 +67,12 @@ class HookList:
             self.register(hook)
 
     def register(self, hook: object, priority: str | int = "NORMAL", *, point: str | None = None) -> HookHandle:
-        """Add a hook.
+        """Add a hook, and return a handle whose `remove()` takes it back.
 
         Args:
             hook: An object with methods that have the names of points, or a function.
             priority: One of the nine names in `PRIORITIES`, or a number from 0 to 100.
             point: Where a function is called; not needed if its own name is that of a point.
-
-        Returns:
-            A handle, whose `remove()` takes it back.
 
         Raises:
             ValueError: The point or the priority does not exist; the message names similar ones.
@@ -165,9 +157,8 @@ class GradExporterHook(SessionOwner):
     """
 
     def __init__(self, model: Models, exporter: Exporter | None = None, **options: Any) -> None:
-        self._model = model
-        self._session = Session(type(self).__name__, exporter, options)
-        self._begun = False
+        super().__init__(exporter, **options)
+        self._model, self._begun = model, False
 
     def before_train(self, *_: object, step: int | None = None, **__: object) -> None:
         """Start the exporter, unless there is one. A training that is still open by then was interrupted."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.arguments import check_whole
 from torch_grad_exporter.integrations.common import RoundLosses, TrainingInterrupted, require
-from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
+from torch_grad_exporter.integrations.session import Models, SessionOwner
 
 require("ignite", "0.5", extra="ignite", package="pytorch-ignite")
 
@@ -62,12 +62,9 @@ class GradExporterHandler(SessionOwner):
     ) -> None:
         for name, number in (("gradient_accumulation_steps", gradient_accumulation_steps), ("log_every", log_every)):
             check_whole(f"GradExporterHandler({name}={number!r})", number, example=10)
-        self._model = model
-        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
-        self._transform = output_transform
-        self._accumulated = gradient_accumulation_steps
-        self._logs, self._log_every = log is not False, log_every
-        self._losses = RoundLosses()
+        super().__init__(exporter, log=log, log_values=log_values, **options)
+        self._model, self._transform = model, output_transform
+        self._accumulated, self._log_every = gradient_accumulation_steps, log_every
         self._iterations = 0
         self._error: BaseException | None = None
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_grad_exporter import Exporter
 from torch_grad_exporter.capture.torch_hooks import batch_size
 from torch_grad_exporter.integrations.common import RoundLosses, require
-from torch_grad_exporter.integrations.session import Session, SessionOwner
+from torch_grad_exporter.integrations.session import SessionOwner
 
 # Of both packages.
 OLDEST = "2.2"
@@ -60,16 +59,8 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
     Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
-    def __init__(
-        self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: object
-    ) -> None:
-        super().__init__()
-        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
-        self._logs = log is not False
-        self._steps = 0
-        self._losses = RoundLosses()
-        self._samples = 0  # examples of the batches since the last step
-        self._knows_size: bool | None = None
+    _steps, _samples = 0, 0  # `_samples`: examples of the batches since the last step
+    _knows_size: bool | None = None
 
     # The trainer's events
 

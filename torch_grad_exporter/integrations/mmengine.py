@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from typing import Any
 
-from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.common import RoundLosses, TrainingInterrupted, require
-from torch_grad_exporter.integrations.session import Session, SessionOwner
+from torch_grad_exporter.integrations.session import SessionOwner
 
 require("mmengine", "0.10", extra="mmengine")
 
@@ -47,13 +46,6 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
     """
 
     priority = "NORMAL"
-
-    def __init__(
-        self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: Any
-    ) -> None:
-        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
-        self._logs = log is not False
-        self._losses = RoundLosses()
 
     # The runner's points
 

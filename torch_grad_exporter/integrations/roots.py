@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, TypeVarTuple
 
 import torch
@@ -74,14 +73,14 @@ def _owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
 def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     """Return the models as `start_exporter` takes them; one that is alone needs no name.
 
-    A name is that of a variable of the script's main module, or of an attribute of an object in one, else that of the class.
+    A name is that of a variable of the script's main module, else that of the class.
     """
     models = [*roots]
     if len(models) < 2:
         return dict(zip([""], models, strict=False))
     wanted, names = {id(model) for model in models}, dict[int, str]()
-    for name, value in _variables():
-        if id(value) in wanted and id(value) not in names and name not in names.values():
+    for name, value in list(vars(sys.modules["__main__"]).items()):
+        if id(value) in wanted and id(value) not in names and not name.startswith("_"):
             names[id(value)] = name
     for model in models:
         if id(model) not in names:
@@ -90,22 +89,3 @@ def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
             names[id(model)] = next(name for name in (kind, *later) if name not in names.values())
     models_of = {id(model): model for model in models}
     return {name: models_of[identity] for identity, name in names.items()}
-
-
-def _variables() -> Iterator[tuple[str, object]]:
-    """Yield what variables of the main module hold, and then what attributes of the objects in them do."""
-    script: Mapping[str, object] = dict(vars(sys.modules["__main__"]))
-    yield from ((name, value) for name, value in script.items() if not name.startswith("_"))
-    nothing: list[tuple[str, object]] = []
-    for value in script.values():
-        yield from _or(nothing, _attributes, value)
-
-
-def _attributes(value: object) -> list[tuple[str, object]]:
-    """Return an object's own attributes. A proxy has none: to ask it may run code of others."""
-    kind = type(value)
-    if issubclass(kind, torch.nn.Module | type | types.ModuleType) or kind.__module__ == "builtins":
-        return []
-    slot = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), None)
-    attributes = slot.__get__(value) if type(slot) is types.GetSetDescriptorType else {}
-    return [(name, each) for name, each in attributes.copy().items() if type(name) is str] if type(attributes) is dict else []

@@ -18,7 +18,7 @@ from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments
 from torch_grad_exporter.errors import Guard, warn
 from torch_grad_exporter.exporter import open_exporters
-from torch_grad_exporter.integrations.common import TrainingInterrupted, numbers_of
+from torch_grad_exporter.integrations.common import RoundLosses, TrainingInterrupted, numbers_of
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
 
 # What a trainer's own logger gets with `log=True`: the norms, the clipping, and what went wrong.
@@ -96,19 +96,14 @@ class Session:
             re.compile(log if isinstance(log, str) else "")
         except re.error as error:
             raise ValueError(f"{who}(log={log!r}): not a regular expression: {error}") from None
-        self._who = who
-        self._given = exporter
-        self._options = dict(options or {})
         if not isinstance(log_values, bool):
             raise TypeError(f"{who}(log_values={log_values!r}): expected True or False")
-        self._log = LOGGED if log is True else log
-        self._log_values = log_values
+        self._who, self._given, self._options = who, exporter, dict(options or {})
+        self._log, self._log_values = LOGGED if log is True else log, log_values
         self._current: Exporter | None = None
-        self._started = False
+        self._started = self._failed_before = False
         self._reports_losses: bool | None = None
-        self._failed_before = False
-        # The engines of DeepSpeed that train the model, if there are any.
-        self.engines: FollowedEngines | None = None
+        self.engines: FollowedEngines | None = None  # of DeepSpeed, that train the model
 
     @property
     def active(self) -> bool:
@@ -134,23 +129,19 @@ class Session:
     def begin(
         self, model: Models, *, step: int | None = None, trainer: object | None = None, knows_step: bool = True, **known: object
     ) -> None:
-        """Begin to report a training of the model.
+        """Begin to report a training of the model. Raises `TypeError` or `ValueError` if an option is wrong.
 
         An exporter that the user has started on the model is used. If another session reports to it already, as where a
-        callback was added twice, this one does nothing.
+        callback was added twice, this one does nothing. Some frameworks have no event for an exception: if another trainer of the
+        same kind trained the model, or the other session is gone, that training was interrupted. The exporter that it started
+        ends, and that of the user is taken over.
 
         Args:
             model: What is trained.
             step: The steps that were done before, as in a checkpoint.
-            trainer: Whose training begins. Some frameworks have no event for an exception: if another trainer of the same kind
-                trained the model, or the other session is gone, that training was interrupted. The exporter that it started
-                ends, and that of the user is taken over.
+            trainer: Whose training begins.
             knows_step: Whether the trainer knows its step, so that it has none before it where `step` is None.
             known: Options that the trainer knows, such as `optimizers`; the user's own win.
-
-        Raises:
-            TypeError: An option is of a wrong type.
-            ValueError: An option is wrong.
         """
         self.end()
         running = self._given or running_exporter(model)
@@ -237,10 +228,7 @@ class Session:
             self._current.checkpointing(now)
 
     def before_start(self, look: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result | None:
-        """Return what an integration reads from its trainer before there is an exporter, None if that fails.
-
-        The first failure is logged.
-        """
+        """Return what an integration reads from its trainer before there is an exporter; None if that fails, which is logged."""
         return Guard(self._failed_before_start).result(look, *arguments)
 
     def _failed_before_start(self, error: Exception) -> None:
@@ -280,12 +268,18 @@ class Session:
 
 
 class SessionOwner:
-    """A callback or hook of a framework, with the session by which it reports.
+    """A callback or hook of a framework, with the session by which it reports. See `Session` for the arguments.
 
     In a `with` around the training an exception ends the run as failed, where the framework has no event for it.
     """
 
-    _session: Session
+    def __init__(
+        self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: object
+    ) -> None:
+        super().__init__()
+        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
+        self._logs = log is not False
+        self._losses = RoundLosses()
 
     @property
     def exporter(self) -> Exporter | None:

@@ -11,9 +11,8 @@ import time
 
 import torch
 
-from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.common import TrainingInterrupted, require
-from torch_grad_exporter.integrations.session import Session, SessionOwner
+from torch_grad_exporter.integrations.session import SessionOwner
 
 require("transformers", "4.57", extra="transformers")
 
@@ -50,13 +49,7 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
     Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
-    def __init__(
-        self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: object
-    ) -> None:
-        self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
-        self._logs = log is not False
-        self._tokens = 0
-        self._reported_at = -SECONDS
+    _tokens, _reported_at = 0, -SECONDS
 
     # The trainer's events
 
