@@ -17,7 +17,7 @@ from benchmarks import record
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.server import MetricsServer
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
+from torch_grad_exporter.outputs.prometheus.text import Format
 
 
 class Mirror:

@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import record
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 RUN = "fleet"
 PLACE = "@RANK@"

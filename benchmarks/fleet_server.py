@@ -15,7 +15,7 @@ from tornado.netutil import bind_sockets
 
 from benchmarks.fleet_job import PLACE, RUN, Recording
 from torch_grad_exporter.distributed.discovery import ScrapeTarget
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
+from torch_grad_exporter.outputs.prometheus.text import Format
 
 RANKS_PER_HOST = 8
 TARGETS = b"/sd"

@@ -25,8 +25,7 @@ from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 SIZES = (1_000, 10_000, 50_000)
 BARS = {10_000: 10e-3, 50_000: 50e-3}

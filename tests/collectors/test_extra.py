@@ -14,8 +14,7 @@ from tests.support import protobuf
 from tests.support.otlp_receiver import HttpReceiver
 from tests.support.tools import get
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

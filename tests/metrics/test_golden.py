@@ -19,8 +19,7 @@ from tests.support.tools import find
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Freeze, Log, MaxNorm, Rollback, Stop
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 GOLDEN = ROOT / "tests" / "metrics" / "golden" / "scrape.txt"

@@ -21,13 +21,11 @@ from torch_grad_exporter.outputs.http.shared import Scrapers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import LastValues, Renderer, text_file
+from torch_grad_exporter.outputs.prometheus.text import Format, LastValues, Renderer, text_file
 from torch_grad_exporter.store.journal import Journal
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.outputs.otlp.logs import LogPush
-    from torch_grad_exporter.outputs.otlp.push import Push
+    from torch_grad_exporter.outputs.otlp.push import LogPush, Push
 
 # How long the end of a program waits for what is under way, at most, in addition to `linger`.
 CLOSE_SECONDS = 1.4
@@ -127,14 +125,12 @@ class Outputs:
 
     def _start_push(self, settings: PushSettings, journal: Journal | None) -> None:
         labels, labels_on = self._rank.labels, self._options.labels_on
-        # OpenTelemetry's exporters are slow to import.
+        from torch_grad_exporter.outputs.otlp.push import LogPush, Push  # noqa: PLC0415 - OpenTelemetry's exporters are slow to import
+
+        push: Push | LogPush
         if settings.signal is Signal.METRICS:
-            from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415
-
-            push: Push | LogPush = Push(self._scrape, settings, labels, self._errors, labels_on=labels_on)
+            push = Push(self._scrape, settings, labels, self._errors, labels_on=labels_on)
         else:
-            from torch_grad_exporter.outputs.otlp.logs import LogPush  # noqa: PLC0415
-
             push = LogPush(journal or Journal(), settings, labels, self._errors, labels_on=labels_on)
         push.start()
         self._pushes.append(push)

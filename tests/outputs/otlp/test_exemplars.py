@@ -10,8 +10,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 NAME = "torch_train_step_duration_seconds"
 

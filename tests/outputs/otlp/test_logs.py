@@ -25,7 +25,7 @@ from tests.support.tools import PATIENCE, eventually, threads_of_ours
 from torch_grad_exporter import __version__
 from torch_grad_exporter.actions import ScaleLearningRate
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.outputs.otlp.logs import LogPush
+from torch_grad_exporter.outputs.otlp.push import LogPush
 from torch_grad_exporter.outputs.otlp.push_settings import Signal, resolve
 from torch_grad_exporter.store.journal import MOST, Journal, JournalEvent
 

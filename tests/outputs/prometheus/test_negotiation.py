@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.outputs.http.support import Training, fetch, serving
 from tests.support import protobuf
-from torch_grad_exporter.outputs.prometheus.negotiation import Format, accepts_gzip, negotiate
+from torch_grad_exporter.outputs.prometheus.text import Format, accepts_gzip, negotiate
 
 PROTOBUF = protobuf.ACCEPT
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"

@@ -18,8 +18,7 @@ from tests.support.properties import series as text_series
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.exponential import Exponential
 from torch_grad_exporter.metrics.families import NO_LABELS, Exemplar, Family, Kind, LabelRows, Spec
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 from torch_grad_exporter.store.exponential import ExponentialRows
 
 NORM = Spec("norm", Kind.GAUGE, "A norm.", ("layer",))

@@ -18,8 +18,7 @@ from prometheus_client.utils import floatToGoString
 from tests.support.made_families import catalogue_families
 from tests.support.tools import find
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 CONSTANT = {"run": "r1", "rank": "0"}
 PARSERS: dict[Format, Callable[[str], Iterable[Metric]]] = {Format.TEXT: parse_text, Format.OPENMETRICS: parse_openmetrics}

@@ -23,8 +23,7 @@ from torch_grad_exporter.lifecycle import THREAD_TIME
 from torch_grad_exporter.outputs.http.message import Content, Request, Response, plain
 from torch_grad_exporter.outputs.http.shared import SharedScrape, Workers, is_scraper
 from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile, WebSettings
-from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
 # How much longer than a failed check there is none.

@@ -20,8 +20,7 @@ from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Content
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
-from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 # Seconds for which the bodies of a scrape are handed out, from its end.
 MAX_AGE = 1.0

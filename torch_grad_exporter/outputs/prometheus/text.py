@@ -2,12 +2,14 @@
 
 The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is prepared once per metric and
 `LabelRows` object; a scrape only formats the numbers. The lines of series are equal in both formats except for exemplars, which
-only OpenMetrics has; the comment lines differ.
+only OpenMetrics has; the comment lines differ. Here is also which format a client gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import enum
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -19,8 +21,16 @@ from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import Exemplar, Family, LabelRows, Spec, by_spec
 from torch_grad_exporter.outputs.prometheus import series
-from torch_grad_exporter.outputs.prometheus.negotiation import Format
 from torch_grad_exporter.outputs.prometheus.protobuf import ProtobufRenderer
+
+
+class Format(enum.Enum):
+    """The formats of a scrape; the value is the content type. Of several that a client likes equally well it gets the last."""
+
+    TEXT = "text/plain; version=0.0.4; charset=utf-8"
+    OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    PROTOBUF = "application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited"
+
 
 _NON_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
@@ -156,3 +166,53 @@ class LastValues(BackgroundLoop):
 def text_file(directory: str, run: str, rank: int) -> Path:
     """Return the path of the file of a rank."""
     return Path(directory) / f"torch_grad_exporter-{files.file_name(run, rank, '.prom')}"
+
+
+# Which format a client asks for, and whether it accepts gzip
+
+# The media types of each format, those that say more last, and the values of parameters that it fits; an empty one may be absent.
+# Only text is for clients that name no format: they may not know the others.
+_OFFERS: dict[Format, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    Format.TEXT: (("*/*", "text/*", "text/plain"), {"version": ("", "0.0.4", "1.0.0")}),
+    Format.OPENMETRICS: (("application/openmetrics-text",), {"version": ("", "1.0.0")}),
+    Format.PROTOBUF: (
+        ("application/vnd.google.protobuf",),
+        {"proto": ("io.prometheus.client.metricfamily",), "encoding": ("delimited",)},
+    ),
+}
+
+_QUALITY = re.compile(r"0(\.\d*)?|1(\.0*)?")
+
+# A member of a list, or a part of one, may have the separator within quotes.
+_MEMBERS, _PARTS = (re.compile(rf'(?:[^{separator}"]|"(?:[^"\\]|\\.)*+"?)+', re.DOTALL) for separator in ",;")
+
+
+def negotiate(accept_header: str) -> Format:
+    """Return the format of the highest quality among those that the client admits, else text.
+
+    A media type counts more than a range that it is in. A client that admits none of ours gets text, too: it may understand it,
+    unlike a 406.
+    """
+    qualities: dict[Format, tuple[int, float]] = {}
+    for media_type, parameters, quality in _members(accept_header):
+        for form, (types, fitting) in _OFFERS.items():
+            if media_type in types and all(parameters.get(name, "") in values for name, values in fitting.items()):
+                qualities[form] = max(qualities.get(form, (0, 0.0)), (types.index(media_type), quality))
+    admitted = [form for form in Format if qualities.get(form, (0, 0.0))[1] > 0]
+    return max(reversed(admitted), key=lambda form: qualities[form][1], default=Format.TEXT)
+
+
+def accepts_gzip(accept_encoding_header: str) -> bool:
+    """Return whether the client accepts gzip: named, or by `*`, and not at quality 0."""
+    qualities = {coding: quality for coding, _, quality in _members(accept_encoding_header)}
+    return qualities.get("gzip", qualities.get("*", 0.0)) > 0
+
+
+def _members(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield value, parameters and quality of each member, without those whose quality is not a number from 0 to 1."""
+    for member in _MEMBERS.findall(header.lower()):
+        value, *rest = (part.strip() for part in _PARTS.findall(member) or [""])
+        parameters = {name.strip(): text.strip().strip('"') for name, _, text in (part.partition("=") for part in rest)}
+        quality = parameters.pop("q", "1")
+        if value and _QUALITY.fullmatch(quality):
+            yield value, parameters, float(quality)
