@@ -21,16 +21,16 @@ from torch_grad_exporter.cli.terminal import matching, show
 from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.files import replace
 
+# The name of the scrape job in the files as they are shipped.
 JOB = "training"
-"""The name of the scrape job in the files as they are shipped."""
 
+# The dashboard that lists the alerts that fire, in both schemas of Grafana.
 OVERVIEW = ("grafana/training.json", "grafana-v2/training.json")
-"""The dashboard that lists the alerts that fire, in both schemas of Grafana."""
 
 _FOLDERS = ("alertmanager", "grafana", "grafana-v2", "kubernetes", "prometheus", "provisioning")
 
+# Files with secrets that may lie in a checkout in use; they are not written.
 _SECRETS = "alertmanager/secrets/training-alerts"
-"""Files with secrets that may lie in a checkout in use; they are not written."""
 
 _JOB_LINES = re.compile(rf"^(.*\b(?:job_name|targetLabel: job, replacement): ){JOB}\b", re.MULTILINE)
 
@@ -88,9 +88,10 @@ def collect(job: str = JOB, runbook_url: str | None = None) -> dict[str, str]:
     package = importlib.resources.files(torch_grad_exporter)
     shipped = package / "shipped"  # in a wheel; else `dashboards` and `docs` lie beside the package
     root = shipped if shipped.is_dir() else package / ".."
-    files = {"compose.yaml": _read(root / "dashboards" / "compose.yaml"), "runbook.md": _read(root / "docs" / "runbook.md")}
+    read = [("compose.yaml", root / "dashboards" / "compose.yaml"), ("runbook.md", root / "docs" / "runbook.md")]
     for folder in _FOLDERS:
-        files.update(_walk(root / "dashboards" / folder, folder))
+        read += _walk(root / "dashboards" / folder, folder)
+    files = {path: file.read_bytes().decode() for path, file in read}  # with their own line ends
     if job != JOB:
         files = {path: _with_job(path, text, job) for path, text in files.items()}
     if runbook_url is not None:
@@ -100,16 +101,11 @@ def collect(job: str = JOB, runbook_url: str | None = None) -> dict[str, str]:
     return files
 
 
-def _read(file: Traversable) -> str:
-    """Return the text with its own line ends."""
-    return file.read_bytes().decode()
-
-
-def _walk(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:
+def _walk(folder: Traversable, path: str) -> Iterator[tuple[str, Traversable]]:
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         place = f"{path}/{entry.name}"
         if not entry.is_dir():
-            yield place, _read(entry)
+            yield place, entry
         elif place != _SECRETS:
             yield from _walk(entry, place)
 

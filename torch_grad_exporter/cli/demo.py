@@ -24,17 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.actions import (
-    AGC,
-    AutoClip,
-    MaxNorm,
-    MaxValue,
-    Measurements,
-    ScaleLearningRate,
-    Stop,
-    Webhook,
-    ZClip,
-)
+from torch_grad_exporter.actions import AGC, AutoClip, MaxNorm, MaxValue, Measurements, ScaleLearningRate, Stop, Webhook, ZClip
 from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.cli.assets import JOB
 from torch_grad_exporter.cli.faults import KINDS, Injection, Trouble
@@ -49,35 +39,19 @@ from torch_grad_exporter.outputs.prometheus import series
 HEADS = 4
 LEARNING_RATE = 1e-3
 HORIZON_STEPS = 10_000  # half of the cosine's period if the demo has no end
-CANDIDATES = "torch_grad_clip_candidates_total"
 NONFINITE = "torch_grad_nonfinite_steps_total"
 OVERHEAD = "torch_grad_exporter_overhead_ratio"
 STARTUP = "torch_grad_exporter_startup_overhead_ratio"
 
 # The clipping that `--clip` knows. The others are tried on the same run, without applying them.
 POLICIES: dict[str, Policy] = {
-    "maxnorm": MaxNorm(1.0),
-    "zclip": ZClip(),
-    "autoclip": AutoClip(),
-    "agc": AGC(),
-    "maxvalue": MaxValue(0.1),
-}
-
-# With `--act`, exploding gradients multiply the learning rate by this.
-HALF = 0.5
+    "maxnorm": MaxNorm(1.0), "zclip": ZClip(), "autoclip": AutoClip(), "agc": AGC(), "maxvalue": MaxValue(0.1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The options of a run of the demo.
-
-    Attributes:
-        steps: 0 runs until Ctrl-C.
-        clip: One of `POLICIES`, instead of the loop's own clipping.
-        act: Whether actions answer faults.
-        notify: Address of a webhook, empty for the one in the environment; a secret.
-        serving: Further arguments of `start_exporter`.
-    """
+    """The options of a run of the demo, called like its arguments. `serving`: further arguments of `start_exporter`."""
 
     steps: int = 0
     port: int = 9100
@@ -96,7 +70,7 @@ class DemoOptions:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the arguments; each is called like its field of `DemoOptions`."""
+    """Declare the arguments."""
     kinds = "\n".join(f"  {name:<8} {kind.effect};\n           see {kind.watch}" for name, kind in KINDS.items())
     parser = commands.add_parser(
         "demo",
@@ -234,7 +208,7 @@ def answer_faults(exporter: Exporter) -> None:
         # Of any outcome: this loop skips such a step, so the rule TrainingNonFiniteGradients has nothing to say.
         return any(m.last(NONFINITE, outcome=outcome) > 0 for outcome in ("skipped", "stepped", "unknown"))
 
-    exporter.on("GradientExploding", ScaleLearningRate(HALF))
+    exporter.on("GradientExploding", ScaleLearningRate(0.5))
     exporter.on(nonfinite, Stop(), name="non-finite gradients")
 
 
@@ -280,7 +254,7 @@ def run(values: argparse.Namespace) -> int:
         others = [policy for name, policy in POLICIES.items() if name != chosen.clip]
         clipping = {"clip": POLICIES[chosen.clip], "dry_run": others}
     try:
-        alerts = None if chosen.notify is None else [Webhook(chosen.notify or None)]
+        alerts = None if chosen.notify is None else [Webhook(chosen.notify or None)]  # an empty one is in the environment
         exporter = start_exporter(model, port=chosen.port, every=chosen.every, alerts=alerts, **clipping, **chosen.serving)
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
@@ -317,14 +291,10 @@ def _introduction(model: nn.Module, corpus: Tensor, options: DemoOptions, url: s
     end = "Ctrl-C ends it" if options.steps == 0 else f"{options.steps:,} steps, Ctrl-C ends it earlier"
     if url is None:
         return f"{size}; {end}. No port could be opened, so nothing is served."
-    scheme, _, address = url.partition("://")
-    target = address.removesuffix("/")
+    scheme, _, target = url.rstrip("/").partition("://")
     secured = ", scheme: https" if scheme == "https" else ""
-    more = (
-        "\n    # and tls_config and basic_auth, as your web configuration asks for them"
-        if options.serving.get("web_config_file")
-        else ""
-    )
+    secrets = "web_config_file" in options.serving
+    more = "\n    # and tls_config and basic_auth, as your web configuration asks for them" if secrets else ""
     return f"""{size}; {end}.
 
 Open {url} in a browser, or have {url}metrics scraped, in prometheus.yml:
@@ -362,7 +332,7 @@ def comparison(families: Iterable[Family]) -> str:
     lines = [
         f"  {labels['policy']:<17} {count:,.0f}"
         for family in families
-        if family.spec.name == CANDIDATES
+        if family.spec.name == "torch_grad_clip_candidates_total"
         for labels, count in zip(series.labels(family, {}), series.table(family)[:, 0].tolist(), strict=True)
     ]
     return "\n".join(["\nSteps that other policies would have clipped:", *lines]) if lines else ""

@@ -32,17 +32,10 @@ KINDS: dict[str, DemoFault] = {
         f"every gradient is 10,000 times as large for {EXPLODE_STEPS} steps",
         "torch_grad_global_norm, torch_grad_global_norm_spikes_total, torch_grad_clip_coefficient",
     ),
-    "vanish": DemoFault(
-        "from then on a billionth of the gradient reaches the first half of the model",
-        "torch_grad_norm by layer",
-    ),
-    "dead": DemoFault(
-        "from then on all ReLU units of one layer are dead",
-        "torch_grad_zero_units_ratio, torch_grad_dead_ratio",
-    ),
+    "vanish": DemoFault("from then on a billionth of the gradient reaches the first half of the model", "torch_grad_norm by layer"),
+    "dead": DemoFault("from then on all ReLU units of one layer are dead", "torch_grad_zero_units_ratio, torch_grad_dead_ratio"),
     "stall": DemoFault(
-        "the loop hangs for ten minutes, or SECONDS with stall@STEP:SECONDS",
-        "torch_train_last_step_timestamp_seconds",
+        "the loop hangs for ten minutes, or SECONDS with stall@STEP:SECONDS", "torch_train_last_step_timestamp_seconds"
     ),
 }
 

@@ -152,13 +152,7 @@ def _log() -> logging.Logger:
 
 
 def summary(status: Mapping[str, Any], wrong: Sequence[Wrong], saved: Path | None) -> str:
-    """Return what became of a run.
-
-    Args:
-        status: That of the live page.
-        wrong: Everything that was wrong at some time.
-        saved: Where the history is, None for nowhere.
-    """
+    """Return what became of a run, by the `status` of the live page, everything that was `wrong`, and where it is saved."""
     state = f"failed by {status['ended_by']}" if status["ended_by"] else status["state"] or "ended"
     steps = "" if status["step"] is None else f" after {times(status['step'])}"
     norm, nonfinite = status["global_norm"], status["nonfinite_steps"]

@@ -48,13 +48,7 @@ class HelpAll(argparse.Action):
 
 
 def leave_out(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action], *, epilog: str = "") -> None:
-    """Leave options out of `--help`, and add `--help-all` with all of them.
-
-    Args:
-        parser: The command.
-        actions: The options.
-        epilog: In place of the end of the help, where all is shown.
-    """
+    """Leave options out of `--help`, and add `--help-all` with all of them, and this `epilog`."""
     hidden = {action: action.help for action in actions}
     for action in hidden:
         action.help = argparse.SUPPRESS
@@ -65,11 +59,7 @@ def leave_out(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action
 
 
 def number(text: str, read: type[Number], least: float, most: float, wrong: str) -> Number:
-    """Return the number that a text stands for.
-
-    Raises:
-        argparse.ArgumentTypeError: It is not a number, or beyond the limits; `wrong` is the message.
-    """
+    """Return the number that a text stands for. Raises `ArgumentTypeError` with the message `wrong`."""
     with contextlib.suppress(ValueError):
         value = read(text)
         if least <= value <= most:

@@ -29,16 +29,9 @@ class Rank:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Announcement:
-    """The entries of one rank for discovery, from `start` until `close`.
+    """The entries of one rank for discovery, from `start` until `close`, by the user's options.
 
-    Attributes:
-        rank: This process.
-        store: The job's, for the list of ranks.
-        errors: Counts failures.
-        addr: The address that the server listens on.
-        advertise: The host to publish instead, empty for none.
-        sd_dir: The directory of the files for file_sd, empty for none.
-        labels: The user's.
+    `store`: the job's, for the list of ranks. `labels`: the user's.
     """
 
     rank: Rank

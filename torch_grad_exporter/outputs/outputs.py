@@ -58,11 +58,8 @@ class Outputs:
     Args:
         scrape: Returns all metrics.
         rank: Whose values they are.
-        options: The user's choices.
-        errors: Counts failures.
         health: Returns the object of `/healthz`.
         announcement: Publishes where the server is, from its start until `close`.
-        web_config: TLS, users and the rest of the server.
         push: Where to push metrics, and where what the journal has.
         journal: Beginnings and ends of problems, and actions; None if they are pushed nowhere.
         view: The live page, and the answers that it asks for.
@@ -82,10 +79,7 @@ class Outputs:
         push: Iterable[PushSettings] = (),
         journal: Journal | None = None,
     ) -> None:
-        self._scrape = scrape
-        self._rank = rank
-        self._options = options
-        self._errors = errors
+        self._scrape, self._rank, self._options, self._errors = scrape, rank, options, errors
         # The file with the last values has a target that is not this process', and so all labels.
         self._renderer = Renderer(rank.labels)
         only_on = TRAIN_INFO if options.labels_on == "target" else None

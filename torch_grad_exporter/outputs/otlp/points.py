@@ -70,17 +70,10 @@ class Points:
     """Makes metrics of families, each point with the constant labels first and the family's own after.
 
     Where a family has a label of the same name as a constant one, the family's own is sent; one with an empty value is left out, as
-    it means no label.
+    it means no label. A failure to encode a metric costs that metric alone.
 
-    Attributes:
-        most: Points that the receiver accepts in one request, as far as is known.
-
-    Args:
-        constant_labels: Of every point.
-        attributes: Of the process.
-        deltas: Know which kinds of metrics are sent as differences, and the start of these.
-        errors: Counts failures to encode a metric, each of which costs that metric alone.
-        start: Of cumulative numbers, in nanoseconds since 1970, like all times here.
+    `most`: points that the receiver accepts in one request, as far as known. `attributes`: of the process. `start`: of cumulative
+    numbers, in nanoseconds since 1970, like all times here.
     """
 
     def __init__(

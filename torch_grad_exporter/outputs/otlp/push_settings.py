@@ -27,11 +27,8 @@ from torch_grad_exporter.outputs.own_requests import with_path
 
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 
-# Seconds between two exports, and for one request with all its retries, as in OpenTelemetry's SDKs.
-INTERVAL, TIMEOUT = 60.0, 10.0
-
-# Seconds for one request, at most.
-LONGEST = 60.0
+# Seconds between two exports, and for one request with all its retries, as in OpenTelemetry's SDKs; and at most.
+INTERVAL, TIMEOUT, LONGEST = 60.0, 10.0, 60.0
 
 # The kinds that are sent as differences. Our counters are read at an export, which OpenTelemetry calls asynchronous: with
 # `lowmemory` they stay totals.
@@ -66,8 +63,6 @@ class PushSettings:
 
     Attributes:
         endpoint: A URL, over gRPC also `host:port`.
-        signal: What is sent there.
-        protocol: How requests are sent.
         headers: Sent instead of those of the environment, names in lower case; None for those of the environment.
         interval: Seconds between two exports, of log records after one that failed.
         timeout: Seconds for a request with its retries.
@@ -109,7 +104,13 @@ def resolve(
         what = "a number of seconds"
         seconds = check_number(f"otlp_interval={shown(interval)}", interval, least=0.1, most=86400.0, what=what, example=60)
     variables, metrics = _Variables(environment, signal), _Variables(environment, Signal.METRICS)
-    if not _enabled(variables, metrics, argument=given is not None):
+    # Log records follow metrics, unless their own variables ask for them or disable them.
+    enabled, disabled_by = variables.enabled(argument=given is not None)
+    if enabled and not (variables.exporters & OTLP or signal.name in variables.specific("ENDPOINT")[0]):
+        enabled, disabled_by = metrics.enabled(argument=given is not None)
+    if given is not None and disabled_by:
+        inform("no %s are pushed: %s", signal.noun, disabled_by)
+    if not enabled:
         return None
     try:
         name, text = variables.specific("PROTOCOL")
@@ -120,44 +121,42 @@ def resolve(
         # What is wrong with a variable of all signals is said for metrics.
         (warn if signal is Signal.METRICS or signal.name in name else inform)("no %s are pushed: %s", signal.noun, error)
         return None
-    url = target if used is Protocol.GRPC or signal.name in name else _with_path(target, signal)
-    if checked is not None and not _same_receiver(target, metrics.endpoint(given)[1]):
+    if checked is not None and _receiver(target) != _receiver(metrics.endpoint(given)[1] or target):
         inform("log records are sent without otlp_headers: they go to another receiver than metrics")
         checked = None
-    longest = min(variables.number(variables.specific("TIMEOUT")[0], TIMEOUT), LONGEST)
-    if signal is Signal.LOGS:
-        return PushSettings(
-            endpoint=url, signal=signal, protocol=used, headers=checked, interval=seconds or INTERVAL, timeout=longest
-        )  # fmt: skip
     # No thread can wait for 2 ** 63 ms, which some write for "never".
     often = min(max(0.1, variables.number("OTEL_METRIC_EXPORT_INTERVAL", 1e3 * INTERVAL) / 1e3), 86400.0)
-    reader = variables.number("OTEL_METRIC_EXPORT_TIMEOUT", 1e3 * LONGEST) / 1e3
+    limits = [LONGEST, variables.number(variables.specific("TIMEOUT")[0], TIMEOUT)]
+    if signal is Signal.METRICS:
+        limits.append(variables.number("OTEL_METRIC_EXPORT_TIMEOUT", 1e3 * LONGEST) / 1e3)
     temporality = variables.text("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE").lower()
     buckets = variables.text("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION").lower()
     return PushSettings(
-        endpoint=url,
+        endpoint=target if used is Protocol.GRPC or signal.name in name else _with_path(target, signal),
+        signal=signal,
         protocol=used,
         headers=checked,
-        interval=seconds or often,
-        timeout=min(longest, reader),
+        interval=seconds or (often if signal is Signal.METRICS else INTERVAL),
+        timeout=min(limits),
         delta=DELTA.get(temporality, frozenset()),
         exponential=buckets == "base2_exponential_bucket_histogram",
     )
 
 
 class _Variables:
-    """Reads OpenTelemetry's variables; an empty one counts as unset."""
+    """Reads OpenTelemetry's variables for a signal; an empty one counts as unset."""
 
     def __init__(self, environment: Mapping[str, str], signal: Signal) -> None:
-        self._environment = environment
-        self.signal = signal
+        self._environment, self._signal = environment, signal
+        names = self.text(f"OTEL_{signal.name}_EXPORTER").lower().split(",")
+        self.exporters = {name.strip() for name in names} - {""}
 
     def text(self, name: str) -> str:
         return self._environment.get(name, "").strip()
 
     def specific(self, name: str) -> tuple[str, str]:
         """Return the name and the text of the variable for the signal, or else of the one for all signals."""
-        own = f"OTEL_EXPORTER_OTLP_{self.signal.name}_{name}"
+        own = f"OTEL_EXPORTER_OTLP_{self._signal.name}_{name}"
         variable = own if self.text(own) else f"OTEL_EXPORTER_OTLP_{name}"
         return variable, self.text(variable)
 
@@ -166,42 +165,23 @@ class _Variables:
         name, text = self.specific("ENDPOINT")
         return (name, text) if argument is None or Signal.LOGS.name in name else ("otlp_endpoint", argument)
 
-    def exporters(self) -> set[str]:
-        """Return the names of the exporters that are asked for."""
-        names = self.text(f"OTEL_{self.signal.name}_EXPORTER").lower().split(",")
-        return {name.strip() for name in names} - {""}
-
     def number(self, name: str, default: float) -> float:
-        """Return a number above 0; another text logs a warning."""
+        """Return a number above 0; another text logs a warning, for log records only of a variable of their own."""
         text = self.text(name)
         with contextlib.suppress(ValueError):
             if 0 < (number := float(text or default)) < math.inf:
                 return number
-        message = "environment variable %s=%r is ignored: expected a number above 0; using %g"
-        if self.signal is Signal.METRICS or self.signal.name in name:  # else it was said for metrics
-            warn(message, name, text, default)
+        if self._signal is Signal.METRICS or self._signal.name in name:
+            warn("environment variable %s=%r is ignored: expected a number above 0; using %g", name, text, default)
         return default
 
-
-def _enabled(variables: _Variables, metrics: _Variables, *, argument: bool) -> bool:
-    """Return whether an endpoint is given, and no variable disables the push."""
-    enabled, reason = _switched(variables, argument=argument)
-    asked = variables.exporters() & OTLP or variables.signal.name in variables.specific("ENDPOINT")[0]
-    if enabled and not asked:  # log records follow metrics
-        enabled, reason = _switched(metrics, argument=argument)
-    if argument and reason:
-        inform("no %s are pushed: %s", variables.signal.noun, reason)
-    return enabled
-
-
-def _switched(variables: _Variables, *, argument: bool) -> tuple[bool, str]:
-    """Return whether a signal is enabled by its own variables, and which one disables it whatever an argument says."""
-    exporters = variables.exporters()
-    if variables.text("OTEL_SDK_DISABLED").lower() == "true":
-        return False, "OTEL_SDK_DISABLED=true"
-    if "none" in exporters:
-        return False, f"OTEL_{variables.signal.name}_EXPORTER=none"
-    return argument or bool(variables.specific("ENDPOINT")[1] and (exporters & OTLP or not exporters)), ""
+    def enabled(self, *, argument: bool) -> tuple[bool, str]:
+        """Return whether the signal is enabled, and which variable disables it whatever an argument says."""
+        if self.text("OTEL_SDK_DISABLED").lower() == "true":
+            return False, "OTEL_SDK_DISABLED=true"
+        if "none" in self.exporters:
+            return False, f"OTEL_{self._signal.name}_EXPORTER=none"
+        return argument or bool(self.specific("ENDPOINT")[1] and (self.exporters & OTLP or not self.exporters)), ""
 
 
 def _protocol(name: str, value: object) -> Protocol:
@@ -240,15 +220,9 @@ def _is_endpoint(text: str, protocol: Protocol) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and text.isprintable() and " " not in text
 
 
-def _same_receiver(endpoint: str, other: str) -> bool:
-    """Return whether two endpoints have the same scheme, host and port; also if the other one is empty."""
-    origins: set[object] = set()
-    with contextlib.suppress(ValueError):  # the other one is not checked
-        for text in (endpoint, other or endpoint):
-            parts = urlsplit(text if "://" in text else f"//{text}")
-            origins.add((parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)))
-        return len(origins) == 1
-    return False
+def _receiver(endpoint: str) -> str:
+    """Return scheme, host and port of an endpoint, which may be wrong."""
+    return re.sub(r"^([a-z]+://)?(?:[^/?#]*@)?([^/?#]*).*", r"\1\2", endpoint.lower(), flags=re.DOTALL)
 
 
 def _with_path(endpoint: str, signal: Signal) -> str:

@@ -17,14 +17,13 @@ from torch_grad_exporter.outputs.prometheus import series
 class RegistryCollector:
     """Shows the same series as `/metrics` in a `CollectorRegistry`, from `register` until `close`.
 
-    A scrape that raises yields nothing here: the user's own metrics in the registry stay. If a family has a label of the same name
-    as a constant one, the family's own is shown.
+    A scrape that raises yields nothing here: the user's own metrics in the registry stay.
 
     Args:
         scrape: Returns the metrics.
-        constant_labels: Of every series.
-        only_on: The metric that has them instead, None for all.
+        constant_labels: Of every series; a family's own label of that name wins.
         specs: All metrics that may come.
+        only_on: The metric that has the constant labels instead, None for all.
         common: Metrics that are left to the registry if it has some of these names.
         errors: Counts failures under `request`.
     """
@@ -39,11 +38,8 @@ class RegistryCollector:
         common: Collection[Spec] = (),
         errors: ErrorLog,
     ) -> None:
-        self._scrape = scrape
-        self._constant_labels = dict(constant_labels)
-        self._only_on = only_on
-        self._specs = tuple(specs)
-        self._common = common
+        self._scrape, self._constant_labels, self._only_on = scrape, dict(constant_labels), only_on
+        self._specs, self._common = tuple(specs), common
         self._guard = errors.boundary("request", limit=None)
         self._registry: CollectorRegistry | None = None
 

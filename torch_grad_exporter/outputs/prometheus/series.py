@@ -76,12 +76,9 @@ def labels(family: Family, constant: Mapping[str, str]) -> Iterator[dict[str, st
 
 
 def shared_labels(spec: Spec, constant: Mapping[str, str], only_on: Spec | None) -> dict[str, str]:
-    """Return the labels that each series of a metric has besides its own, which win.
+    """Return which of the `constant` labels each series of a metric has besides its own, which win.
 
-    Args:
-        spec: The metric.
-        constant: Labels of every series.
-        only_on: The metric that has them instead, None for all.
+    `only_on`: the metric that has them instead, None for all.
     """
     if only_on not in (None, spec):
         return {}

@@ -36,15 +36,10 @@ _NON_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
 
 class Renderer:
-    """Renders families, each series with the constant labels first and the family's own labels after.
+    """Renders families, each series with the constant labels first and the family's own labels, which win, after.
 
-    Every metric's lines are together, even if they come from several families. A metric without a present row does not appear. If a
-    family has a label of the same name as a constant one, the family's own is shown. Invalid Unicode is shown as `?`.
-
-    Args:
-        constant_labels: Of every series.
-        only_on: The metric that has them instead, None for all.
-        start: See `ProtobufRenderer`, which renders that format.
+    Every metric's lines are together, even if they come from several families. A metric without a present row does not appear.
+    Invalid Unicode is shown as `?`. `only_on` and `start`: see `ProtobufRenderer`, which renders that format.
     """
 
     def __init__(self, constant_labels: Mapping[str, str], *, only_on: Spec | None = None, start: float | None = None) -> None:
@@ -137,17 +132,12 @@ def _exemplar(exemplar: Exemplar) -> str:
 class LastValues(BackgroundLoop):
     """The last metrics of a rank as a file for node_exporter's textfile collector, which serves them when the run is over.
 
-    It is written with `content` when the run ends, and `node_exporter --collector.textfile.directory=DIRECTORY` reads every
-    `*.prom` there, until it is removed. A later run of that name and rank overwrites it.
-
-    A thread writes it, since a file system may hang. The thread begins at the start, since none can begin at the end of a program,
-    and first removes the file of an earlier process of the same run and rank, whose values are outdated. `guard` counts failures.
+    A thread writes `content` when the run ends, since a file system may hang. It begins at the start, since none can begin at the
+    end of a program, and first removes the file of an earlier process of the same run and rank, whose values are outdated.
     """
 
     def __init__(self, path: Path, content: Callable[[], bytes], guard: Guard) -> None:
-        self._path = path
-        self._content = content
-        self._guard = guard
+        self._path, self._content, self._guard = path, content, guard
         self._removed = False
         super().__init__("textfile", self._remove, guard=guard, last=self._write)
         self.wake()
