@@ -156,8 +156,8 @@ class Judged:
         self.clock, self.totals = Clock(), notify.totals(notifiers, [RULE])
         self.errors = ErrorLog(("notify", "close"))
         self.notify = notify.Notify(
-            notifiers, lambda _last: self.problems, notify.NotificationOrigin("r", rank, SimpleNamespace(number=7)), self.totals,
-            self.errors, job=job, rules=[RULE], clock=self.clock, now=lambda: begun + self.clock(),
+            notifiers, SimpleNamespace(judged=lambda last: self), self.totals, self.errors, run="r", rank=rank,
+            steps=SimpleNamespace(number=7), job=job, rules=[RULE], clock=self.clock, now=lambda: begun + self.clock(),
         )  # fmt: skip
 
     def at(self, now: float, *problems: Problem, last: bool = False) -> None:

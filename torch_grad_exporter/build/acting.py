@@ -12,7 +12,7 @@ from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.notify.job import Job
-from torch_grad_exporter.actions.notify.notify import NotificationOrigin, Notify
+from torch_grad_exporter.actions.notify.notify import Notify
 from torch_grad_exporter.actions.rollback.state import TrainingState
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.build.inspecting import InspectionTotals
@@ -20,7 +20,6 @@ from torch_grad_exporter.build.scraping import ScrapeStage
 from torch_grad_exporter.collectors.clipping import ClipReports
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.config.checked import Checked
-from torch_grad_exporter.rules import Problem
 
 
 class ActionStage:
@@ -42,7 +41,6 @@ class ActionStage:
                 clip=None if checked.clip is None else ClipReports(),
             )  # fmt: skip
             feed = SampleFeed(shown.worker, of_samples, errors.boundary(SOURCE, "reading samples", limit=None))
-        self._view = shown.view
         self.stop_requested = threading.Event()
         reports = ActionReports(errors, shown.acted, stage.clock)
         training = Training(
@@ -52,12 +50,13 @@ class ActionStage:
         )  # fmt: skip
         job = JobOfRanks(checked.store, checked.run, identity.rank, identity.world_size) if several else None
         runner = StepActionRunner(training, reports, job, spent=stage.clock.spent)
-        self.act = Act(shown.view.live, runner, reports, fed=bool(checked.arguments.alerts), samples=feed)
+        self.act = Act(shown.view.live, runner, reports, samples=feed)
         self._notify = None
         if shown.notified is not None:
             self._notify = Notify(
-                checked.arguments.alerts, self._problems, NotificationOrigin(checked.run, checked.rank, stage.clock),
-                shown.notified, errors, job=Job(checked.store, checked.rank, identity.world_size) if several else None,
+                checked.arguments.alerts, shown.view.live, shown.notified, errors,
+                run=checked.run, rank=checked.rank, steps=stage.clock,
+                job=Job(checked.store, checked.rank, identity.world_size) if several else None,
             )  # fmt: skip
         self._notify_guard = errors.boundary("notify", limit=None)
 
@@ -79,10 +78,3 @@ class ActionStage:
         if self._notify is not None:
             self._notify.after_fork_in_child()
         self.act.after_fork_in_child()
-
-    def _problems(self, last: bool) -> list[Problem]:
-        """Judge for `Notify`, and for `Act` too; that one judges by itself at its own end."""
-        judged = self._view.live.judged(last=last)
-        if not last:
-            self.act.take(judged)
-        return judged.problems

@@ -1,18 +1,17 @@
 """Act: does what `exporter.on` was given, when a rule or a condition holds.
 
-Without any `on` there is no thread and nothing is judged. From the first one on the run is judged once a second, together with
-Notify where that is on, in a thread of its own. Actions of the user run in another one; those that change the training run between
-steps on the training thread.
+Without any `on` there is no thread and nothing is judged. From the first one on the run is judged once a second, in a thread of its
+own. Actions of the user run in another one; those that change the training run between steps on the training thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.measurements import ConditionError, Measurements
 from torch_grad_exporter.actions.act.reports import SOURCE, ActionQueue, ActionReports
@@ -29,21 +28,13 @@ if TYPE_CHECKING:
     from torch_grad_exporter.actions.act.decisions import ActionSlot
     from torch_grad_exporter.actions.act.runner import StepActionRunner
     from torch_grad_exporter.actions.act.sample_feed import SampleFeed
-    from torch_grad_exporter.outputs.live.live import Judged
+    from torch_grad_exporter.outputs.live.live import Judged, Live
 
 EVALUATION_SECONDS = 1.0  # between two evaluations
 SHARE = 0.05  # of the time that evaluations may take; if one takes long, the next one comes later
-FED_SECONDS = 5.0  # without a judgement by Notify, if that is on, after which this judges itself
 
 # How long the end waits for actions, at most, and where a user or a launcher waits for it.
 CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
-
-
-class RunJudge(Protocol):
-    """Judges the run, as `Live` does."""
-
-    def judged(self, *, last: bool = False) -> Judged:
-        """Return the values of now and what is wrong by them. `last`: the run is over."""
 
 
 class Handle:
@@ -73,7 +64,6 @@ class Act:
         judge: Judges the run.
         runner: Runs what changes the training.
         reports: Where it reports what becomes of conditions and actions.
-        fed: Whether Notify judges as well, and hands it to `take`.
         samples: The values of each sample, for windows; None if nothing shows them.
         clock: Seconds.
         loop: The class of the thread that judges.
@@ -81,11 +71,10 @@ class Act:
 
     def __init__(
         self,
-        judge: RunJudge,
+        judge: Live,
         runner: StepActionRunner,
         reports: ActionReports,
         *,
-        fed: bool = False,
         samples: SampleFeed | None = None,
         clock: Callable[[], float] = time.monotonic,
         loop: type[BackgroundLoop] = BackgroundLoop,
@@ -93,19 +82,16 @@ class Act:
         self._judge = judge
         self._runner = runner
         self._reports = reports
-        self._pause = FED_SECONDS if fed else EVALUATION_SECONDS
-        self._first_pause = FED_SECONDS if fed else 0.0
         self._samples = samples
         self._clock = clock
         self._triggers: tuple[Trigger, ...] = ()
         self._slots: dict[Trigger, ActionSlot] = {}
         self._lock = threading.RLock()
         self._episodes: Episodes | None = None
-        self._taken: Judged | None = None
-        self._due, self._closed = 0.0, False
-        self._started = False
+        self._due = -math.inf
+        self._started = self._closed = False
         guard = reports.errors.boundary(SOURCE, "judging")
-        self._loop = loop("act", self._in_turn, guard=guard, pause=self._until_due, last=self._judge_last)
+        self._loop = loop("act", self._in_turn, guard=guard, pause=self._until_due, last=lambda: self.evaluate(last=True))
         self._actions = ActionQueue(reports, clock)
 
     def on(self, what: object, action: object, *, name: str | None, for_: object, cooldown: object) -> Handle:
@@ -137,7 +123,7 @@ class Act:
             try:
                 if not self._started:
                     self._loop.start()
-                    self._started, self._due = True, self._clock() + self._first_pause
+                    self._started = True
             except RuntimeError:  # no thread can be started
                 self.remove(trigger)
                 raise
@@ -158,7 +144,7 @@ class Act:
 
     def remove(self, trigger: Trigger) -> None:
         """End a trigger. Idempotent, from any thread."""
-        trigger.removed = True
+        trigger.ended = True
         trigger.measurements.forget()
         with self._lock:
             self._triggers = tuple(other for other in self._triggers if other is not trigger)
@@ -187,12 +173,6 @@ class Act:
         self._runner.disconnect()
         self._reports.totals.after_fork_in_child()
 
-    def take(self, judged: Judged) -> None:
-        """Take a judgement that Notify needed as well. Costs nothing without any `on`."""
-        if self._triggers:
-            self._taken = judged
-            self._loop.wake()
-
     def step_reported(self) -> None:
         """Take a step that the user reports, on the thread that trains."""
         self._runner.reported()
@@ -200,22 +180,16 @@ class Act:
     # The thread that judges
 
     def _until_due(self) -> float:
-        return self._due - self._clock() if self._triggers else float("inf")
+        return self._due - self._clock() if self._triggers else math.inf
 
     def _in_turn(self) -> None:
         start = self._clock()
-        if self._taken is None and start < self._due:
-            return  # woken by another `on`, or before Notify has judged
-        self._due = start + self._pause
-        # Others may be busy with the same values: the next evaluation has them.
-        with contextlib.suppress(BusyError):
-            self.evaluate()
+        if start < self._due:  # woken by another `on`
+            return
+        self._due = start + EVALUATION_SECONDS
+        self.evaluate()
         # Conditions take their time as well, and with it that of the training: one thread at a time runs Python.
         self._due = max(self._due, self._clock() + (self._clock() - start) / SHARE)
-
-    def _judge_last(self) -> None:
-        with contextlib.suppress(BusyError):
-            self.evaluate(last=True)
 
     def evaluate(self, *, last: bool = False) -> None:
         """Judge once, and let happen what is due. `last`: the run is over, and only rules are judged."""
@@ -227,15 +201,16 @@ class Act:
                 triggers.append(trigger)
         if not triggers:
             return
-        taken, self._taken = self._taken, None
         episodes = self._episodes
-        judged = self._judge.judged(last=last) if taken is None or last else taken
+        try:
+            judged = self._judge.judged(last=last)
+        except BusyError:  # others are busy with the same values: the next evaluation has them
+            return
         now = self._clock()
         active = {} if episodes is None else episodes.judge(judged.problems, now, last=last)
         for trigger in triggers:
-            problems: tuple[Problem, ...] = ()
+            problems = tuple(episode.problem for (alert, _, _), episode in active.items() if alert == trigger.rule)
             if trigger.rule is not None:
-                problems = tuple(episode.problem for (alert, _, _), episode in active.items() if alert == trigger.rule)
                 holds = bool(problems)
             else:
                 holds = not last and trigger.conditions.result(self._holds, trigger, judged, now) is True

@@ -349,7 +349,7 @@ class JobDecisions:
                 self._reports.failed(name, error)
             self._reports.note(trigger, ActionOutcome.REFUSED)
         elif late and slot.action.changes_weights:
-            trigger.given_up = True
+            trigger.ended = True
             reason = f"rank {self._job.rank} learned too late that all do it after step {decision.step}; from there on ranks differ"
             self._reports.disabled(name, reason)
             self._reports.note(trigger, ActionOutcome.FAILED)

@@ -21,6 +21,9 @@ from torch_grad_exporter.collectors.weights import WEIGHTS
 from torch_grad_exporter.metrics.families import Kind, Spec
 from torch_grad_exporter.rules.values import Values
 
+if TYPE_CHECKING:
+    from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
+
 LONGEST_SECONDS, MOST_SAMPLES = 86_400.0, 100_000  # the largest windows
 
 
@@ -88,25 +91,20 @@ class SeriesWindow:
             return
         if values:
             low, high = float(np.min(values)), float(np.max(values))  # of NumPy: NaN if one of them is
-            self._spans.append(_Span(now, len(values), mean(values), low, high, values[-1]))
+            mean = _sum([value / len(values) for value in values])  # their sum may be more than a float holds
+            self._spans.append(_Span(now, len(values), mean, low, high, values[-1]))
         while len(self._spans) > 1 and self._spans[1].at <= now - self._size.seconds:
             self._spans.popleft()
 
-    def mean(self, now: float) -> float:
-        """Return the mean."""
+    def reading(self, what: str, now: float) -> float:
+        """Return the mean, the largest or the smallest value; the last two are NaN if one of the values is."""
         spans = self._inside(now)
-        total = sum(span.count for span in spans)
-        return _sum([span.mean * (span.count / total) for span in spans]) if spans else math.nan
-
-    def max(self, now: float) -> float:
-        """Return the largest value; NaN if one of them is NaN."""
-        highs = [span.high for span in self._inside(now)]
-        return float(np.max(highs)) if highs else math.nan
-
-    def min(self, now: float) -> float:
-        """Return the smallest value; NaN if one of them is NaN."""
-        lows = [span.low for span in self._inside(now)]
-        return float(np.min(lows)) if lows else math.nan
+        if not spans:
+            return math.nan
+        if what == "mean":
+            total = sum(span.count for span in spans)
+            return _sum([span.mean * (span.count / total) for span in spans])
+        return float(np.max([span.high for span in spans]) if what == "max" else np.min([span.low for span in spans]))
 
     def before(self, now: float) -> float:
         """Return the value right before the window."""
@@ -125,19 +123,10 @@ class SeriesWindow:
         return [*self._spans][1 if older else 0 :] if full else []
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of the values, NaN if there are none."""
-    # The sum of the values may be more than a float holds.
-    return _sum([value / len(values) for value in values]) if values else math.nan
-
-
 def _sum(parts: Sequence[float]) -> float:
     # `fsum` raises for infinities of both signs.
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
-
-if TYPE_CHECKING:
-    from torch_grad_exporter.actions.act.sample_feed import SampleFeed, Series
 
 MOST_WINDOWS = 1000  # of one condition
 
@@ -206,32 +195,23 @@ class Measurements:
 
     def last(self, metric: str, **labels: str) -> float:
         """Return the value of now."""
-        value = self._find(self._key(metric, labels))
-        return self._noted("last", metric, labels, None, math.nan if value is None else value)
+        return self._read("last", metric, labels, None)
 
     def mean(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """Return the mean of the values in the window."""
-        size = WindowSize.of(seconds, samples)
-        return self._noted("mean", metric, labels, size, self._window(metric, labels, size).mean(self._now))
+        return self._read("mean", metric, labels, WindowSize.of(seconds, samples))
 
     def max(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """Return the largest value in the window; NaN if one of them is."""
-        size = WindowSize.of(seconds, samples)
-        return self._noted("max", metric, labels, size, self._window(metric, labels, size).max(self._now))
+        return self._read("max", metric, labels, WindowSize.of(seconds, samples))
 
     def min(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """Return the smallest value in the window; NaN if one of them is."""
-        size = WindowSize.of(seconds, samples)
-        return self._noted("min", metric, labels, size, self._window(metric, labels, size).min(self._now))
+        return self._read("min", metric, labels, WindowSize.of(seconds, samples))
 
     def increase(self, metric: str, *, seconds: float | None = None, samples: int | None = None, **labels: str) -> float:
         """Return by how much the value has grown in the window."""
-        size = WindowSize.of(seconds, samples)
-        before = self._window(metric, labels, size).before(self._now)
-        now = self._find(self._key(metric, labels))
-        return self._noted("increase", metric, labels, size, math.nan if now is None else now - before)
-
-    # Within
+        return self._read("increase", metric, labels, WindowSize.of(seconds, samples))
 
     def _key(self, metric: str, labels: Mapping[str, str]) -> Key:
         spec = self._metrics.get(metric)
@@ -253,26 +233,32 @@ class Measurements:
             raise ConditionError(f"{metric} has {len(series)} series here; choose one by {' and '.join(f'{n}=' for n in missing)}")
         return series[0] if series else None
 
-    def _window(self, metric: str, labels: Mapping[str, str], size: WindowSize) -> SeriesWindow:
+    def _read(self, what: str, metric: str, labels: Mapping[str, str], size: WindowSize | None) -> float:
         key = self._key(metric, labels)
+        window, now = None if size is None else self._window(key, size), self._find(key)
+        if window is not None and what != "increase":
+            value = window.reading(what, self._now)
+        else:
+            before = 0.0 if window is None else window.before(self._now)
+            value = math.nan if now is None else now - before
+        more = [f"{name}={labels[name]}" for name in sorted(labels)] + ([] if size is None else [str(size)])
+        self.read[f"{what}({', '.join((metric, *more))})"] = value
+        return value
+
+    def _window(self, key: Key, size: WindowSize) -> SeriesWindow:
         window = self._windows.get((key, size))
         if window is None:
             if len(self._windows) >= MOST_WINDOWS:
                 raise ConditionError(f"the condition asks for more than {MOST_WINDOWS} windows")
             # First, since it raises where the worker is busy: the next evaluation tries again.
             if self._feed is not None and key not in self._series:
-                series = self._feed.follow(self._metrics[metric], labels)
+                series = self._feed.follow(self._metrics[key[0]], dict(key[1]))
                 if series is not None:
                     self._series[key] = series
             window = self._windows[key, size] = SeriesWindow(size)
             value = self._find(key)
             window.add([] if value is None else [value], self._now)
         return window
-
-    def _noted(self, what: str, metric: str, labels: Mapping[str, str], size: WindowSize | None, value: float) -> float:
-        more = [f"{name}={labels[name]}" for name in sorted(labels)] + ([] if size is None else [str(size)])
-        self.read[f"{what}({', '.join((metric, *more))})"] = value
-        return value
 
 
 def _contains(values: Sequence[float | None], value: float) -> bool:

@@ -90,7 +90,7 @@ class ActionQueue:
         self._started = self._closed = False
         self._give_up_at = 0.0
         self._guard = reports.errors.boundary(SOURCE, "running", limit=None)
-        self._loop = BackgroundLoop("action", self._work, guard=self._guard, last=self._flush)
+        self._loop = BackgroundLoop("action", self._work, guard=self._guard, last=self._work)
 
     def offer(self, trigger: Trigger, event: Event) -> None:
         """Run the action after those that wait, or drop it if there is no room. Raises `RuntimeError` without a thread."""
@@ -111,8 +111,6 @@ class ActionQueue:
         while (left := self._next()) is not None:
             self._reports.note(left[0], ActionOutcome.DROPPED)
 
-    # The thread
-
     def _next(self) -> tuple[Trigger, Event] | None:
         try:
             return self._waiting.popleft()
@@ -120,11 +118,8 @@ class ActionQueue:
             return None
 
     def _work(self) -> None:
-        while not self._loop.stopping and (following := self._next()) is not None:
-            self._guard(self._run, *following)
-
-    def _flush(self) -> None:
-        while self._clock() < self._give_up_at and (following := self._next()) is not None:
+        """Run what waits, in the thread; after `close` for a limited time."""
+        while (not self._loop.stopping or self._clock() < self._give_up_at) and (following := self._next()) is not None:
             self._guard(self._run, *following)
 
     def _run(self, trigger: Trigger, event: Event) -> None:

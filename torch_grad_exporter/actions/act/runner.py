@@ -219,7 +219,7 @@ class StepActionRunner:
             self._ready.extend(self._decisions.step_over())
         while self._ready:
             slot, prepared = self._ready.popleft()
-            if slot.trigger.removed:
+            if slot.trigger.ended:
                 continue
             succeeded = slot.trigger.actions(slot.action.act, self._training, prepared)
             slot.trigger.acted(self._clock())

@@ -89,7 +89,7 @@ class Trigger:
         actions: The same for the action.
         judged: Whether this rank judges it: what changes weights is judged on rank 0 alone.
         wrong: Whether the condition asks for what can never be there.
-        given_up: Whether this rank has missed the step, so that it may differ from others.
+        ended: Whether it was removed, or this rank has missed the step, so that it may differ from others.
     """
 
     name: str
@@ -103,8 +103,7 @@ class Trigger:
     actions: Guard
     judged: bool = True
     wrong: bool = False
-    given_up: bool = False
-    removed: bool = False
+    ended: bool = False
 
     @property
     def by_itself(self) -> bool:
@@ -119,7 +118,7 @@ class Trigger:
     @property
     def idle(self) -> bool:
         """Whether the action can no longer happen. Without its condition it still can, when another rank has a cause."""
-        return self.removed or self.given_up or self.actions.off
+        return self.ended or self.actions.off
 
     def acted(self, now: float) -> None:
         """Begin the cooldown, unless the action knows by itself when it is due again."""

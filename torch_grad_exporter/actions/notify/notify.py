@@ -9,7 +9,8 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.notify.job import Announced, Job
 from torch_grad_exporter.actions.notify.notification import Notification
@@ -20,9 +21,12 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.collectors.outcomes import NotifyTotals
 from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.rules import RULES, Problem, Rule
+from torch_grad_exporter.rules import RULES, Rule
 from torch_grad_exporter.rules.actions import notifications_failing
 from torch_grad_exporter.rules.episodes import Episode, Episodes
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.outputs.live.live import Live
 
 EVALUATION_SECONDS = 1.0
 
@@ -30,15 +34,6 @@ SHARE = 0.05  # of the time that evaluations may take; if one takes long, the ne
 
 # The end waits this long for notifications; the second if a user or a launcher waits for it.
 CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class NotificationOrigin:
-    """The run and the rank of this process. `clock`: counts optimizer steps."""
-
-    run: str
-    rank: int
-    clock: StepClock
 
 
 def names(notifiers: Iterable[Notifier]) -> list[str]:
@@ -57,8 +52,10 @@ class Notify:
 
     Args:
         notifiers: What sends.
-        problems: Returns what is wrong by a scrape of now; its argument says whether the run is over.
-        origin: Which process it is.
+        live: Judges the run.
+        run: The name of the run.
+        rank: This process' rank.
+        steps: Counts optimizer steps.
         totals: Counts what is sent.
         errors: Counts failures.
         job: The other ranks, None if there are none.
@@ -70,26 +67,28 @@ class Notify:
     def __init__(
         self,
         notifiers: Sequence[Notifier],
-        problems: Callable[[bool], Iterable[Problem]],
-        origin: NotificationOrigin,
+        live: Live,
         totals: NotifyTotals,
         errors: ErrorLog,
         *,
+        run: str,
+        rank: int,
+        steps: StepClock,
         job: Job | None = None,
         rules: Iterable[Rule] = RULES,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._problems, self._origin, self.totals, self._job = problems, origin, totals, job
+        self._live, self._run, self._rank, self._steps, self.totals, self._job = live, run, rank, steps, totals, job
         self._clock, self._now = clock, now
         self._episodes, self._announced = Episodes(rules), Announced()
         pairs = zip(names(notifiers), notifiers, strict=True)
         self.sinks = [Sink(name, notifier, totals, errors, clock=clock) for name, notifier in pairs]
         self._repeated = {sink.name: clock() for sink in self.sinks}
-        self._due, self._took = clock(), 0.0
+        self._due = clock()
         self._closing = errors.boundary("close", limit=None)
         guard = errors.boundary(SOURCE, "judging")
-        self._loop = BackgroundLoop("notify", self._in_turn, guard=guard, pause=self._until_due, last=self._judge_last)
+        self._loop = BackgroundLoop("notify", self._in_turn, guard=guard, pause=lambda: self._due - clock(), last=self._judge_last)
 
     def start(self) -> None:
         """Start the threads. Raises `RuntimeError` if no thread can be started."""
@@ -112,15 +111,11 @@ class Notify:
 
     # The thread
 
-    def _until_due(self) -> float:
-        return self._due - self._clock()
-
     def _in_turn(self) -> None:
         self._due = self._clock() + EVALUATION_SECONDS
         # Other readers may hold up the scrape; the next evaluation has its values.
         with contextlib.suppress(BusyError):
             self.evaluate()
-        self._due = max(self._due, self._clock() + self._took / SHARE)
 
     def _judge_last(self) -> None:
         with contextlib.suppress(BusyError):
@@ -129,10 +124,11 @@ class Notify:
     def evaluate(self, *, last: bool = False) -> None:
         """Judge once, and offer what begins and ends to all sinks. `last`: the run is over."""
         now, at = self._clock(), self._now()
-        episodes = self._episodes.judge(self._problems(last), now, last=last)
+        episodes = self._episodes.judge(self._live.judged(last=last).problems, now, last=last)
         active = {key: self._notification(episode, at, now) for key, episode in episodes.items()}
         self.totals.set_active(Counter((alert, severity) for alert, severity, _ in active))
-        self._took = self._clock() - now
+        ended = self._clock()
+        self._due = max(self._due, ended + (ended - now) / SHARE)
         # A notification about failing notifications would fail as well.
         own = {key: problem for key, problem in active.items() if key[0] != notifications_failing.name}
         to_send = own if self._job is None else self._job.exchange(own, last=last)
@@ -156,9 +152,9 @@ class Notify:
             summary=problem.text,
             layer=problem.layer,
             value=problem.value,
-            step=self._origin.clock.number,
-            run=self._origin.run,
-            rank=self._origin.rank,
+            step=self._steps.number,
+            run=self._run,
+            rank=self._rank,
             first_steps=problem.first_steps,
             by_layer=episode.by_layer,
             template=episode.terms.template,
