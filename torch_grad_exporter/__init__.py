@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch_grad_exporter.version import __version__
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.actions.black_box.loading import load_black_box
+    from torch_grad_exporter.actions.black_box.box import load_black_box
     from torch_grad_exporter.exporter import Exporter
     from torch_grad_exporter.inspection.explain import explain
     from torch_grad_exporter.inspection.record import record
@@ -28,7 +28,7 @@ __all__ = ["Exporter", "__version__", "explain", "load_black_box", "record", "st
 _WHERE = {
     "Exporter": "torch_grad_exporter.exporter",
     "explain": "torch_grad_exporter.inspection.explain",
-    "load_black_box": "torch_grad_exporter.actions.black_box.loading",
+    "load_black_box": "torch_grad_exporter.actions.black_box.box",
     "record": "torch_grad_exporter.inspection.record",
     "start_exporter": "torch_grad_exporter.start",
 }

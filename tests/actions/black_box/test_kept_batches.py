@@ -18,7 +18,7 @@ from torch import nn
 from tests.inspection.support import EachOperation, refuse_reads
 from tests.support.scrape import OFF, errors
 from torch_grad_exporter import load_black_box, start_exporter
-from torch_grad_exporter.actions.black_box.loading import KeptForward
+from torch_grad_exporter.actions.black_box.box import KeptForward
 from torch_grad_exporter.inspection.black_box.kept import RING_BYTES, BatchRing, KeptBatch
 
 

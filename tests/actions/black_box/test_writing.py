@@ -14,11 +14,11 @@ import torch
 
 from tests.actions.black_box.planted import train
 from torch_grad_exporter import load_black_box, start_exporter
-from torch_grad_exporter.actions.black_box.writing import FORMAT, write
+from torch_grad_exporter.actions.black_box.box import FORMAT, write
 
 KILLED = """
 import pathlib, sys, torch
-from torch_grad_exporter.actions.black_box.writing import FORMAT, write
+from torch_grad_exporter.actions.black_box.box import FORMAT, write
 content = {"batches": [], "samples": {"norm": torch.rand(1 << 22)}}
 about = {**FORMAT, "problem": dict(alert="a", severity="critical", text="t", layer=None, others=[], first_steps="", value=None),
          "step": 1, "found_at_step": 2, "lost": 0, "time": 0.0, "options": {}, "process": {}}

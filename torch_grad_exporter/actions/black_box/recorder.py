@@ -7,13 +7,14 @@ samples, and this thread at once while a NaN or Inf is new. The training thread 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_grad_exporter.actions.black_box.writing import FORMAT, boxes_below, plain_batch, samples_of, sweep, write
+from torch_grad_exporter.actions.black_box.box import FORMAT, PART, boxes_below, plain_batch, samples_of, write
 from torch_grad_exporter.capture.capture import Capture
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.errors import BusyError, Guard, warn
@@ -95,7 +96,8 @@ class BlackBoxRecorder:
 
     def start(self) -> None:
         """Start the thread. Raises `RuntimeError` if no thread can be started."""
-        sweep(self._folder)
+        for part in self._folder.glob(f".*{PART}"):  # what a process of this run and rank that was killed has left
+            shutil.rmtree(part, ignore_errors=True)
         self._log_if_full()
         self._loop.start()
 
