@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.inspection.explain.graph import GradientHooks, Graph, union
-from torch_grad_exporter.inspection.explain.places import Places, Where
+from torch_grad_exporter.inspection.explain.graph import GradientHooks, Graph, Places, Where, union
 from torch_grad_exporter.torch_compat.autograd import graph_task
 
 # Cuts that are kept apart; later ones of the same line and operation are one.
@@ -79,10 +78,7 @@ _IGNORED = frozenset({"requires_grad", "requires_grad_", "_is_view", "is_leaf", 
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """What a function was called with, as sets of bits.
-
-    `behind`: the parameters behind its tensors; `cuts`: those that the tensors carry; `leaves`: the parameters among them.
-    """
+    """Of a function's arguments: the parameters behind its tensors, the cuts that these carry, and the parameters among them."""
 
     behind: int = 0
     cuts: int = 0
@@ -106,8 +102,8 @@ class CutCollector(TorchFunctionMode):
         # The numbers that tensors became, by `id`, with the cuts of each; kept, so that no other number gets the same `id`.
         self._numbers: dict[int, tuple[float, int]] = {}
         self._off = Where()  # where gradients were disabled
-        self._merged: dict[tuple[str, Where], int] = {}
         self._all_used = 0
+        self._merged: dict[tuple[str, Where], int] = {}
         self.cuts: list[Cut] = []
         self.used: dict[int, Where] = {}
         self.escaped = 0
@@ -156,8 +152,13 @@ class CutCollector(TorchFunctionMode):
         if name in _EXITS:
             self._left(name, given, result)
             return
-        if given.leaves & ~self._all_used:
-            self._use(given.leaves & ~self._all_used, result)
+        # What runs without gradients outside of the model's modules is an optimizer's step.
+        new = given.leaves & ~self._all_used
+        if new and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(result)):
+            where = self._places.here()
+            if torch.is_grad_enabled() or where.module:
+                self._all_used |= new
+                self.used |= {1 << number: where for number in range(new.bit_length()) if new >> number & 1}
         written = args[:1] if name in ("__setitem__", "data=") else ()
         # A parameter stays the leaf that it is, whatever an optimizer writes into it.
         leaves = (leaf for leaf in _leaves([result, written]) if isinstance(leaf, torch.Tensor))
@@ -173,21 +174,6 @@ class CutCollector(TorchFunctionMode):
                 cuts |= self._carried.get(tensor, 0)
             if cuts or tensor in self._carried:
                 self._carried[tensor] = cuts
-
-    def _use(self, parameters: int, result: object) -> None:
-        """Note that a function has made a tensor of parameters.
-
-        What runs without gradients outside of the model's modules is an optimizer's step.
-        """
-        if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(result)):
-            return
-        where = self._places.here()
-        if torch.is_grad_enabled() or where.module:
-            self._all_used |= parameters
-            while parameters:
-                bit = parameters & -parameters
-                self.used[bit] = where
-                parameters ^= bit
 
     def _left(self, name: str, given: _Arguments, result: object) -> None:
         """Follow the numbers that a tensor became."""

@@ -78,7 +78,7 @@ def _box(node: Node, judge: Judge, named: dict[int, int]) -> tuple[Box, str]:
         parameter = judge.parameters[number]
         state = judge.gradients.arrived.get(number, GradientState.MISSING)
         return Box(parameter.name, state, f"gradient {state}"), parameter.layer
-    place = judge.graph.place(node)
+    place = judge.graph.places.get(node)
     used = (named.get(id(getattr(following, "variable", None))) for following in followers(node))
     layer = next((judge.parameters[number].layer for number in used if number is not None), "")
     module = place.module if place is not None else layer
@@ -90,10 +90,7 @@ def _box(node: Node, judge: Judge, named: dict[int, int]) -> tuple[Box, str]:
 
 
 def _folded(label: str, inside: Sequence[Box]) -> Box:
-    """Return a box for all of a module.
-
-    Branches that carry nothing are usual within a module, so only what spoils gradients, or none reaches, counts, and parameters.
-    """
+    """Return a box for all of a module. Usual are branches that carry nothing: only parameters and what spoils gradients count."""
     states = [box.state for box in inside if box.state is not None]
     worst = GradientState.NONFINITE if GradientState.NONFINITE in states else min(states, default=None)
     of_parameters = [box.state for box in inside if box.state is not None and box.title.startswith("gradient ")]
@@ -129,26 +126,20 @@ def svg(boxes: Sequence[Box], arrows: Sequence[tuple[int, int]], columns: int | 
         filled[rank] += 1
     width = 10 + max(filled.values()) * (WIDTH + GAP_X)
     height = 10 + (max(ranks) + 1) * (HEIGHT + GAP_Y)
-    lines = "".join(_line(places[start], places[end]) for start, end in arrows)
-    drawn = "".join(_rectangle(box, *place) for box, place in zip(boxes, places, strict=True))
-    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' role='img'>{lines}{drawn}</svg>"
-
-
-def _line(start: tuple[int, int], end: tuple[int, int]) -> str:
-    x, y = start[0] + WIDTH // 2, start[1] + HEIGHT
-    to_x, to_y = end[0] + WIDTH // 2, end[1]
-    return f"<path d='M{x} {y} C{x} {y + GAP_Y} {to_x} {to_y - GAP_Y} {to_x} {to_y}'/>"
-
-
-def _rectangle(box: Box, x: int, y: int) -> str:
-    label = box.label if len(box.label) <= LETTERS else f"…{box.label[1 - LETTERS :]}"
-    kind = "plain" if box.state is None else "bad" if box.state else "ok"
-    text = escape(label) + (f" · {box.state}" if box.state else "")
-    return (
-        f"<g><title>{escape(box.label)}: {escape(box.title)}</title>"
-        f"<rect class='{kind}' x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='5'/>"
-        f"<text class='{kind}' x='{x + 8}' y='{y + 21}'>{text}</text></g>"
-    )
+    drawn = []
+    for start, end in arrows:
+        (x, y), (to_x, to_y) = places[start], places[end]
+        x, y, to_x = x + WIDTH // 2, y + HEIGHT, to_x + WIDTH // 2
+        drawn.append(f"<path d='M{x} {y} C{x} {y + GAP_Y} {to_x} {to_y - GAP_Y} {to_x} {to_y}'/>")
+    for box, (x, y) in zip(boxes, places, strict=True):
+        label = box.label if len(box.label) <= LETTERS else f"…{box.label[1 - LETTERS :]}"
+        kind = "plain" if box.state is None else "bad" if box.state else "ok"
+        drawn.append(
+            f"<g><title>{escape(box.label)}: {escape(box.title)}</title>"
+            f"<rect class='{kind}' x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='5'/>"
+            f"<text class='{kind}' x='{x + 8}' y='{y + 21}'>{escape(label)}{f' · {box.state}' if box.state else ''}</text></g>"
+        )
+    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' role='img'>{''.join(drawn)}</svg>"
 
 
 # Rows up to which all are printed; of more, those are left out that are `ok` without a note. And rows that are printed at most.
@@ -183,18 +174,13 @@ class Explanation:
 
     def __getitem__(self, parameter: str) -> Row:
         """Return the row of a parameter by its name; raises `KeyError`."""
-        for row in self.rows:
-            if row.parameter == parameter:
-                return row
-        raise KeyError(parameter)
+        return {row.parameter: row for row in self.rows}[parameter]
 
     def __str__(self) -> str:
         shown = self._shown()
         lines = [("parameter", "verdict", "where", "note"), *((r.parameter, r.verdict, str(r.where or ""), r.note) for r in shown)]
-        widths = [max(len(line[column]) for line in lines) for column in range(3)]
-        text = [
-            "  ".join((*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3])).rstrip() for line in lines
-        ]
+        first, second, third = (max(len(line[column]) for line in lines) for column in range(3))
+        text = [f"{name:{first}}  {verdict:{second}}  {where:{third}}  {note}".rstrip() for name, verdict, where, note in lines]
         text += [f"... {len(self.rows) - len(shown)} rows more"] if len(shown) < len(self.rows) else []
         return "\n".join([*text, "", self.summary, *self.notes])
 
@@ -237,15 +223,12 @@ class Explanation:
         write_output(Path(path), page.encode())
 
     def _table(self, shown: Sequence[Row]) -> str:
-        head = "<tr><th>parameter<th>verdict<th>where<th>note</tr>"
+        lines = ["<tr><th>parameter<th>verdict<th>where<th>note</tr>"]
+        for row in shown:
+            code = f"<br><code>{escape(row.where.code)}</code>" if row.where is not None and row.where.code else ""
+            kind = "" if row.verdict in (Verdict.OK, Verdict.FROZEN) else " class='bad'"
+            where = escape(str(row.where or "")) + code
+            lines.append(f"<tr><td>{escape(row.parameter)}<td{kind}>{row.verdict}<td>{where}<td>{escape(row.note)}</tr>")
         more = f"<p>{len(self.rows) - len(shown)} rows more are ok.</p>" if len(self.rows) > len(shown) else ""
         notes = "".join(f"<p>{escape(note)}</p>" for note in (self.summary, *self.notes))
-        return f"{notes}<table>{head}{''.join(map(_cells, shown))}</table>{more}"
-
-
-def _cells(row: Row) -> str:
-    where = escape(str(row.where or ""))
-    if row.where is not None and row.where.code:
-        where += f"<br><code>{escape(row.where.code)}</code>"
-    kind = "" if row.verdict in (Verdict.OK, Verdict.FROZEN) else " class='bad'"
-    return f"<tr><td>{escape(row.parameter)}<td{kind}>{row.verdict}<td>{where}<td>{escape(row.note)}</tr>"
+        return f"{notes}<table>{''.join(lines)}</table>{more}"

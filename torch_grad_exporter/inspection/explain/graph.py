@@ -1,18 +1,21 @@
-"""Autograd's graph as far as it was met, and the gradients that a backward through it passes."""
+"""Autograd's graph as far as it was met, where in the user's program it was made, and the gradients that a backward passes."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import functools
-from collections.abc import Iterable, Sequence
+import linecache
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.autograd.graph import Node
 
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.inspection.explain.places import Places, Where
 from torch_grad_exporter.torch_compat.autograd import node_of
 from torch_grad_exporter.torch_compat.tensors import local
 
@@ -20,17 +23,80 @@ from torch_grad_exporter.torch_compat.tensors import local
 REENTRANT = "CheckpointFunctionBackward"
 
 
+# Files below these are not the user's.
+_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+
+# In which the forward of each autograd function runs.
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place in the program.
+
+    Attributes:
+        module: The innermost module of the model in whose forward it is, empty outside of any.
+        file: Of the nearest line that belongs neither to PyTorch nor to this package, empty if there is none.
+        line: Its number, from 1; 0 if there is none.
+        code: Its text.
+    """
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+    def __str__(self) -> str:
+        line = f"{Path(self.file).name}:{self.line}" if self.file else ""
+        return " ".join(part for part in (self.module, line and f"({line})" if self.module else line) if part)
+
+
+class Places:
+    """The place of what is running. `names`: of the models' modules by their `id`."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+
+    def here(self) -> Where:
+        """Return the place of the caller."""
+        return self._of(sys._getframe(1))
+
+    def in_function(self) -> tuple[type, Where] | None:
+        """Return the class of the outermost running `torch.autograd.Function`, and where it was called; None without one."""
+        running = [frame for frame in _frames(sys._getframe(1)) if frame.f_code is _APPLY]
+        return (running[-1].f_locals["cls"], self._of(running[-1].f_back)) if running else None
+
+    def _of(self, frame: types.FrameType | None) -> Where:
+        module, at = "", None
+        for caller in _frames(frame):
+            code = caller.f_code
+            if at is None and not code.co_filename.startswith((*_OURS, "<frozen")):
+                at = code.co_filename, caller.f_lineno
+            # For most frames a look at their code is enough, which is fast.
+            if not module and code.co_argcount and code.co_varnames[0] == "self":
+                module = self._names.get(id(caller.f_locals.get("self")), "")
+            if module and at is not None:
+                break
+        return Where(module) if at is None else Where(module, *at, linecache.getline(*at).strip())
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 class Graph:
     """Which parameters are behind a tensor, and where each node was made.
 
     A set of parameters is an integer, in which bit `i` stands for parameter number `i`, so a union costs nothing. Keeps the nodes
-    that it met, and with them what they saved, until it is dropped.
+    that it met, and with them what they saved, until it is dropped. `places`: where nodes of a watched forward were made.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.bits = {id(parameter): 1 << number for number, parameter in enumerate(parameters)}
         self._behind: dict[Node, int] = {}  # each node after all that get a gradient from it
-        self._places: dict[Node, Where] = {}
+        self.places: dict[Node, Where] = {}
 
     def behind(self, tensor: torch.Tensor, places: Places | None = None) -> int:
         """Return the parameters that a gradient of the tensor reaches. New nodes are noted as made by what runs now in `places`."""
@@ -59,12 +125,8 @@ class Graph:
                 own = self.bits.get(id(getattr(node, "variable", None)), 0)
                 self._behind[node] = own | union(self._behind[other] for other in following)
                 if where is not None:
-                    self._places[node] = where
+                    self.places[node] = where
         return self._behind[root]
-
-    def place(self, node: Node) -> Where | None:
-        """Return where the node was made, None if the forward was not watched."""
-        return self._places.get(node)
 
     def below(self, roots: Iterable[torch.Tensor]) -> list[Node]:
         """Return all nodes that gradients of these tensors may pass, each before those that it passes them on to."""
@@ -160,7 +222,7 @@ class GradientHooks:
                 node = node_of(parameter)
                 if node not in self._hooked:
                     self._hooked.add(node)
-                    self._hooks.callback(node.register_prehook(functools.partial(self._at_leaf, number)).remove)
+                    self._hooks.callback(node.register_prehook(self._guarded(self._arrived, number)).remove)
 
     def begin(self, roots: list[torch.Tensor]) -> None:
         """Hook what a backward from these tensors, which is about to begin, may pass."""
@@ -169,7 +231,7 @@ class GradientHooks:
         for node in self._graph.below(roots):
             if node not in self._hooked and not is_accumulator(node):
                 self._hooked.add(node)
-                self._hooks.callback(node.register_hook(functools.partial(self._at_node, node)).remove)
+                self._hooks.callback(node.register_hook(self._guarded(self._passed_on, node)).remove)
 
     def run(self, loss: torch.Tensor, *, keep_graph: bool) -> None:
         """Run a backward from the loss that leaves `.grad` alone, unless a reentrant checkpoint needs a usual one."""
@@ -184,7 +246,7 @@ class GradientHooks:
         inputs = [self._parameters[number] for number in numbers]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=keep_graph)
         for number, gradient in zip(numbers, gradients, strict=True):
-            self._guard(self._arrived, number, gradient)
+            self._guard(self._arrived, number, (gradient,))
 
     def drop(self) -> None:
         """Remove all hooks and release the graph; idempotent."""
@@ -192,19 +254,20 @@ class GradientHooks:
         for nodes in (self._hooked, self.roots, self.turns, self.states):
             nodes.clear()
 
-    def _at_leaf(self, number: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        self._guard(self._arrived, number, gradients[0])
+    def _guarded(self, action: Callable[..., object], of: object) -> Callable[..., None]:
+        def hook(*gradients: object) -> None:
+            self._guard(action, of, *gradients)
 
-    def _arrived(self, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            state = _state_of(gradient)
+        return hook
+
+    def _arrived(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        if gradients[0] is not None:
+            state = _state_of(gradients[0])
             states = (state, self.arrived.get(number, state))
             self.arrived[number] = GradientState.NONFINITE if GradientState.NONFINITE in states else min(states)
 
-    def _at_node(self, node: Node, passed: tuple[torch.Tensor | None, ...], got: tuple[torch.Tensor | None, ...]) -> None:
-        self._guard(self._compare, node, passed, got)
-
-    def _compare(self, node: Node, passed: tuple[torch.Tensor | None, ...], got: tuple[torch.Tensor | None, ...]) -> None:
+    def _passed_on(self, node: Node, passed: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> None:
+        """Compare what a node passes on with what it got."""
         received = [_state_of(gradient) for gradient in got if gradient is not None] or [GradientState.MISSING]
         # Of a node with several results some may go unused; the best that it got counts.
         best, worst = min(received), max(received)

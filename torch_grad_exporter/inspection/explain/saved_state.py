@@ -15,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_grad_exporter.model.optimizers import owned_by
 from torch_grad_exporter.torch_compat.tensors import local
 
+Values = dict[str, Any]
+
 
 class SavedState:
     """The state at the begin of a `with` block, restored at its end. Holds a copy of each tensor in between.
@@ -70,9 +72,19 @@ class SavedState:
             self._keep_tensor(parameter)
 
     def _keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = [(group, list(group["params"]), _kept(group)) for group in optimizer.param_groups]
-        states = {parameter: (state, _kept(state)) for parameter, state in optimizer.state.items()}
+        groups = [(group, self._kept(group)) for group in optimizer.param_groups]
+        states = [(parameter, state, self._kept(state)) for parameter, state in optimizer.state.items()]
         self._restores.callback(_restore_optimizer, optimizer, groups, states)
+
+    def _kept(self, values: Values) -> Values:
+        """Return a copy of what an optimizer has by name, in which tensors are the same; what they hold is kept."""
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                self._keep_tensor(value)
+        return {
+            name: value if isinstance(value, torch.Tensor) else [*value] if name == "params" else copy.deepcopy(value)
+            for name, value in values.items()
+        }
 
     def _keep_random(self) -> None:
         """Keep the generators of PyTorch, on the CPU and on CUDA devices in use, of NumPy and of Python."""
@@ -126,39 +138,16 @@ def _restore_module(module: torch.nn.Module, training: bool, owned: dict[str, to
         setattr(module, name, None)  # a buffer that was None before
 
 
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, groups: list[tuple[Values, Values]], states: list[tuple[Any, Values, Values]]
+) -> None:
+    optimizer.param_groups[:] = [group for group, _ in groups]
+    optimizer.state.clear()
+    optimizer.state.update({parameter: state for parameter, state, _ in states})
+    for values, kept in (*groups, *((state, kept) for _, state, kept in states)):
+        values.clear()
+        values.update(kept)
+
+
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _kept(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each value but `params`, and a copy of it."""
-    return {
-        name: (value, value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
-        for name, value in values.items()
-        if name != "params"
-    }
-
-
-def _restore_values(values: dict[str, Any], kept: dict[str, tuple[Any, Any]]) -> None:
-    for name in values.keys() - kept.keys() - {"params"}:
-        del values[name]
-    for name, (value, held) in kept.items():
-        if isinstance(value, torch.Tensor):
-            _restore_tensor(value, held)
-        values[name] = value if isinstance(value, torch.Tensor) else held
-
-
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    groups: list[tuple[dict[str, Any], list[Any], dict[str, tuple[Any, Any]]]],
-    states: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, Any]]]],
-) -> None:
-    optimizer.param_groups[:] = [group for group, _, _ in groups]
-    for group, parameters, kept in groups:
-        _restore_values(group, kept)
-        group["params"][:] = parameters
-    for parameter in optimizer.state.keys() - states.keys():
-        del optimizer.state[parameter]
-    for parameter, (state, kept) in states.items():
-        _restore_values(state, kept)
-        optimizer.state[parameter] = state

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.inspection.explain.cuts import Cut, CutCollector, CutKind
-from torch_grad_exporter.inspection.explain.graph import REENTRANT, GradientHooks, GradientState, Graph, Turn, operation
-from torch_grad_exporter.inspection.explain.places import Where
+from torch_grad_exporter.inspection.explain.graph import REENTRANT, GradientHooks, GradientState, Graph, Where, operation
 from torch_grad_exporter.model.optimizers import has_copies, owned_by
 from torch_grad_exporter.torch_compat.compiler import runs_compiled
 
@@ -75,15 +74,7 @@ class NamedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The judge of parameters, by what was seen.
-
-    Attributes:
-        graph: The graph of the forward.
-        gradients: What the backward showed, with the loss in its roots.
-        cuts: What the forward showed, None where there is only a loss.
-        optimizers: Those that the user gave.
-        parameters: Those of the models.
-    """
+    """The judge of parameters, by what was seen. `cuts` is None where there is only a loss, a root of `gradients`."""
 
     graph: Graph
     gradients: GradientHooks
@@ -100,43 +91,37 @@ class Judge:
         for number, named in enumerate(self.parameters):
             verdict, where, note = self._verdict(number)
             if verdict is Verdict.OK and not complete and id(named.parameter) not in owned:
-                verdict, note = (
-                    Verdict.OPTIMIZER_MISSING,
-                    _joined("a gradient arrives, and no optimizer that was given owns it", note),
-                )
+                verdict = Verdict.OPTIMIZER_MISSING
+                note = _joined("a gradient arrives, and no optimizer that was given owns it", note)
             names = f"also {', '.join(named.others)}" if named.others else ""
             rows.append(Row(named.name, named.layer, verdict, where, _joined(note, names)))
         return rows
 
     def _verdict(self, number: int) -> tuple[Verdict, Where | None, str]:
         bit = 1 << number
-        if number in self.gradients.arrived:
-            return self._of_gradient(bit, self.gradients.arrived[number])
-        if not self.gradients.trained & bit:
-            return Verdict.FROZEN, None, "requires_grad is False"
-        if any(self.graph.behind(root) & bit for root in self.gradients.roots):
-            turn = self._turn(bit, GradientState.MISSING)
-            if turn is None:
-                return Verdict.UNKNOWN, None, "it is in the graph, and no gradient was seen to arrive"
-            where = self.graph.place(turn.node)
-            return Verdict.NON_DIFFERENTIABLE, where, f"the backward of {operation(turn.node)} returns no gradient"
-        return self._outside_the_graph(bit)
-
-    def _of_gradient(self, bit: int, state: GradientState) -> tuple[Verdict, Where | None, str]:
+        state = self.gradients.arrived.get(number, GradientState.MISSING)
         if state is GradientState.OK:
             return Verdict.OK, None, ""
-        turn = self._turn(bit, state)
+        if state is GradientState.MISSING and not self.gradients.trained & bit:
+            return Verdict.FROZEN, None, "requires_grad is False"
+        if state is GradientState.MISSING and not any(self.graph.behind(root) & bit for root in self.gradients.roots):
+            return self._outside_the_graph(bit)
+        return self._spoiled(bit, state)
+
+    def _spoiled(self, bit: int, state: GradientState) -> tuple[Verdict, Where | None, str]:
+        """Return what the first node, in the order of the backward, says that passed on such a gradient towards the parameter."""
+        turns = (turn for turn in self.gradients.turns if turn.state is state)
+        turn = next((turn for turn in turns if self.graph.behind_node(turn.following) & bit), None)
+        if turn is None and state is GradientState.MISSING:
+            return Verdict.UNKNOWN, None, "it is in the graph, and no gradient was seen to arrive"
         if turn is None:
             return Verdict.OK, None, f"gradient is {state}"
-        name, where = operation(turn.node), self.graph.place(turn.node)
+        name, where = operation(turn.node), self.graph.places.get(turn.node)
+        if state is GradientState.MISSING:
+            return Verdict.NON_DIFFERENTIABLE, where, f"the backward of {name} returns no gradient"
         if state is GradientState.ZERO and name in ROUNDING:
             return Verdict.NON_DIFFERENTIABLE, where, f"{name.lower()}: its derivative is zero everywhere"
         return Verdict.OK, where, f"gradient is {state}: from the backward of {name} on"
-
-    def _turn(self, bit: int, state: GradientState) -> Turn | None:
-        """Return the first node, in the order of the backward, that passed on such a gradient towards the parameter."""
-        turns = self.gradients.turns
-        return next((turn for turn in turns if turn.state is state and self.graph.behind_node(turn.following) & bit), None)
 
     def _outside_the_graph(self, bit: int) -> tuple[Verdict, Where | None, str]:
         if self.cuts is None:
@@ -163,8 +148,18 @@ class Judge:
         notes = [f"the loss is {root.item()}" for root in roots if root.numel() == 1 and not bool(torch.isfinite(root).all())]
         if roots and not any(root.requires_grad for root in roots):
             notes.append("the loss requires no gradient: backward() would raise")
-        notes += self._first_bad()
-        notes += self._outside_of_models()
+        # Where the backward first passed on a gradient that a parameter has in the end, and that is bad.
+        for turn in self.gradients.turns:
+            behind, arrived = self.graph.behind_node(turn.following), self.gradients.arrived
+            if any(behind >> i & 1 and arrived.get(i, GradientState.MISSING) is turn.state for i in range(len(self.parameters))):
+                at = f"{operation(turn.node)} {self.graph.places.get(turn.node) or ''}".strip()
+                notes.append(f"the first bad gradient in the backward is {turn.state}: from {at} on")
+                break
+        leaves = (getattr(node, "variable", None) for node in self.graph.below(roots))
+        foreign = {id(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in self.graph.bits}
+        if foreign:
+            depends = f"the loss depends on {len(foreign)} parameters that are in no model here"
+            notes.append(f"{depends}; layers in a plain list or dict belong to no module: use torch.nn.ModuleList or ModuleDict")
         everything = [named.parameter for named in self.parameters]
         known = {id(parameter) for parameter in everything}
         for optimizer in self.optimizers:
@@ -180,26 +175,6 @@ class Judge:
         if failures:
             notes.append(f"watching failed {len(failures)} times, first with {type(failures[0]).__name__}: {failures[0]}")
         return tuple(notes)
-
-    def _outside_of_models(self) -> list[str]:
-        """Return how many parameters the loss depends on that are in no model."""
-        leaves = (getattr(node, "variable", None) for node in self.graph.below(self.gradients.roots))
-        strangers = {id(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in self.graph.bits}
-        if not strangers:
-            return []
-        depends = f"the loss depends on {len(strangers)} parameters that are in no model here"
-        return [f"{depends}; layers in a plain list or dict belong to no module: use torch.nn.ModuleList or ModuleDict"]
-
-    def _first_bad(self) -> list[str]:
-        """Return where the backward first passed on a gradient that a parameter has in the end, and that is bad."""
-        arrived = self.gradients.arrived
-        for turn in self.gradients.turns:
-            behind = self.graph.behind_node(turn.following)
-            ends = (arrived.get(number, GradientState.MISSING) for number in range(len(self.parameters)) if behind >> number & 1)
-            if any(state is turn.state for state in ends):
-                at = f"{operation(turn.node)} {self.graph.place(turn.node) or ''}".strip()
-                return [f"the first bad gradient in the backward is {turn.state}: from {at} on"]
-        return []
 
 
 def _of_cuts(cuts: Sequence[Cut]) -> tuple[Verdict, Where | None, str]:
