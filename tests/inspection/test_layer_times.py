@@ -61,7 +61,7 @@ def test_layers_timed_least_recently_are_added_up() -> None:
     for number, layer in enumerate("abacadd"):
         times.take(Inspected("layer_times", number, (), {(layer, "forward"): 1.0, (layer, "backward"): 2.0}), ())
     rounds = {
-        layer: {name: (time.seconds, time.rounds) for name, time in row.passes.items()} for layer, row in times.by_layer.items()
+        layer: {name: (row.seconds[name], rounds) for name, rounds in row.rounds.items()} for layer, row in times.by_layer.items()
     }
     assert rounds == {
         "(removed)": {"forward": (2.0, 2), "backward": (4.0, 2)},

@@ -16,14 +16,13 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.files import file_name
 from torch_grad_exporter.inspection.activations import Activations, ActivationTotals
-from torch_grad_exporter.inspection.layer_timer import LayerTimer
-from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.layer_times import LayerTimer, LayerTimes
+from torch_grad_exporter.inspection.local_gradients import LocalGradients, MicroBatches
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-from torch_grad_exporter.inspection.micro_batches import MicroBatches
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
 from torch_grad_exporter.inspection.optimizer_state import StateProbe, StateTotals
-from torch_grad_exporter.inspection.reductions import LocalGradients, ReductionWaits
+from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.router_loads import RouterTotals
 from torch_grad_exporter.inspection.routers import SOURCE as ROUTERS

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.nan_origin.origins import Origins
     from torch_grad_exporter.inspection.optimizer_state import StateTotals
-    from torch_grad_exporter.inspection.reductions import ReductionWaits
+    from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
     from torch_grad_exporter.inspection.replica_comparison import ReplicaComparison
     from torch_grad_exporter.inspection.router_loads import RouterTotals
     from torch_grad_exporter.inspection.run_state import RunState

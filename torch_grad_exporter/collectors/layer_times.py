@@ -40,9 +40,10 @@ class LayerTimesCollector:
         if self._times is None:
             return
         layers = self._times.by_layer.items()
-        times = {(layer, name): time for layer, row in layers for name, time in row.passes.items()}
-        yield self._rows.family(LAYER_SECONDS, {key: time.seconds for key, time in times.items()})
-        yield self._rows.family(LAYER_TIMED_STEPS, {key: float(time.rounds) for key, time in times.items()})
+        seconds = {(layer, name): seconds for layer, row in layers for name, seconds in row.seconds.items()}
+        yield self._rows.family(LAYER_SECONDS, seconds)
+        rounds = {(layer, name): float(rounds) for layer, row in layers for name, rounds in row.rounds.items()}
+        yield self._rows.family(LAYER_TIMED_STEPS, rounds)
 
 
 COLLECTOR = Declaration("layer_times", (METRICS,), lambda context: LayerTimesCollector(context.layer_times), place=16, judged=False)

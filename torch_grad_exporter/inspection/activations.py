@@ -19,7 +19,8 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.modules import InnerModules, LayerRows
+from torch_grad_exporter.inspection.measuring import KEPT, LayerRows
+from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, Tallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
@@ -28,9 +29,6 @@ from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
 from torch_grad_exporter.torch_compat.optimizers import LossScale
-
-# Samples without any call of a layer's modules after which its gauges vanish.
-KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ COMPILED = "activations of %d modules are not shown, since they are compiled; a 
 class _PendingForward:
     """What a forward of a model has shown. `hooked`: a backward through it shows; `old`: a step came since."""
 
-    tallies: Tallies = field(default_factory=dict)
+    tallies: Tallies = field(default_factory=Tallies)
     hooked: bool = False
     old: bool = False
 

@@ -23,13 +23,11 @@ from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
-from torch_grad_exporter.inspection.modules import InnerModules, LayerRows, ModuleKind
-from torch_grad_exporter.inspection.round_tallies import TIMED
-from torch_grad_exporter.inspection.tallies import without_autocast
+from torch_grad_exporter.inspection.measuring import KEPT, SomeTimed, VectorSender, by_device
+from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.names import LayerFilter
-from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, capturing_graph, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards, something_is_compiled
@@ -39,9 +37,6 @@ SOURCE = "attention"
 
 # Calls of a round that are measured, and kept until they are confirmed, at most.
 CALLS = 1 << 12
-
-# Samples without any call of a layer after which its gauges vanish.
-KEPT = 8
 
 COMPILED = "attention is not shown: this process uses torch.compile, and observing attention would make it compile again"
 REPLACED = "attention is not shown, since another library has replaced torch.nn.functional.scaled_dot_product_attention"
@@ -55,14 +50,10 @@ UNSEEN = (
 class LayerAttention:
     """What is shown of a layer, of its calls in the sample of this number; None where it is unknown. `entropy`: mean, in nats."""
 
-    bound: float | None = None
-    max_logit: float | None = None
-    entropy: float | None = None
-    sample: int = 0
-
-    def with_totals_of(self, other: LayerAttention) -> LayerAttention:  # noqa: ARG002 - like any row
-        """Return a row without values: there are no totals."""
-        return LayerAttention()
+    bound: float | None
+    max_logit: float | None
+    entropy: float | None
+    sample: int
 
 
 class AttentionTotals:
@@ -70,35 +61,34 @@ class AttentionTotals:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._table = LayerRows(LayerAttention())
+        self._rows: Mapping[str, LayerAttention] = {}
         self._samples = 0
         self._labels: dict[str, str] = {}  # of all modules that were seen
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
-        """Take the calls of a round; the data are the names of the modules that made them, by device."""
+        """Take the calls of a round; the data are the names of the modules that made them."""
         assert isinstance(record.data, tuple)  # noqa: S101 - only `AttentionProbe` sends records of this name
-        names = [name for of_device in record.data for name in of_device]
-        if not self._labels.keys() >= {*names}:
-            known = [*dict.fromkeys([*self._labels, *names])]
+        if not self._labels.keys() >= {*record.data}:
+            known = [*dict.fromkeys([*self._labels, *record.data])]
             self._labels = dict(zip(known, fold(known, self._most), strict=True))
-        self._samples += 1
         calls: dict[str, list[FloatArray]] = {}
-        for name, row in zip(names, np.concatenate([vector.reshape(-1, WIDTH) for vector in values]), strict=True):
+        for name, row in zip(record.data, np.concatenate(values).reshape(-1, WIDTH), strict=True):
             calls.setdefault(self._labels[name], []).append(row)
-        rows = {label: self._row(np.array(several)) for label, several in calls.items()}
-        self._table.enter(rows, most=self._most)
+        number = self._samples = self._samples + 1
+        recent = {layer: row for layer, row in self._rows.items() if number - row.sample < KEPT}
+        self._rows = recent | {label: _row(np.array(several), number) for label, several in calls.items()}
 
     def snapshot(self) -> Mapping[str, LayerAttention]:
         """Return the values by layer, without those of layers that were not called for a while. From any thread."""
-        rows, samples = self._table.rows, self._samples
-        return {layer: row for layer, row in rows.items() if samples - row.sample < KEPT}
+        return self._rows
 
-    def _row(self, calls: FloatArray) -> LayerAttention:
-        bound, most = np.fmax.reduce(calls[:, :2])
-        entropy, rows = calls[:, 2:].sum(axis=0)
-        values = bound, most, entropy / rows if rows else np.nan
-        bound, most, mean = (None if np.isnan(value) or value == -np.inf else float(value) for value in values)
-        return LayerAttention(bound, most, mean, self._samples)
+
+def _row(calls: FloatArray, sample: int) -> LayerAttention:
+    bound, most = np.fmax.reduce(calls[:, :2])
+    entropy, rows = calls[:, 2:].sum(axis=0)
+    values = bound, most, entropy / rows if rows else np.nan
+    bound, most, mean = (None if np.isnan(value) or value == -np.inf else float(value) for value in values)
+    return LayerAttention(bound, most, mean, sample)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +101,10 @@ class _Call:
     reached: bool = False
     old: bool = False
 
+    def backward_came(self, _gradients: object) -> None:
+        """Note that a backward has reached the first tensor of the call."""
+        self.reached = True
+
 
 class AttentionProbe(Inspection, ForwardObserver):
     """The inspection of attention. Belongs to the training thread, and to that of the backward."""
@@ -118,22 +112,21 @@ class AttentionProbe(Inspection, ForwardObserver):
     def __init__(
         self, *, models: Mapping[str, torch.nn.Module], layers: LayerFilter, hooks: Hooks, cost: SampleCost, mailbox: Mailbox
     ) -> None:
-        self._layers, self._cost, self._mailbox = layers, cost, mailbox
+        self._layers, self._cost = layers, cost
         self._modules = InnerModules(models, LayerFilter(), ModuleKind.ANY, sys.maxsize)
         self._hooks = InnerHooks(hooks, SOURCE, self)
-        self._transfer = HostTransfer(pressed=mailbox.press)
+        self._sender, self._timed = VectorSender(SOURCE, mailbox), SomeTimed(cost)
         fused, eager = (hooks.guarded(SOURCE, called) for called in (self._attention_called, self._softmax_called))
         self._observed = ObservedFunction("scaled_dot_product_attention", fused), ObservedFunction("softmax", eager)
         self._running: list[tuple[str, torch.nn.Module]] = []  # the modules whose forwards run, with their names, the root first
         self._handle: Removable | None = None
         self._root_left = hooks.guarded(SOURCE, self._over)
-        self._on_backward = hooks.guarded(SOURCE, self._backward_came)
+        self._on_backward = hooks.guarded(SOURCE, _Call.backward_came)
         self._pending: list[_Call] = []
         self._confirmed: list[_Call] = []
         self._number = -1
         self._followed = False
         self._said: set[str] = set()
-        self._measured, self._every = 0, 1  # calls of this round; of which one of how many is timed on its device
 
     # The moments of a round
 
@@ -179,11 +172,14 @@ class AttentionProbe(Inspection, ForwardObserver):
     def round_over(self, number: int, *, kept: bool) -> None:
         """Send what the round has shown to the host."""
         if number == self._number and kept:
-            self._send(number)
+            devices = by_device((call.name, call.values) for call in self._confirmed).values()
+            with torch.no_grad():
+                vectors = [torch.cat([values for _, values in calls]) for calls in devices]
+            self._sender.send(number, vectors, tuple(name for calls in devices for name, _ in calls))
             if self._followed and not self._confirmed:
                 self._say(UNSEEN)
         self._confirmed, self._followed = [], False
-        self._every, self._measured = max(1, self._measured // TIMED), 0
+        self._timed.sample_over()
 
     def step_over(self, *, sampled: bool) -> None:
         """Observe nothing until the next forward."""
@@ -217,17 +213,6 @@ class AttentionProbe(Inspection, ForwardObserver):
             self._said.add(message)
             warn(message)
 
-    @torch.no_grad()
-    def _send(self, number: int) -> None:
-        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        for call in self._confirmed:
-            by_device.setdefault(call.values.device, []).append((call.name, call.values))
-        names = tuple(tuple(name for name, _ in calls) for calls in by_device.values())
-        sent = [self._transfer.send(torch.cat([values for _, values in calls])) for calls in by_device.values()]
-        arriving = tuple(ticket for ticket in sent if ticket is not None)
-        if arriving and len(arriving) == len(sent):
-            self._mailbox.append(Inspected(SOURCE, number, arriving, names))
-
     # Calls of functions
 
     def _attention_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,21 +236,13 @@ class AttentionProbe(Inspection, ForwardObserver):
         start = self._cost.now()
         name, module = self._running[-1] if self._running else ("", None)
         if module is not None and self._layers.accepts(name):
-            self._measured += 1
-            times = self._every if self._measured % self._every == 0 else 0
-            begun = self._cost.begin((first.device,)) if times else []
-            with torch.no_grad(), without_autocast(first.device.type):
+            with torch.no_grad(), self._timed.measuring(first.device):
                 values = measure(module)
-            self._cost.end(begun, times=times)
             if values is not None:
                 call = _Call(name, values)
                 call.hooked = not compiles_backwards() and on_node_of(first, functools.partial(self._on_backward, call))
                 self._pending.append(call)
         self._cost.spent(start, sampled=True)
-
-    def _backward_came(self, call: _Call, _gradients: object) -> None:
-        """A backward has reached the first tensor of a call."""
-        call.reached = True
 
 
 def _logits(input: torch.Tensor, dim: int | None = None, *_others: object, **_more: object) -> tuple[torch.Tensor, int | None]:  # noqa: A002

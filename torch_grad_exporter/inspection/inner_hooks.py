@@ -34,17 +34,12 @@ class ForwardObserver:
 
 
 class InnerHooks:
-    """Hooks around the forwards of some modules.
+    """Hooks around the forwards of some modules; failures are counted under `source`.
 
     Only forwards of the thread that armed them count, outside of backwards, `torch.func` transforms and CUDA graph captures. In an
     armed round only those count that train. A replica of a module does not count: it is another object with the same hooks.
 
     Belongs to the training thread; `disarm` may be called from any.
-
-    Args:
-        hooks: Disconnects the hooks when the exporter closes.
-        source: Under which failures are counted.
-        observer: What to call.
     """
 
     def __init__(self, hooks: Hooks, source: str, observer: ForwardObserver) -> None:
@@ -129,12 +124,7 @@ class InnerHooks:
 class SampledHooks:
     """The hooks of sampled rounds on the modules that an option asks for, without those that are compiled.
 
-    Args:
-        modules: Which modules.
-        hooks: See `InnerHooks`, like `source` and `observer`.
-        source: See there.
-        observer: See there.
-        warning: Is logged once with the number of modules that are left out, since a hook would compile them again.
+    `warning` is logged once with the number of modules that are left out, since a hook would compile them again.
     """
 
     def __init__(self, modules: InnerModules, hooks: Hooks, source: str, observer: ForwardObserver, warning: str) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_grad_exporter.inspection.reductions import LocalMeasurement
+from torch_grad_exporter.inspection.local_gradients import LocalMeasurement
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray
 from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.store.pending_samples import CountedSample

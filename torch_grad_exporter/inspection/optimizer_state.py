@@ -23,13 +23,12 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import warn
-from torch_grad_exporter.inspection.layer_turns import LayerTurns
+from torch_grad_exporter.inspection.measuring import LayerTurns, VectorSender, by_device
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.statistics.batches import plain_local, resolved
 from torch_grad_exporter.statistics.device import CHUNK_ELEMENTS, wide
-from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph
 
@@ -60,9 +59,8 @@ class StateProbe(Inspection):
 
     def __init__(self, optimizers: Optimizers, rounds: RoundTracker, cost: SampleCost, mailbox: Mailbox, *, clips: bool) -> None:
         self._clips = clips  # whether `clip=` clips after a step began
-        self._optimizers, self._rounds, self._cost, self._mailbox = optimizers, rounds, cost, mailbox
-        self._transfer = HostTransfer(pressed=mailbox.press)
-        self._turns = LayerTurns()
+        self._optimizers, self._rounds, self._cost = optimizers, rounds, cost
+        self._sender, self._turns = VectorSender(SOURCE, mailbox), LayerTurns()
         self._seen: set[int] = set()  # optimizers that had their first sampled step, so that they have a state if they keep one
         self._said: set[int] = set()
 
@@ -88,20 +86,19 @@ class StateProbe(Inspection):
         table = current.table
         mine = [optimizer for known, optimizer in self._optimizers.numbered() if known == number]
         turns = self._turns.take(table, number, self._optimizers.owners(table, {number}))
-        measured: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         trained = [i for i in itertools.chain.from_iterable(turns) if table.tracked[i].gradient() is not None]
-        for position, optimizer in itertools.product(trained, mine):
-            if (values := _values(optimizer, table.tracked[position])) is not None:
-                measured.setdefault(values.device, []).append((position, values))
+        measured = [
+            (position, values)
+            for position, optimizer in itertools.product(trained, mine)
+            if (values := _values(optimizer, table.tracked[position])) is not None
+        ]
         if trained:
             self._say_what_is_absent(number, mine, any_found=bool(measured))
-        for device, here in measured.items():
+        for device, here in by_device(measured).items():
             begun = self._cost.begin((device,))
-            ticket = self._transfer.send(torch.cat([values for _, values in here]))
+            positions = np.array([position for position, _ in here], dtype=np.int64)
+            self._sender.send(current.number, [torch.cat([values for _, values in here])], StateMeasurement(table, positions))
             self._cost.end(begun)
-            if ticket is not None:
-                positions = np.array([position for position, _ in here], dtype=np.int64)
-                self._mailbox.append(Inspected(SOURCE, current.number, (ticket,), StateMeasurement(table, positions)))
 
     def _say_what_is_absent(self, number: int, optimizers: list[torch.optim.Optimizer], *, any_found: bool) -> None:
         if number in self._seen and number not in self._said and not any_found:

@@ -1,35 +1,46 @@
 """`record`: inputs, outputs and their gradients of inner modules, for feature extraction, within a limit of memory.
 
-Forward hooks see inputs and outputs, a hook on each tensor its gradient.
+Forward hooks see inputs and outputs, a hook on each tensor its gradient. Copies stay in the containers that the module had them in.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import itertools
+import operator
 import re
+import threading
+import types
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.arguments import check_whole, shown, some
+from torch_grad_exporter.arguments import check_whole, near, shown, some
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks, Removable
 from torch_grad_exporter.errors import ErrorLog, warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.modules import InnerModule
-from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import clean, joined
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, version_of
 
-# Bytes that are kept, unless another number is given.
-LIMIT = 256 * 2**20
+# Bytes that are kept, unless another number is given; and those that a call counts in addition to its tensors, so that the number
+# of calls is bounded as well.
+LIMIT, CALL = 256 * 2**20, 1024
 
-# Bytes that a call counts in addition to its tensors, so that their number is bounded as well.
-CALL = 1024
+# Items of the inputs or outputs of a call that are visited, at most.
+VISITED = 4096
+
+Container = TypeVar("Container")
+
+_PLAIN = (int, float, complex, str, torch.dtype, torch.device, types.NoneType, type)
 
 # The models of which it was logged what is not recorded.
 _LOGGED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -62,6 +73,154 @@ def record(
     check_whole(f"limit={shown(limit)}", limit, what="a number of bytes", example=LIMIT)
     models = given.models(model)
     return _Recorder(models.values(), _selected(models, include), limit)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A copy of a tensor, and of its gradient; None where there is none, or was no room."""
+
+    value: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+    hooked: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of a module. Tensors are copies, in containers as the module had them; of other objects only the type is kept.
+
+    Gradients have the form of what they are gradients of, with `None` where none has come. They are those of the whole loss with
+    respect to a tensor, through all that used it; several backwards are added up.
+    """
+
+    module: str
+    _inputs: tuple[Any, ...]
+    _keywords: dict[str, Any]
+    _outputs: Any
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The positional arguments, as the caller gave them."""
+        return mapped(self._inputs, _VALUE)
+
+    @property
+    def keyword_inputs(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return mapped(self._keywords, _VALUE)
+
+    @property
+    def outputs(self) -> Any:  # noqa: ANN401 - whatever the module returns
+        """What the module returned."""
+        return mapped(self._outputs, _VALUE)
+
+    @property
+    def input_gradients(self) -> tuple[Any, ...]:
+        """The gradients of the positional arguments."""
+        return mapped(self._inputs, _GRADIENT, tensors_only=True)
+
+    @property
+    def keyword_input_gradients(self) -> dict[str, Any]:
+        """The gradients of the keyword arguments."""
+        return mapped(self._keywords, _GRADIENT, tensors_only=True)
+
+    @property
+    def output_gradients(self) -> Any:  # noqa: ANN401 - as `outputs`
+        """The gradients of what the module returned."""
+        return mapped(self._outputs, _GRADIENT, tensors_only=True)
+
+
+class Calls(Mapping[str, Sequence[Call]]):
+    """The calls of each module that is recorded, by its name and in order; an empty list where there was none.
+
+    `left_out`: tensors and calls for which there was no room. `bytes`: of what is kept.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module], limit: int) -> None:
+        by_module: dict[int, list[Call]] = {id(module): [] for module in modules.values()}
+        self._calls = {name: by_module[id(module)] for name, module in modules.items()}
+        self._limit = limit
+        self._lock = threading.Lock()  # gradients arrive on a thread of each device
+        self.left_out = 0
+        self.bytes = 0
+
+    def __getitem__(self, name: str) -> Sequence[Call]:
+        if name not in self._calls:
+            raise KeyError(f"{name!r} is not recorded{near(name, self._calls)}")
+        return self._calls[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __repr__(self) -> str:
+        calls = sum(map(len, self._calls.values()))
+        return f"<{calls} calls of {len(self)} modules, {self.bytes} bytes, {self.left_out} left out>"
+
+    def add(self, name: str, call: Call) -> None:
+        """Add a call that has ended."""
+        self._calls[name].append(call)
+
+    def has_room(self, size: int) -> bool:
+        """Take this many bytes and return True if they are available; otherwise count that something is left out."""
+        with self._lock:
+            if self.bytes + size > self._limit:
+                self.left_out += 1
+                return False
+            self.bytes += size
+            return True
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy without a graph, if there is room for it. Sparse tensors are left out."""
+        size = tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else self._limit + 1
+        return tensor.detach().clone() if self.has_room(size) else None
+
+
+_VALUE, _GRADIENT = operator.attrgetter("value"), operator.attrgetter("gradient")
+
+
+def mapped(value: Container, change: Callable[[Any], object], *, tensors_only: bool = False) -> Container:
+    """Return copies of the containers with what `change` makes of tensors and slots.
+
+    Of objects other than numbers and texts the type is kept; with `tensors_only` nothing. `VISITED` items are visited. A sequence
+    of a class of the user's own becomes a list or a tuple.
+    """
+    left = VISITED
+
+    def of(item: Any) -> Any:  # noqa: ANN401 - anything
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return None
+        if isinstance(item, torch.Tensor | Slot):
+            return change(item)
+        if isinstance(item, list | tuple):
+            parts = [of(part) for part in item[:VISITED]]
+            plain = parts if isinstance(item, list) else tuple(parts)
+            return item._make(parts) if hasattr(item, "_make") else plain
+        if isinstance(item, dict):
+            return _with(item, {key: of(part) for key, part in itertools.islice(item.items(), VISITED)})
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return _with(item, {field.name: of(getattr(item, field.name, None)) for field in dataclasses.fields(item)})
+        return None if tensors_only else item if isinstance(item, _PLAIN) else type(item)
+
+    result: Container = of(value)
+    return result
+
+
+def _with(value: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401 - an object of the same class, or a plain dictionary
+    if type(value) is dict:
+        return items
+    try:
+        made = copy.copy(value)
+        for key, item in items.items():
+            if isinstance(made, dict):
+                made[key] = item
+            else:
+                object.__setattr__(made, key, item)
+    except Exception:  # noqa: BLE001 - a class of the user's that cannot be copied or set
+        return items
+    return made
 
 
 class _Recorder(AbstractContextManager[Calls], ForwardObserver):

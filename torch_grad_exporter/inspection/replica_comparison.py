@@ -9,7 +9,6 @@ they publish; what an earlier start of the job has left is ignored.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -19,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,32 +40,22 @@ RANKS, LAYERS, OTHERS = 32, 2000, "(other)"
 STARTED: Counter[tuple[str, int]] = Counter()
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSums:
+class ReplicaSums(NamedTuple):
     """The checksums of one kind on one rank after one step: what they are of, and those of each layer in their order.
 
     Attributes:
         of: Equal on ranks that are compared: the step, the kind, the layers and shapes, and the ranks with a copy.
         kind: One of `KINDS`.
+        sums: 16 hexadecimal digits for each layer.
         ranks: The ranks with a copy.
         layers: Their names; empty where another of these ranks says them.
-        sums: 8 bytes for each layer.
     """
 
     of: str
     kind: str
+    sums: str
     ranks: tuple[int, ...]
     layers: tuple[str, ...]
-    sums: bytes
-
-    def as_json(self) -> list[object]:
-        """Return it as what JSON can hold."""
-        return [self.of, self.kind, self.ranks, self.layers, base64.b64encode(self.sums).decode()]
-
-    @classmethod
-    def from_json(cls, of: str, kind: str, ranks: list[int], layers: list[str], sums: str) -> ReplicaSums:
-        """Return what `as_json` was made of."""
-        return cls(of, kind, tuple(ranks), tuple(layers), base64.b64decode(sums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +87,9 @@ class ReplicaComparison:
         self._open: dict[str, tuple[float, dict[int, ReplicaSums]]] = {}
         self._done: set[str] = set()
         self.totals = ReplicaTotals() if rank == 0 else None
-        self._loop = BackgroundLoop("replicas", self._work, guard=guard, pause=self._pause, last=self._work)
+        self._loop = BackgroundLoop(
+            "replicas", self._work, guard=guard, pause=lambda: POLL if self._new else math.inf, last=self._work
+        )
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Take the checksums of this rank."""
@@ -134,12 +126,9 @@ class ReplicaComparison:
         of = hashlib.blake2b(repr((measured.step, kind, ranks, forms)).encode(), digest_size=12).hexdigest()
         by_layer = np.array([combined(sums[places]) for places in members.values()], dtype="<u8")
         layers = tuple(members) if self._rank in (0, min(ranks)) else ()
-        return ReplicaSums(of, kind, ranks, layers, by_layer.tobytes())
+        return ReplicaSums(of, kind, by_layer.tobytes().hex(), ranks, layers)
 
     # The thread
-
-    def _pause(self) -> float:
-        return POLL if self._new else math.inf
 
     def _work(self) -> None:
         if not self._new:
@@ -161,7 +150,7 @@ class ReplicaComparison:
         session = self._store.collect([self._base]).get(self._base)
         if session is not None:
             self._new, self._published = False, True
-            rounds = [sums.as_json() for kinds in [*self._own] for sums in kinds]
+            rounds = [sums for kinds in [*self._own] for sums in kinds]
             self._store.publish(self._key(self._rank), json.dumps([session.decode(), rounds]).encode())
 
     def _compare(self) -> None:
@@ -175,7 +164,8 @@ class ReplicaComparison:
         for key, text in self._store.collect(keys, seconds=SECONDS * (1 + len(keys) / 1000)).items():
             session, rounds = json.loads(text)
             if session == self._session:
-                copies += [(keys[key], ReplicaSums.from_json(*each)) for each in rounds]
+                for of, kind, sums_of_layers, ranks, layers in rounds:
+                    copies.append((keys[key], ReplicaSums(of, kind, sums_of_layers, tuple(ranks), tuple(layers))))
         self._done &= {sums.of for _, sums in copies}
         for rank, sums in copies:
             if sums.of not in self._done and rank in sums.ranks:
@@ -199,7 +189,7 @@ class ReplicaComparison:
         differing |= {(label, kind): differing.get((label, kind), 0) for label in labels}
         odd: set[int] = set()
         if len({sums.sums for sums in by_rank.values()}) > 1:
-            table = np.array([np.frombuffer(sums.sums, dtype="<u8") for sums in by_rank.values()])
+            table = np.array([np.frombuffer(bytes.fromhex(sums.sums), dtype="<u8") for sums in by_rank.values()])
             for column in np.flatnonzero((table != table[0]).any(axis=0)).tolist():
                 differing[labels[column], kind] += 1
                 odd |= _minority(dict(zip(by_rank, table[:, column].tolist(), strict=True)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +24,13 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import scattered
 from torch_grad_exporter.errors import warn
+from torch_grad_exporter.inspection.measuring import VectorSender
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.names import LayerFilter, clean, joined, places_of
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Reductions
 from torch_grad_exporter.statistics.checksums import Checksums
-from torch_grad_exporter.store.host_transfer import HostTransfer
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph
 from torch_grad_exporter.torch_compat.replicas import copied_buffers
 from torch_grad_exporter.torch_compat.tensors import is_plain
@@ -77,18 +77,7 @@ class ReplicaMeasurement:
 
 
 class ReplicaProbe(Inspection):
-    """The inspection. Belongs to the training thread.
-
-    Args:
-        models: By name; held weakly.
-        layers: Which layers are watched.
-        max_layers: How many are shown; beyond, they are folded.
-        optimizers: Who owns which parameter.
-        reductions: The wrappers of the forwards.
-        clock: Counts steps.
-        cost: Is charged.
-        mailbox: Where the records go.
-    """
+    """The inspection. Belongs to the training thread. Beyond `max_layers` layers are folded."""
 
     def __init__(
         self,
@@ -104,8 +93,8 @@ class ReplicaProbe(Inspection):
     ) -> None:
         self._models = [(number, name, weakref.ref(module)) for number, (name, module) in enumerate(models.items())]
         self._layers, self._max_layers, self._optimizers = layers, max_layers, optimizers
-        self._reductions, self._clock, self._cost, self._mailbox = reductions, clock, cost, mailbox
-        self._transfer, self._checksums = HostTransfer(pressed=mailbox.press), Checksums()
+        self._reductions, self._clock, self._cost = reductions, clock, cost
+        self._sender, self._checksums = VectorSender(SOURCE, mailbox), Checksums()
         self._wrappers: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] = weakref.WeakSet()
         self._zeros, self._last = 0, -math.inf
         self._said: set[str] = set()
@@ -167,47 +156,39 @@ class ReplicaProbe(Inspection):
         roots = [(number, name, root) for number, name, reference in self._models if (root := reference()) is not None]
         places = [place for place in places_of(roots) if self._layers.accepts(place.layer)]
         cut = bool(current.table.tracked.flat)
-        parameters = [] if cut else [(place.layer, place.parameter) for place in places if is_copied(place.parameter)]
+        parameters = [(place.layer, place.parameter) for place in places if not cut and is_copied(place.parameter)]
         if len(parameters) < len(places):
             self._say(LEFT_OUT, len(places) - len(parameters), len(places))
         if cut:
             return []
-        written = {id(buffer) for wrapper in self._wrappers for buffer in copied_buffers(wrapper)}
-        buffers = [(layer, buffer) for layer, buffer in self._buffers(roots) if id(buffer) not in written and is_copied(buffer)]
+        buffers: dict[int, tuple[str, torch.Tensor]] = {}
+        for _, name, root in roots:
+            for raw, module in root.named_modules():
+                for attribute, buffer in module.named_buffers(recurse=False):
+                    layer = joined(name, clean(raw) or attribute)
+                    if self._layers.accepts(layer) and is_copied(buffer):
+                        buffers.setdefault(id(buffer), (layer, buffer))
+        for written in {id(buffer) for wrapper in self._wrappers for buffer in copied_buffers(wrapper)}:
+            buffers.pop(written, None)
         state: list[tuple[Copied, torch.Tensor | None]] = []
-        for kind, tensors in ((WEIGHTS, parameters), (BUFFERS, buffers)):
+        for kind, tensors in ((WEIGHTS, parameters), (BUFFERS, [*buffers.values()])):
             names = [*dict.fromkeys(layer for layer, _ in tensors)]
             labels = dict(zip(names, fold(names, self._max_layers), strict=True))
             state += [(Copied(kind, labels[layer], form_of(tensor)), tensor) for layer, tensor in tensors]
         return state
 
-    def _buffers(self, roots: Iterable[tuple[int, str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each buffer of the layers that are watched once, with the name of its layer."""
-        seen: set[int] = set()
-        for _, name, root in roots:
-            for raw, module in root.named_modules():
-                for attribute, buffer in module.named_buffers(recurse=False):
-                    layer = joined(name, clean(raw) or attribute)
-                    if id(buffer) not in seen and self._layers.accepts(layer):
-                        seen.add(id(buffer))
-                        yield layer, buffer
-
     def _send(self, step: tuple[int, int], ranks: tuple[int, ...] | None, read: list[tuple[Copied, torch.Tensor | None]]) -> None:
-        """Make the checksums, by device, and hand them over; nothing if one cannot be sent."""
         by_device: dict[torch.device, list[int]] = {}
         for place, (_, tensor) in enumerate(read):
             if tensor is not None:
                 by_device.setdefault(tensor.device, []).append(place)
-        tickets = []
+        vectors = []
         for device, places in by_device.items():
             begun = self._cost.begin((device,))
-            tickets.append(self._transfer.send(self._checksums.of(t for i in places if (t := read[i][1]) is not None)))
+            vectors.append(self._checksums.of(t for i in places if (t := read[i][1]) is not None))
             self._cost.end(begun)
-        sent = tuple(ticket for ticket in tickets if ticket is not None)
-        if sent and len(sent) == len(tickets):
-            copied = tuple(description for description, _ in read)
-            measured = ReplicaMeasurement(step, ranks, copied, tuple(map(tuple, by_device.values())))
-            self._mailbox.append(Inspected(SOURCE, step[1], sent, measured))
+        copied = tuple(description for description, _ in read)
+        self._sender.send(step[1], vectors, ReplicaMeasurement(step, ranks, copied, tuple(map(tuple, by_device.values()))))
 
     def _say(self, message: str, *arguments: object) -> None:
         if message not in self._said:

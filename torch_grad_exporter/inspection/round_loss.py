@@ -29,7 +29,7 @@ from torch_grad_exporter.torch_compat.compiler import is_tracing, never_compile
 # The keyword argument by which Transformers gives a model the number of items in the whole round.
 ITEMS = "num_items_in_batch"
 
-# Losses that are kept apart; beyond, those of a round are added up.
+# Losses through which no backward has passed yet, at most.
 MOST = 4096
 
 LossValue = float | torch.Tensor
@@ -80,14 +80,12 @@ class _UsedLosses:
     number: int
     complete: bool
     kinds: set[tuple[int, bool]] = field(default_factory=set)
-    values: list[LossValue] = field(default_factory=list)
+    total: LossValue = 0.0
     count: int = 0
 
     def add(self, loss: ReturnedLoss) -> None:
         """Add a loss."""
-        if len(self.values) == MOST:
-            self.values = [_sum(self.values)]
-        self.values.append(loss.value)
+        self.total = self.total + loss.value
         self.kinds.add((loss.model, loss.whole))
         self.count += 1
 
@@ -97,9 +95,9 @@ class _UsedLosses:
             return None
         ((_, whole),) = self.kinds
         if not whole:
-            return _sum(self.values) / self.count
+            return self.total / self.count
         # Of the items of other ranks this one's losses say nothing.
-        return None if group_size() > 1 else _sum(self.values)
+        return None if group_size() > 1 else self.total
 
 
 class RoundLoss(Inspection):
@@ -226,9 +224,3 @@ def _copy(loss: torch.Tensor) -> LossValue:
         return float(loss.item())
     dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
     return loss.detach().reshape(()).to(dtype, copy=True)
-
-
-def _sum(values: list[LossValue]) -> LossValue:
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    on_host = sum(value for value in values if not isinstance(value, torch.Tensor))
-    return on_host if not tensors else torch.stack(tensors).sum() + on_host

@@ -21,15 +21,13 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
+from torch_grad_exporter.inspection.measuring import SomeTimed, VectorSender, by_device
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind, named_modules
-from torch_grad_exporter.inspection.round_tallies import TIMED
-from torch_grad_exporter.inspection.router_loads import SentLoad, SentLoads
-from torch_grad_exporter.inspection.router_outputs import Load, check, entropies_of, load_of, read
+from torch_grad_exporter.inspection.router_loads import Load, SentLoad, check, entropies_of, load_of, read
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, outside_of_modes, within_transform
 
 SOURCE = "routers"
@@ -103,8 +101,8 @@ class Routers(Inspection, ForwardObserver):
         mailbox: Mailbox,
         sampled: bool,
     ) -> None:
-        self._cost, self._mailbox, self._counting = cost, mailbox, counting
-        self._transfer = HostTransfer(pressed=mailbox.press)
+        self._cost, self._counting = cost, counting
+        self._sender, self._timed = VectorSender(SOURCE, mailbox), SomeTimed(cost)
         self._hooks = None if modules is None else SampledHooks(modules, hooks, SOURCE, self, COMPILED)
         self._lock = threading.Lock()
         self._names: set[str] = set()
@@ -116,7 +114,6 @@ class Routers(Inspection, ForwardObserver):
         self._before: dict[LayerKey, Load] | None = None  # the counters at the first forward of the round
         self._number, self._loads = -1, dict[LayerKey, Load]()
         self._counted = dict[LayerKey, Load]()  # by counters, since then
-        self._measured, self._every = 0, 1
         self.used = False
 
     def take(self, name: str, given: torch.Tensor, experts: int | None) -> None:
@@ -188,8 +185,8 @@ class Routers(Inspection, ForwardObserver):
         if number == self._number:
             loads, self._loads, self._counted = self._loads | self._counted, {}, {}
             self._number = -1
-            self._every, self._measured = max(1, self._measured // TIMED), 0
-            if kept and loads:
+            self._timed.sample_over()
+            if kept:
                 self._send(number, loads)
 
     def release(self) -> None:
@@ -212,13 +209,10 @@ class Routers(Inspection, ForwardObserver):
                 warn(UNKNOWN, label, type(module).__name__)
             return
         logits, ids = known
-        self._measured += 1
-        times = self._every if self._measured % self._every == 0 else 0
-        begun = self._cost.begin((ids.device,)) if times else []
-        load = load_of(ids, logits.shape[-1])
-        load.entropies = entropies_of(module, logits)
+        with self._timed.measuring(ids.device):
+            load = load_of(ids, logits.shape[-1])
+            load.entropies = entropies_of(module, logits)
         load.tokens = 0 if load.entropies is None else logits.shape[:-1].numel()
-        self._cost.end(begun, times=times)
         self._pending.append((LayerKey(label, ids.device, logits.shape[-1]), load))
         self._cost.spent(start, sampled=True)
 
@@ -253,18 +247,13 @@ class Routers(Inspection, ForwardObserver):
 
     @torch.no_grad()
     def _send(self, number: int, loads: Mapping[LayerKey, Load]) -> None:
-        by_device: dict[torch.device, list[tuple[LayerKey, Load]]] = {}
-        for key, load in loads.items():
-            by_device.setdefault(key.device, []).append((key, load))
-        tickets: list[Ticket] = []
-        parts: list[tuple[SentLoad, ...]] = []
-        for device, here in by_device.items():
+        vectors, sent = [], []
+        for device, here in by_device(((key, load), load.counts) for key, load in loads.items()).items():
             begun = self._cost.begin((device,))
-            vectors = ((load.counts, load.counts.new_zeros(1) if load.entropies is None else load.entropies) for _, load in here)
-            ticket = self._transfer.send(torch.cat([vector for pair in vectors for vector in pair]))
+            parts = []
+            for (key, load), counts in here:
+                parts += [counts, counts.new_zeros(1) if load.entropies is None else load.entropies]
+                sent.append(SentLoad(key.layer, key.experts, load.tokens))
+            vectors.append(torch.cat(parts))
             self._cost.end(begun)
-            if ticket is not None:
-                tickets.append(ticket)
-                parts.append(tuple(SentLoad(key.layer, key.experts, load.tokens) for key, load in here))
-        if tickets:
-            self._mailbox.append(Inspected(SOURCE, number, tuple(tickets), SentLoads(tuple(parts))))
+        self._sender.send(number, vectors, tuple(sent))

@@ -32,15 +32,6 @@ DOWN = "down"
 class RunState:
     """The state of a run's earlier processes, read when this is made, and of all of them, written from `start` to `close`.
 
-    Args:
-        path: The file.
-        run: The name of the run.
-        clock: Counts the steps.
-        times: Where the time of this process goes.
-        ending: How it has ended.
-        errors: Failures count under `state`.
-        pause: Seconds between two writes.
-
     Attributes:
         step: Number of the last step of earlier processes.
         processes: How many of them there were.

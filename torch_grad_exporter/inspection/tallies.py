@@ -5,7 +5,6 @@ Nothing here waits for a device: a few small tensors stay there until the round 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -91,14 +90,6 @@ class Tally:
     def gradient(self) -> torch.Tensor:
         """Return the norm of the whole gradient, shape (1,)."""
         return self.gradients[0] if len(self.gradients) == 1 else torch.linalg.vector_norm(torch.cat(self.gradients)).reshape(1)
-
-
-_AS_IT_IS = contextlib.nullcontext()
-
-
-def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
-    """Disable autocast, which would take copies in float32 on other devices than the CPU."""
-    return torch.autocast(kind, enabled=False) if kind != "cpu" and torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def _numbers(values: Sequence[float] | FloatArray) -> torch.Tensor:

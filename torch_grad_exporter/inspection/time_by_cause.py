@@ -36,13 +36,7 @@ PHASE_SECONDS = 60.0
 class TimeByCause:
     """Adds up the time by cause. `take` belongs to the thread that drains, the rest to any.
 
-    Args:
-        clock: Of the training thread.
-        interruptions: What was reported of it.
-
-    Attributes:
-        steps: How many there were.
-        recomputed_to: Number of the last step that an earlier process has computed already, None if unknown.
+    `steps`: how many there were; `recomputed_to`: number of the last step that an earlier process has computed, None if unknown.
     """
 
     def __init__(self, clock: StepClock, interruptions: Interruptions) -> None:

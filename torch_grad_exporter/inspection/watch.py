@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.compiler import is_compiling
 
@@ -19,12 +20,12 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.inspection.measuring import VectorSender, by_device, without_autocast
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, TallyKey
-from torch_grad_exporter.inspection.tallies import SentTallies, without_autocast
+from torch_grad_exporter.inspection.tallies import SentTallies
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
@@ -46,13 +47,6 @@ class WatchedGradient:
     norm: float | None = None
     zero_ratio: float | None = None
     clipped: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ClipCounts:
-    """The data of a record of how often gradients were clipped since the start: the labels of each device's vector."""
-
-    labels: tuple[tuple[str, ...], ...]
 
 
 class WatchTotals:
@@ -79,11 +73,10 @@ class WatchTotals:
         return FOLDED
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
-        """Take what was measured in a sampled round, or how often gradients were clipped."""
-        if isinstance(record.data, ClipCounts):
-            self._take_counts(record.data, values)
-        elif isinstance(record.data, SentTallies):
-            scale, changed = record.data.scale(values), {}
+        """Take what was measured in a sampled round; or how often gradients were clipped since the start, by label and device."""
+        changed: dict[str, WatchedGradient] = {}
+        if isinstance(record.data, SentTallies):
+            scale = record.data.scale(values)
             for label, tally in record.data.by_label(values).items():
                 before = self._values.get(label, WatchedGradient())
                 changed[label] = replace(
@@ -93,17 +86,12 @@ class WatchTotals:
                     norm=None if scale is None else tally.norm / scale,
                     zero_ratio=tally.zeros / tally.elements,
                 )
-            self._values = {**self._values, **changed}
-
-    def _take_counts(self, sent: ClipCounts, counts: tuple[FloatArray, ...]) -> None:
-        """Take a count for each label of each device."""
-        totals: dict[str, float] = {}
-        for labels, vector in zip(sent.labels, counts, strict=True):
-            for label, count in zip(labels, vector.tolist(), strict=True):
-                totals[label] = totals.get(label, 0.0) + count
-        before = self._values
-        changed = {label: replace(before.get(label, WatchedGradient()), clipped=total) for label, total in totals.items()}
-        self._values = {**before, **changed}
+        elif isinstance(record.data, tuple):
+            labels, counts = np.array(record.data), np.concatenate(values)
+            for label in dict.fromkeys(record.data):
+                before = self._values.get(label, WatchedGradient())
+                changed[label] = replace(before, clipped=float(counts[labels == label].sum()))
+        self._values = {**self._values, **changed}
 
     def snapshot(self) -> tuple[dict[str, WatchedGradient], int]:
         """Return the values by name, and how many names are folded."""
@@ -135,12 +123,11 @@ class WatchedTensors(Inspection):
         errors: ErrorLog,
         sampled: bool,
     ) -> None:
-        self._loss_scale, self._cost, self._mailbox = loss_scale, cost, mailbox
-        self._totals = totals
+        self._loss_scale, self._cost, self._totals = loss_scale, cost, totals
         self._guard = errors.boundary(SOURCE, "gradients of watched tensors are no longer clipped")
         self._measuring = errors.boundary(SOURCE, "gradients of watched tensors are no longer measured")
         self._tallies = RoundTallies(SOURCE, loss_scale, cost, mailbox)
-        self._transfer = HostTransfer(pressed=mailbox.press)
+        self._sender = VectorSender(SOURCE, mailbox)
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._sampled = sampled
         # How often gradients were clipped, shape (1,), on their device.
@@ -180,13 +167,9 @@ class WatchedTensors(Inspection):
     def round_over(self, number: int, *, kept: bool) -> None:
         """Send what the round has shown, and the counts, to the host."""
         self._tallies.round_over(number, kept=kept)
-        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for (label, device), count in self._counts.items():
-            by_device.setdefault(device, {})[label] = count
-        sent = [self._transfer.send(torch.cat([*counts.values()])) for counts in by_device.values()]
-        arriving = tuple(ticket for ticket in sent if ticket is not None)
-        if arriving and len(arriving) == len(sent):
-            self._mailbox.append(Inspected(SOURCE, number, arriving, ClipCounts((*map(tuple, by_device.values()),))))
+        devices = by_device((label, count) for (label, _), count in self._counts.items()).values()
+        vectors = [torch.cat([count for _, count in counts]) for counts in devices]
+        self._sender.send(number, vectors, tuple(label for counts in devices for label, _ in counts))
 
     def step_over(self, *, sampled: bool) -> None:
         """Assign what is watched from here on to the next round."""
@@ -256,12 +239,7 @@ never_compile(WatchedTensors._clip_hook)
 
 
 def check(name: object, tensor: object, max_norm: object) -> None:
-    """Check the arguments of `watch`.
-
-    Raises:
-        TypeError: An argument is of a wrong type; the message names it, the value and the fix.
-        ValueError: An argument is wrong; likewise.
-    """
+    """Check the arguments of `watch`; raise `TypeError` or `ValueError`."""
     if not isinstance(name, str):
         raise TypeError(f"watch(name={shown(name)}): expected a name")
     if not 1 <= len(name) <= 200:

@@ -16,8 +16,7 @@ from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.errors import caught, warn
-from torch_grad_exporter.inspection.layer_turns import LayerTurns
-from torch_grad_exporter.inspection.modules import LayerRows
+from torch_grad_exporter.inspection.measuring import LayerRows, LayerTurns, VectorSender
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -26,7 +25,6 @@ from torch_grad_exporter.statistics.batches import batches, plain_local, resolve
 from torch_grad_exporter.statistics.combine import root_of_squares
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import WIDTH, magnitudes
-from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 
 SOURCE = "weights"
@@ -55,9 +53,8 @@ class WeightProbe(Inspection):
     """The inspection of the next few layers around a sampled step. Belongs to the training thread."""
 
     def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
-        self._optimizers, self._cost, self._mailbox = optimizers, cost, mailbox
-        self._transfer = HostTransfer(pressed=mailbox.press)
-        self._turns = LayerTurns()
+        self._optimizers, self._cost = optimizers, cost
+        self._sender, self._turns = VectorSender(SOURCE, mailbox), LayerTurns()
         self._tried: dict[tuple[int, str], bool] = {}  # parameters of other classes: whether they can be measured
         # By optimizer: the positions of some parameters, and their copies from before its step.
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
@@ -86,13 +83,11 @@ class WeightProbe(Inspection):
             here = [(i, local(parameter), copy) for i, parameter, copy in copies if copy.device == device]
             spread, rows = _measured(table, here)
             skipped = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
-            ticket = self._transfer.send(torch.cat([*rows, *skipped]))
+            positions = np.array([position for position, _, _ in here], dtype=np.int64)
+            elements = np.array([copy.numel() for _, _, copy in here], dtype=np.int64)
+            measured = WeightMeasurement(table, positions, elements, spread, left_out is not None)
+            self._sender.send(current.number, [torch.cat([*rows, *skipped])], measured)
             self._cost.end(begun)
-            if ticket is not None:
-                positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                elements = np.array([copy.numel() for _, _, copy in here], dtype=np.int64)
-                measured = WeightMeasurement(table, positions, elements, spread, left_out is not None)
-                self._mailbox.append(Inspected(SOURCE, current.number, (ticket,), measured))
 
     def release(self) -> None:
         """Drop the copies; idempotent, from any thread."""

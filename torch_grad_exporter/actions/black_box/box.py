@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.arguments import some
-from torch_grad_exporter.inspection.black_box import random_states
-from torch_grad_exporter.inspection.black_box.kept import WRITTEN, KeptBatch, KeptTensor
+from torch_grad_exporter.inspection.black_box.kept import WRITTEN, KeptBatch, KeptTensor, plain_states, restored_states
 from torch_grad_exporter.outputs.live.history import VIEWS, History
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.rules import Problem
@@ -86,7 +85,7 @@ def plain_batch(batch: KeptBatch) -> dict[str, Any]:
         "args": _mapped(batch.args, plain),
         "kwargs": _mapped(batch.kwargs, plain),
         "left_out": left_out,
-        "states": random_states.plain(batch.states),
+        "states": plain_states(batch.states),
     }
 
 
@@ -160,7 +159,7 @@ class KeptForward:
         These are the global generators of PyTorch on the CPU and on the CUDA devices of the batch and of the model, of
         NumPy and of Python.
         """
-        return random_states.restored(self.states)
+        return restored_states(self.states)
 
     def to(self, device: str | torch.device) -> KeptForward:
         """Return the same with all tensors on a device."""

@@ -15,12 +15,11 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.inspection.black_box import random_states
-from torch_grad_exporter.inspection.black_box.kept import SOURCE, WRITTEN, BatchRing, KeptBatch
+from torch_grad_exporter.inspection.black_box.kept import SOURCE, WRITTEN, BatchRing, KeptBatch, random_states
+from torch_grad_exporter.inspection.measuring import VectorSender, by_device
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.requests import Requests
-from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 
@@ -40,14 +39,7 @@ FAILED, WAITS = "it could not be copied to the host", "to copy from such a devic
 class BatchKeeper(Inspection):
     """The inspection of all rounds. Belongs to the training thread, and to that of the backward.
 
-    Args:
-        ring: Where batches are kept.
-        models: The models by name.
-        clock: Counts steps.
-        mailbox: Takes the records: of each forward its number, and after a backward the largest magnitudes in some gradients.
-        requests: Asks for all rounds to be followed.
-        rounds: Takes one more sample when the worker asks for it.
-        guard: Of each batch, and of each copy to the host.
+    The mailbox gets a record of each forward with its number, and after a backward one of the largest magnitudes in some gradients.
     """
 
     def __init__(
@@ -64,7 +56,7 @@ class BatchKeeper(Inspection):
         self._ring, self._clock, self._mailbox, self._rounds, self._guard = ring, clock, mailbox, rounds, guard
         self._requests = requests
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
-        self._transfer = HostTransfer(pressed=mailbox.press)
+        self._sender = VectorSender(SOURCE, mailbox)
         self._table: ParameterTable | None = None
         self._witnesses: list[TrackedParameter] = []
         self._without_round: list[KeptBatch] = []
@@ -81,7 +73,9 @@ class BatchKeeper(Inspection):
     def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:  # noqa: ARG002
         """Keep what the root is given."""
         if self._ring.full:
-            self._drop()
+            self.release()
+            self._copying.clear()
+            self._ring.clear()
             return
         self._requests.arm(1, EACH)
         if capturing_graph() or within_transform():
@@ -97,7 +91,7 @@ class BatchKeeper(Inspection):
             batch.args, batch.kwargs, batch.tensors, batch.left_out = [], {}, [], {"args": UNREADABLE}
         # The model may move the batch itself.
         given = (kept.tensor for kept in batch.tensors)
-        batch.states = random_states.take({each.device for each in (*given, next(root.parameters(), None)) if each is not None})
+        batch.states = random_states({each.device for each in (*given, next(root.parameters(), None)) if each is not None})
         self._without_round.append(batch)
         del self._without_round[:-2]
         self._ring.add(batch)
@@ -108,18 +102,11 @@ class BatchKeeper(Inspection):
         if self._ring.full:
             return
         self._end_round(current)
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tracked in self._chosen(current.table):
-            gradient = tracked.gradient()
-            part = None if gradient is None else dense(gradient)
-            if part is not None:
-                by_device.setdefault(part.device, []).append(part.reshape(-1))
+        gradients = ((tracked, gradient) for tracked in self._chosen(current.table) if (gradient := tracked.gradient()) is not None)
+        parts = ((tracked, part.reshape(-1)) for tracked, gradient in gradients if (part := dense(gradient)) is not None)
         # The largest magnitude does not overflow, as a norm of float16 would.
-        largest = [torch.linalg.vector_norm(torch.cat(parts), torch.inf).reshape(1) for parts in by_device.values()]
-        tickets = [self._transfer.send(each) for each in largest]
-        sent = tuple(ticket for ticket in tickets if ticket is not None)
-        if sent:
-            self._mailbox.append(Inspected(SOURCE, self._number, sent))
+        devices = ([part for _, part in here] for here in by_device(parts).values())
+        self._sender.send(self._number, [torch.linalg.vector_norm(torch.cat(here), torch.inf).reshape(1) for here in devices])
 
     def gradients_read(self, current: ArmedRound) -> None:
         """Note the round, where gradients are read at the step and no backward is seen."""
@@ -137,11 +124,6 @@ class BatchKeeper(Inspection):
     def release(self) -> None:
         """Drop what only a further round would need. The ring stays until the last box is written."""
         self._table, self._witnesses, self._without_round = None, [], []
-
-    def _drop(self) -> None:
-        self.release()
-        self._copying.clear()
-        self._ring.clear()
 
     def _end_round(self, current: ArmedRound) -> None:
         for batch in self._without_round:

@@ -37,15 +37,8 @@ class Suspicion:
 class Suspects:
     """Pins the batches of the first non-finite gradient or loss, and of the last jumps. Belongs to the worker, but for `of`.
 
-    Records come in the order in which things happened, so a loss belongs to the last forward before it.
-
-    Args:
-        ring: The batches.
-        requests: Asks for a sample where NaN or Inf begins.
-        clock: Returns seconds.
-
-    Attributes:
-        finite: Whether the last loss or gradient that was seen was finite.
+    Records come in the order in which things happened, so a loss belongs to the last forward before it. `finite`: whether the last
+    loss or gradient that was seen was finite.
     """
 
     def __init__(self, ring: BatchRing, requests: Requests, clock: Callable[[], float] = time.monotonic) -> None:

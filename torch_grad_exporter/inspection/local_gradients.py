@@ -1,10 +1,10 @@
-"""What this rank does by itself under `DistributedDataParallel`: the norm of its own gradient, and its waits for other ranks."""
+"""Norms that a part of a round's examples has given: those of this rank alone, or of the first of several micro-batches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,19 +12,22 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.detection import BackwardDetection
+from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.inspections import First, Inspection
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
+from torch_grad_exporter.inspection.measuring import VectorSender
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.model.replicas import Reduction, Reductions
 from torch_grad_exporter.statistics import single
-from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.store.records import Inspected, Mailbox
-from torch_grad_exporter.torch_compat.autograd import after_backward, nodes_of
+from torch_grad_exporter.torch_compat.autograd import nodes_of
 
 SOURCE = "local_norms"
+
+Norms = dict[int, list[single.Norm]]  # of the parts of gradients, by the position of their parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,32 +35,44 @@ class LocalMeasurement:
     """The data of a record of norms that a part of the round's examples has given: those of this rank, or of a micro-batch.
 
     Attributes:
-        positions: Shape (n,), the parameter of each norm in the vectors together; a parameter may have several, of its parts. A
-            negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, which should be zero.
         reduced: Shape (parameters,), which of the table's parameters were measured. Of ranks, those that are reduced.
         samples: Training examples of the part, None if unknown.
         ranks: Over how many the mean was taken, 0 if unknown.
         micro_batches: If above 1, the part is the first of that many micro-batches, and else the whole of this rank.
+        positions: Shape (n,), the parameter of each norm in the vectors together; a parameter may have several, of its parts. A
+            negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, which should be zero.
     """
 
-    positions: IntArray
     reduced: BoolArray
     samples: int | None
     ranks: int
     micro_batches: int = 1
+    positions: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def send(self, sender: VectorSender, number: int, norms: Norms, before: Norms) -> bool:
+        """Send norms, and those of the gradients that were there before; return False if too much is under way."""
+        devices: dict[torch.device, tuple[list[int], list[single.Norm]]] = {}
+        for position, parts in (*norms.items(), *((-1 - position, parts) for position, parts in before.items())):
+            for norm in parts:
+                device = norm.device if isinstance(norm, torch.Tensor) else torch.device("cpu")
+                positions, values = devices.setdefault(device, ([], []))
+                positions.append(position)
+                values.append(norm)
+        vectors = []
+        for _, values in devices.values():
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            vectors.append(torch.cat(tensors) if tensors else torch.tensor(values, dtype=torch.float64))
+        places = np.array([position for positions, _ in devices.values() for position in positions], dtype=np.int64)
+        return sender.send(number, vectors or [torch.zeros(0)], replace(self, positions=places))
 
 
 @dataclass(slots=True)
 class _Accumulation:
-    """The backwards whose gradients are added up.
-
-    `samples`: examples in their forwards, None if unknown; `reduced`: whether any of them was reduced; `before`: by position the
-    norms of what was there before the first of them.
-    """
+    """The backwards whose gradients are added up. `samples`: examples in their forwards; `before`: what was there before."""
 
     samples: int | None = 0
     reduced: bool = False
-    before: dict[int, list[single.Norm]] = field(default_factory=dict)
+    before: Norms = field(default_factory=dict)
 
 
 class LocalGradients(Inspection):
@@ -88,8 +103,7 @@ class LocalGradients(Inspection):
         self._cost, self._clock = cost, clock
         self._reductions, self._detection = reductions, detection
         self._hook = hooks.guarded("backward_hook", self._arrives)
-        self._mailbox = mailbox
-        self._transfer = HostTransfer(pressed=mailbox.press)
+        self._mailbox, self._sender = mailbox, VectorSender(SOURCE, mailbox)
         self._handles: list[Removable] = []
         self._hooked: dict[TrackedParameter, int] = {}  # with their positions
         self._accumulation = _Accumulation()
@@ -97,7 +111,7 @@ class LocalGradients(Inspection):
         # have a gradient already.
         self._first = False
         self._reduction: Reduction | None = None
-        self._norms: dict[int, list[single.Norm]] = {}
+        self._norms: Norms = {}
         self._present: set[int] = set()
         self._table: ParameterTable
         # The backward before, if what was measured is of this rank alone.
@@ -174,14 +188,14 @@ class LocalGradients(Inspection):
     def gradients_read(self, current: ArmedRound) -> None:
         """Post what was measured of the backward before, which may be nothing."""
         ready, self._ready = self._ready, None
-        sent = None if ready is None else send_norms(self._transfer, self._norms, self._accumulation.before)
-        if ready is None or sent is None:
+        sent = False
+        if ready is not None:
+            reduction, table = ready
+            reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
+            measured = LocalMeasurement(reduced, self._accumulation.samples, reduction.ranks)
+            sent = measured.send(self._sender, current.number, self._norms, self._accumulation.before)
+        if not sent:
             self._mailbox.append(Inspected(SOURCE, current.number, ()))
-            return
-        (reduction, table), (positions, tickets) = ready, sent
-        reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
-        measured = LocalMeasurement(positions, reduced, self._accumulation.samples, reduction.ranks)
-        self._mailbox.append(Inspected(SOURCE, current.number, tickets, measured))
 
     def _samples(self) -> int | None:
         """Return the training examples of all forwards up to now, None if unknown."""
@@ -194,88 +208,83 @@ class LocalGradients(Inspection):
             handle.remove()
 
 
-def send_norms(
-    transfer: HostTransfer, norms: Mapping[int, list[single.Norm]], before: Mapping[int, list[single.Norm]]
-) -> tuple[IntArray, tuple[Ticket, ...]] | None:
-    """Start one copy to the host for each device; return None if too much is under way.
+class MicroBatches(Inspection):
+    """Measures the gradient after the first backward of a sampled round that usually has several.
 
-    Args:
-        transfer: Takes the vectors.
-        norms: By the position of their parameter.
-        before: Those of the gradients that were there before.
+    The sample itself has their sum. Both together give the noise scale if each backward was of another batch of the same size, so
+    nothing is reported of a round whose backwards had unequal numbers of forwards or of training examples, whose gradients were
+    written to between backwards, or of which a wrapper reduces gradients; nor of sharded parameters. It means nothing where
+    they are of different losses, such as those of a GAN's discriminator with one backward for real and one for generated images.
 
-    Returns:
-        The positions of all norms, as in `LocalMeasurement`, and the tickets of the vectors in that order.
-    """
-    by_device: dict[torch.device, tuple[list[int], list[single.Norm]]] = {}
-    for position, parts in (*norms.items(), *((-1 - position, parts) for position, parts in before.items())):
-        for norm in parts:
-            device = norm.device if isinstance(norm, torch.Tensor) else torch.device("cpu")
-            positions, values = by_device.setdefault(device, ([], []))
-            positions.append(position)
-            values.append(norm)
-    sent, tickets = [], []
-    for device, (positions, values) in by_device.items():
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        vector = torch.cat(tensors) if tensors else torch.tensor(values, dtype=torch.float64, device=device)
-        ticket = transfer.send(vector)
-        if ticket is None:
-            return None
-        sent += positions
-        tickets.append(ticket)
-    return np.array(sent, dtype=np.int64), tuple(tickets)
-
-
-class ReductionWaits(Inspection):
-    """How long this rank waits, when its own gradients are done, until those of all ranks are reduced, in sampled rounds.
-
-    Under `DistributedDataParallel` a callback that is queued when a backward begins runs when this rank's last gradient is there,
-    and before the wrapper's own, which waits for the other ranks and the network and writes the means back. The time between the
-    two is the wait. Host clock, so on the CPU only: on CUDA the host does not wait there.
-
-    A reentrant checkpoint runs backwards within the backward, and the wrapper may wait in one of those. Autograd numbers the
-    backwards: where two in a row have consecutive numbers, none ran within the first. A wait is timed only where that was the case
-    for the last two that were seen.
-
-    Belongs to the thread of the backward; its totals may be read from any.
-
-    Attributes:
-        seconds: Of all waits.
-        rounds: Sampled rounds in which they were timed; None where there are no other ranks.
+    It posts its record before or after the `SampleRead` that it belongs to. Belongs to the thread of the backward.
     """
 
-    def __init__(self, hooks: Hooks, clock: StepClock, reductions: Reductions, reader: GradientReader) -> None:
-        self.seconds = 0.0
-        self.rounds: int | None = None
-        self._clock, self._reductions, self._reader = clock, reductions, reader
-        self._hook = hooks.guarded("backward_hook", self._gradients_are_there)
-        self._last_task: int | None = None
-        self._alone = False
-        self._since: float | None = None
-        self._timed_round: int | None = None
+    def __init__(
+        self,
+        *,
+        mailbox: Mailbox,
+        clock: StepClock,
+        rounds: RoundTracker,
+        reductions: Reductions,
+        detection: BackwardDetection,
+    ) -> None:
+        self._sender, self._clock, self._rounds = VectorSender(SOURCE, mailbox), clock, rounds
+        self._reductions, self._detection = reductions, detection
+        # Since the last backward: its forwards, and the training examples of all forwards before them.
+        self._forwards, self._examples = 0, 0
+        # Of the first backward of the round: its forwards and examples, and the norms before and after it.
+        self._size: tuple[int, int | None] | None = None
+        self._before: Norms = {}
+        self._norms: Norms | None = None
+        self._left: GradientVersions | None = None
 
-    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
-        """Queue the callback, if this backward reduces and none seems to run within it."""
-        if self._last_task is not None:  # else as for the last two that were seen
-            self._alone = task == self._last_task + 1
-        self._last_task, self._since = task, None
-        reduction = self._reductions.coming if current.sampled else None
-        if reduction is not None and reduction.parameters and self._reader.devices <= {"cpu"}:
-            self.rounds = self.rounds or 0
-            if self._alone:
-                after_backward(self._hook)
-
-    def _gradients_are_there(self) -> None:
-        self._since = self._clock.clock()
-
-    def backward_ended(self, current: ArmedRound, at: float) -> None:
-        """Add the wait up to this moment."""
-        since, self._since = self._since, None
-        if since is not None:
-            self.seconds += at - since
-            self.rounds = (self.rounds or 0) + (self._timed_round != current.number)
-            self._timed_round = current.number
+    def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:  # noqa: ARG002
+        """Count it."""
+        if not self._forwards:
+            self._examples = self._clock.examples
+        self._forwards += 1
 
     def counted(self, *, unfinished: bool) -> None:  # noqa: ARG002
-        """Note that backwards were not seen."""
-        self._last_task = None
+        """Forget forwards, since their backwards were not seen."""
+        self._forwards = 0
+
+    def backward_began(self, current: ArmedRound, table: ParameterTable, first: First | None, task: int) -> None:  # noqa: ARG002
+        """Note what is there before the first backward of the round; else see if this one continues it."""
+        size = self._forwards, self._clock.examples - self._examples if self._clock.examples_known else None
+        self._forwards = 0
+        if current.backwards == 0:
+            self.backward_dropped()
+            if current.sampled and size[0] and self._accumulates() and not table.tracked.flat:
+                self._size, self._before = size, _norms_of(table)
+        elif size != self._size or not self._accumulates() or (self._left is not None and not self._left.unchanged()):
+            self.backward_dropped()
+
+    def _accumulates(self) -> bool:
+        """Return whether a backward of this rank alone may be followed by more before the step."""
+        usual = self._detection.sees_backwards and not self._rounds.pattern.is_whole(1)
+        return usual and self._reductions.coming is None
+
+    def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
+        """Measure what the first backward has brought."""
+        if self._size is not None:
+            if self._norms is None:
+                self._norms = _norms_of(current.table, current.fired)
+            self._left = GradientVersions.of(current.table.tracked)
+
+    def backward_dropped(self) -> None:
+        """Forget the round."""
+        self._size, self._norms, self._left, self._before = None, None, None, {}
+
+    def gradients_read(self, current: ArmedRound) -> None:
+        """Post what was measured, if there were more backwards."""
+        if self._size is None or self._norms is None or current.backwards < 2:
+            return
+        local = np.array([not tracked.sharded for tracked in current.table.tracked], dtype=np.bool_)
+        measured = LocalMeasurement(local, self._size[1], ranks=1, micro_batches=current.backwards)
+        measured.send(self._sender, current.number, self._norms, self._before)
+
+
+def _norms_of(table: ParameterTable, positions: set[int] | None = None) -> Norms:
+    """Return the norms of the gradients that are there, by the position of their parameter."""
+    gradients = PresentGradients.of(table.tracked).at(range(len(table.tracked)) if positions is None else positions)
+    return {position: [*single.norms(gradient)] for position, gradient in gradients.items()}

@@ -1,0 +1,139 @@
+"""What inspections share: vectors on their way to the host, times of measurements, rows by layer, and whose turn a layer is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.metrics.families import REMOVED, IntArray
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.store.host_transfer import HostTransfer
+from torch_grad_exporter.store.records import Inspected, Mailbox
+
+# Measurements of a sample that are timed on devices; each stands for all since the one before.
+TIMED = 16
+
+# Samples without any call of a layer after which the gauges of its last sample vanish.
+KEPT = 8
+
+# Layers, and elements of parameters, that a sample covers at most; one layer at least.
+LAYERS, ELEMENTS = 8, 1 << 24
+
+Item = TypeVar("Item")
+
+
+class VectorSender:
+    """Sends vectors to the host, each with a record that says what it has. Belongs to the training thread.
+
+    Args:
+        source: The name under which the totals of the inspection take its records.
+        mailbox: Takes the records.
+    """
+
+    def __init__(self, source: str, mailbox: Mailbox) -> None:
+        self._source, self._mailbox = source, mailbox
+        self._transfer = HostTransfer(pressed=mailbox.press)
+
+    def send(self, number: int, vectors: Sequence[torch.Tensor], data: object = None) -> bool:
+        """Post a record of the round of this number; return False where there is no vector, or too much is under way."""
+        tickets = [self._transfer.send(vector) for vector in vectors]
+        sent = tuple(ticket for ticket in tickets if ticket is not None)
+        complete = bool(sent) and len(sent) == len(tickets)
+        if complete:
+            self._mailbox.append(Inspected(self._source, number, sent, data))
+        return complete
+
+
+def by_device(measured: Iterable[tuple[Item, torch.Tensor]]) -> dict[torch.device, list[tuple[Item, torch.Tensor]]]:
+    """Return tensors, each with what it is of, by their device."""
+    devices: dict[torch.device, list[tuple[Item, torch.Tensor]]] = {}
+    for item, tensor in measured:
+        devices.setdefault(tensor.device, []).append((item, tensor))
+    return devices
+
+
+class SomeTimed:
+    """Times about `TIMED` measurements of a sample on their devices, if it has as many as the last one."""
+
+    def __init__(self, cost: SampleCost) -> None:
+        self._cost = cost
+        self._measured, self._every = 0, 1
+
+    @contextlib.contextmanager
+    def measuring(self, device: torch.device) -> Iterator[None]:
+        """Measure something on a device, without autocast, which would take copies in float32 on other devices than the CPU."""
+        self._measured += 1
+        times = self._every if self._measured % self._every == 0 else 0
+        begun = self._cost.begin((device,)) if times else []
+        with without_autocast(device.type):
+            yield
+        self._cost.end(begun, times=times)
+
+    def sample_over(self) -> None:
+        """Choose which measurements of the next sample are timed."""
+        self._every, self._measured = max(1, self._measured // TIMED), 0
+
+
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """Disable autocast on this kind of device."""
+    enabled = kind != "cpu" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext()
+
+
+class LayerRow(Protocol):
+    """A row: immutable values of a layer."""
+
+    def with_totals_of(self, other: Self) -> Self:
+        """Return a row with the totals of both and nothing else, for the remainder."""
+
+
+Row = TypeVar("Row", bound=LayerRow)
+
+
+class LayerRows(Generic[Row]):
+    """Rows by layer, the one entered last at the end; the remainder is under `REMOVED`.
+
+    Belongs to the worker, but for `rows`: the mapping is replaced and never changed, so any thread may read it without a lock.
+    """
+
+    def __init__(self, empty: Row) -> None:
+        self._empty = empty
+        self.rows: Mapping[str, Row] = {}
+
+    def get(self, layer: str) -> Row:
+        """Return the row of a layer, an empty one if there is none yet."""
+        return self.rows.get(layer, self._empty)
+
+    def enter(self, new: Mapping[str, Row], *, most: int, gone: Collection[str] = ()) -> None:
+        """Set the rows of some layers; add those of `gone` layers, and the oldest ones beyond `most`, to the remainder."""
+        rows = {layer: row for layer, row in self.rows.items() if layer not in new} | dict(new)
+        layers = [layer for layer in rows if layer != REMOVED]
+        removed = {*layers[: max(0, len(layers) - most)], *gone} & {*layers}
+        for layer in [layer for layer in layers if layer in removed]:
+            rows[REMOVED] = rows.get(REMOVED, self._empty).with_totals_of(rows.pop(layer))
+        self.rows = rows
+
+
+class LayerTurns:
+    """Remembers of each optimizer whose turn it is. Belongs to the training thread."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+
+    def take(self, table: ParameterTable, optimizer: int, owners: IntArray) -> Iterator[list[int]]:
+        """Yield the positions of the parameters of each of the next layers, of those that the optimizer owns."""
+        layers = np.unique(table.layer_of[owners == optimizer])
+        elements = 0
+        for number in range(min(LAYERS, len(layers))):
+            place = self._next.get(optimizer, 0) % len(layers)
+            members = np.flatnonzero((table.layer_of == layers[place]) & (owners == optimizer))
+            elements += int(table.elements[members].sum())
+            if number and elements > ELEMENTS:
+                return
+            self._next[optimizer] = place + 1
+            yield members.tolist()
