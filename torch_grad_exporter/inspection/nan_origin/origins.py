@@ -20,13 +20,13 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
+from torch_grad_exporter.inspection.measuring import VectorSender
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
 from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, SentTape
 from torch_grad_exporter.inspection.nan_origin.verdict import Origin, origin_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
-from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import Inspected, Mailbox, Outcome
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
@@ -151,16 +151,9 @@ SOURCE = "nan_origin"
 
 
 class NanOrigin(Inspection, ForwardObserver):
-    """The inspection of rounds that the worker asks for. Belongs to the training thread, and to that of the backward.
+    """The inspection of rounds that the worker asks for, and of each sampled one if `always`.
 
-    Args:
-        hooks: Disconnects all hooks when the exporter closes.
-        cost: Is charged with what recording takes.
-        clock: Counts the steps.
-        mailbox: Takes the tapes.
-        loss_scale: Knows whether a gradient scaler is in use.
-        models: The models by name.
-        always: Record each sampled round, too.
+    Belongs to the training thread, and to that of the backward.
     """
 
     def __init__(
@@ -174,10 +167,10 @@ class NanOrigin(Inspection, ForwardObserver):
         models: Mapping[str, torch.nn.Module],
         always: bool,
     ) -> None:
-        self._cost, self._clock, self._mailbox, self._loss_scale = cost, clock, mailbox, loss_scale
+        self._cost, self._clock, self._loss_scale = cost, clock, loss_scale
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
         self._always = always
-        self._transfer = HostTransfer(pressed=mailbox.press)
+        self._sender = VectorSender(SOURCE, mailbox)
         self._hooks = InnerHooks(hooks, SOURCE, self)
         self._arrives, self._passes = (
             hooks.guarded(SOURCE, functools.partial(self._gradients, arrives)) for arrives in (True, False)
@@ -261,7 +254,5 @@ class NanOrigin(Inspection, ForwardObserver):
         if recording is None:
             return
         tape = recording.finish(backward=backward, scaled=self._loss_scale.has_scaler)
-        sent = recording.flags.send(self._transfer)
-        if sent is not None:
-            tickets, slots = sent
-            self._mailbox.append(Inspected(SOURCE, self._number, tickets, SentTape(tape, slots)))
+        vectors, slots = recording.flags.vectors()
+        self._sender.send(self._number, vectors, SentTape(tape, slots))

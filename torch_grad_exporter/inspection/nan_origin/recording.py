@@ -45,12 +45,8 @@ CALLS, NODES = 1 << 14, 1 << 15
 class Recording:
     """The forwards before one backward, such as those of a loss over two outputs, and that backward.
 
-    Belongs to the thread that trains, and to that of the backward.
-
-    Args:
-        step: Optimizer steps so far.
-        arrives: The guarded hook before a node; called with the recording, the node's number and what autograd gives.
-        passes: The guarded hook after a node, likewise.
+    Belongs to the thread that trains, and to that of the backward. `arrives` and `passes` are the guarded hooks before and after a
+    node; they are called with the recording, the node's number and what autograd gives.
     """
 
     def __init__(self, step: int, arrives: GuardedHook, passes: GuardedHook) -> None:

@@ -16,7 +16,6 @@ import torch
 
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
 from torch_grad_exporter.torch_compat.autograd import intercepting_modes, within_transform
 from torch_grad_exporter.torch_compat.tensors import is_plain, local
 
@@ -52,29 +51,16 @@ class Flags:
         self._ends.append((low, high))
         return len(self._ends) - 1
 
-    def send(self, transfer: HostTransfer) -> tuple[tuple[Ticket, ...], tuple[IntArray, ...]] | None:
-        """Start one copy to the host for each device; return None if too much is under way, or nothing was flagged.
-
-        Returns:
-            The tickets, and for each the slots of its vector, which has all smallest values, then all largest.
-        """
-        devices: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    def vectors(self) -> tuple[list[torch.Tensor], tuple[IntArray, ...]]:
+        """Return a vector for each device and type, with all smallest values, then all largest; and the slots of each."""
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for slot, (low, _) in enumerate(self._ends):
-            devices.setdefault(low.device, {}).setdefault(low.dtype, []).append(slot)
-        tickets, sent = [], []
-        for device, by_type in devices.items():
-            slots = [slot for group in by_type.values() for slot in group]
-            ends = [
-                torch.stack([self._ends[slot][end] for slot in group]).to(wide(device))
-                for end in (0, 1)
-                for group in by_type.values()
-            ]
-            ticket = transfer.send(torch.cat(ends))
-            if ticket is None:
-                return None
-            tickets.append(ticket)
-            sent.append(np.array(slots, dtype=np.int64))
-        return (tuple(tickets), tuple(sent)) if tickets else None
+            groups.setdefault((low.device, low.dtype), []).append(slot)
+        vectors = [
+            torch.stack([self._ends[slot][end] for end in (0, 1) for slot in slots]).to(wide(device))
+            for (device, _), slots in groups.items()
+        ]
+        return vectors, tuple(np.array(slots, dtype=np.int64) for slots in groups.values())
 
 
 # The sequence number of a node and the number of its output; `LEAF` and the number of a parameter, -1 if it is unknown.
@@ -197,7 +183,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentTape:
-    """The data of a record: a tape, and the slots of the vectors with its flags, see `Flags.send`."""
+    """The data of a record: a tape, and the slots of the vectors with its flags, see `Flags.vectors`."""
 
     tape: Tape
     slots: tuple[IntArray, ...]

@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, FlaggedTape, HeldTensor, TensorPlace, Value, operation
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, FlaggedTape, HeldTensor, TensorPlace, Value, operation
 
 NAMES = {"nan": "NaN", "inf": "Inf"}
 UNKNOWN = "unknown"
@@ -43,59 +43,6 @@ class Origin:
     routine: bool = False
 
 
-class OriginWriter:
-    """The origins of a tape, each with its sentence."""
-
-    def __init__(self, flagged: FlaggedTape) -> None:
-        self._flagged, self._tape = flagged, flagged.tape
-
-    def of_call(self, number: int, stage: str, kind: str, action: str, operation: str = "") -> Origin:
-        """Return the origin in a call of a module that did this, in an operation if it is known."""
-        call = self._tape.calls[number]
-        parts = [f"{call.layer} ({call.kind}) {action}"]
-        if operation and operation not in call.kind:
-            parts.append(f"in {operation}")
-        if call.number > 1:
-            parts.append(f"in call {call.number} of it")
-        if call.compiled:
-            parts.append("it is compiled, so its inside is not seen")
-        elif call.hidden:
-            parts.append(f"or it was {' or '.join(call.hidden)}, which is compiled")
-        routine = stage == "backward" and self._tape.scaled
-        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
-
-    def of_held(self, held: HeldTensor) -> Origin:
-        """Return the origin in a parameter or buffer."""
-        kind, stage = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
-        text = f"{stage} {held.name} was {NAMES[kind]} before the forward"
-        return Origin(held.layer, stage, kind, self._tape.step, text, held.name)
-
-    def of_batch(self, place: TensorPlace) -> Origin:
-        """Return the origin in an input of a model."""
-        kind, call = self._flagged.kind(place.slot), self._tape.calls[place.call]
-        return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {NAMES[kind]}")
-
-    def of_loss(self, kind: str, text: str) -> Origin:
-        """Return the origin behind the model."""
-        scaled = self._tape.scaled
-        return Origin("loss", "loss", kind, self._tape.step, f"{text}; outside of any module{_SCALED * scaled}", routine=scaled)
-
-    def of_reduction(self, parameters: list[str]) -> Origin:
-        """Return the origin where this process computed finite gradients only, and has others in the end."""
-        tape = self._tape
-        kind = self._flagged.any_of(tape.after[name] for name in parameters)
-        if not tape.ranks or tape.full:
-            return self.unknown(kind, "a gradient is not finite, and nothing was seen that made it so")
-        layer = next((held.layer for held in tape.held if held.name == parameters[0]), parameters[0])
-        overflow = " or the sum over ranks overflows" if kind == "inf" else ""
-        text = f"{NAMES[kind]} came with the reduction over ranks: the gradients of this rank were finite, another rank's were not"
-        return Origin(layer, "reduction", kind, tape.step, f"{text}{overflow}")
-
-    def unknown(self, kind: str, why: str) -> Origin:
-        """Return an origin without a place."""
-        return Origin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
-
-
 # Operations by which a mask puts -inf where it wants it, or passes it on.
 FILLS = frozenset((
     "MaskedFill", "Where", "Add", "Sub", "IndexPut", "IndexFill", "MaskedScatter", "Scatter", "CopySlices", "Fill", "Tril", "Triu",
@@ -118,8 +65,8 @@ class _Search:
     """One search through one tape."""
 
     def __init__(self, flagged: FlaggedTape) -> None:
-        self._flagged, self._write = flagged, OriginWriter(flagged)
-        self._tape = tape = flagged.tape
+        self._flagged, self._tape = flagged, flagged.tape
+        tape = flagged.tape
         self._starts = [start for start, _ in tape.began]
         self._by_value: dict[Value, list[int]] = {}
         for number, place in enumerate(tape.places):
@@ -160,7 +107,7 @@ class _Search:
     def _forward(self, ends: Iterable[Value | None], kind: str) -> Origin | None:
         places, held = self._behind([end for end in ends if end is not None])
         if held:
-            return self._write.of_held(held[0])
+            return self._of_held(held[0])
         if places:
             return self._blame(next((number for number in places if not self._is_intended(number)), places[0]))
         outputs = self._outputs()
@@ -169,8 +116,8 @@ class _Search:
         if not kind:
             return None
         if not self._tape.losses:
-            return self._write.unknown(kind, "the loss was not finite, and the model's outputs were")
-        return self._write.of_loss(kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets")
+            return self._unknown(kind, "the loss was not finite, and the model's outputs were")
+        return self._of_loss(kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets")
 
     def _behind(self, ends: list[Value]) -> tuple[list[int], list[HeldTensor]]:
         """Return what is not finite and has led to these values: places in the order of execution, and parameters."""
@@ -212,7 +159,7 @@ class _Search:
         tape = self._tape
         place = tape.places[number]
         if not place.output and tape.calls[place.call].parent == -1:
-            return self._write.of_batch(place)
+            return self._of_batch(place)
         call = place.call if place.output else tape.calls[place.call].parent
         kind = self._flagged.kind(place.slot)
         inputs = (other for other in tape.places if other.call == call and not other.output and other.value is None)
@@ -220,9 +167,9 @@ class _Search:
         if loose is not None and place.value is not None:
             return self._outside_of_graph(loose, call)
         if (own := self._own(call)) is not None:
-            return self._write.of_held(own)
+            return self._of_held(own)
         name = self._operation(place) if place.output else ""
-        return self._write.of_call(call, "forward", kind, f"gave {NAMES[kind]} for finite inputs", name)
+        return self._of_call(call, "forward", kind, f"gave {NAMES[kind]} for finite inputs", name)
 
     def _is_wrong(self, place: TensorPlace) -> bool:
         """Return whether it is not finite, and not a mask."""
@@ -236,7 +183,7 @@ class _Search:
         number = next((at for at in loose if self._root_of(tape.places[at].call) == root), tape.places.index(place))
         first = tape.places[number]
         is_batch = not first.output and tape.calls[first.call].parent == -1
-        return self._write.of_batch(first) if is_batch else self._blame(number)
+        return self._of_batch(first) if is_batch else self._blame(number)
 
     def _root_of(self, call: int) -> int:
         while self._tape.calls[call].parent != -1:
@@ -263,49 +210,76 @@ class _Search:
             if kind:
                 call, name = self._call_of(event.node), operation(self._tape.nodes[event.node].name)
                 if call == -1:
-                    return self._write.of_loss(kind, f"an operation after the model gave it in the backward ({name})")
+                    return self._of_loss(kind, f"an operation after the model gave it in the backward ({name})")
                 if (fed := self._fed(event.node)) is not None:
                     return fed
-                return self._write.of_call(call, "backward", kind, f"gave {NAMES[kind]} in the backward for finite gradients", name)
-        return self._write.of_reduction(new) if new and not given else None
+                return self._of_call(call, "backward", kind, f"gave {NAMES[kind]} in the backward for finite gradients", name)
+        return self._of_reduction(new) if new and not given else None
 
     def _fed(self, node: int) -> Origin | None:
         """Return where a value began that the forward gave to this operation, None if those were finite.
 
-        A value that the loss does not use, such as a fully masked row of attention, meets gradients of zero, and zero times NaN is
-        NaN.
+        Where the loss does not use it, as with a fully masked row of attention, its gradient is zero, and zero times NaN is NaN.
         """
         places, held = self._behind([edge for edge in self._tape.nodes[node].edges if edge is not None])
         if held:
-            return self._write.of_held(held[0])
+            return self._of_held(held[0])
         number = next((number for number in places if not self._is_intended(number)), None)
         return None if number is None else self._blame(number)
 
     def _arrived(self, node: int, kind: str) -> Origin:
         """Return who gave a gradient that is not finite to a node, where all that was seen to be given before was finite."""
-        givers = self._givers(node)
-        fired = {event.node for event in self._tape.events if not event.arrives}
-        silent = {self._call_of(giver) for giver in givers if giver not in fired}
-        if silent == {-1} or not (givers or self._tape.losses):
-            return self._write.of_loss(kind, "the gradient that came back to the model was not finite, its outputs were")
-        if len(silent) == 1:
-            return self._write.of_call(silent.pop(), "backward", kind, f"gave {NAMES[kind]} in the backward")
-        if not silent and kind == "inf" and len(givers) > 1:
-            return self._write.of_call(self._call_of(node), "backward", kind, "got gradients whose sum overflows")
-        return self._write.unknown(kind, "a gradient came from operations that were not seen")
-
-    def _givers(self, node: int) -> list[int]:
-        """Return the nodes that give gradients to this one, also through operations that only move values."""
-        givers: list[int] = []
-        ends = [node]
-        while ends:
-            end = ends.pop()
-            for number, other in self._tape.nodes.items():
-                if any(edge is not None and edge[0] == end for edge in other.edges):
-                    (ends if operation(other.name) in MOVES else givers).append(number)
-        return givers
+        nodes = self._tape.nodes.items()
+        givers = {self._call_of(number) for number, other in nodes if node in (edge[0] for edge in other.edges if edge is not None)}
+        # Operations of the loss had run before they could be hooked.
+        if -1 in givers or not (givers or self._tape.losses):
+            return self._of_loss(kind, "the gradient that came back to the model was not finite, its outputs were")
+        return self._unknown(kind, "a gradient came from operations that were not seen, or the sum of its parts overflowed")
 
     def _call_of(self, node: int) -> int:
         """Return the innermost call that has made a node, -1 if none has."""
         place = bisect.bisect_right(self._starts, node) - 1
         return -1 if place < 0 else self._tape.began[place][1]
+
+    # The origins
+
+    def _of_call(self, number: int, stage: str, kind: str, action: str, operation: str = "") -> Origin:
+        call = self._tape.calls[number]
+        parts = [f"{call.layer} ({call.kind}) {action}"]
+        if operation and operation not in call.kind:
+            parts.append(f"in {operation}")
+        if call.number > 1:
+            parts.append(f"in call {call.number} of it")
+        if call.compiled:
+            parts.append("it is compiled, so its inside is not seen")
+        elif call.hidden:
+            parts.append(f"or it was {' or '.join(call.hidden)}, which is compiled")
+        routine = stage == "backward" and self._tape.scaled
+        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
+
+    def _of_held(self, held: HeldTensor) -> Origin:
+        kind, stage = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
+        text = f"{stage} {held.name} was {NAMES[kind]} before the forward"
+        return Origin(held.layer, stage, kind, self._tape.step, text, held.name)
+
+    def _of_batch(self, place: TensorPlace) -> Origin:
+        kind, call = self._flagged.kind(place.slot), self._tape.calls[place.call]
+        return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {NAMES[kind]}")
+
+    def _of_loss(self, kind: str, text: str) -> Origin:
+        scaled = self._tape.scaled
+        return Origin("loss", "loss", kind, self._tape.step, f"{text}; outside of any module{_SCALED * scaled}", routine=scaled)
+
+    def _of_reduction(self, parameters: list[str]) -> Origin:
+        """Return the origin where this process computed finite gradients only, and has others in the end."""
+        tape = self._tape
+        kind = self._flagged.any_of(tape.after[name] for name in parameters)
+        if not tape.ranks or tape.full:
+            return self._unknown(kind, "a gradient is not finite, and nothing was seen that made it so")
+        layer = next((held.layer for held in tape.held if held.name == parameters[0]), parameters[0])
+        overflow = " or the sum over ranks overflows" if kind == "inf" else ""
+        text = f"{NAMES[kind]} came with the reduction over ranks: the gradients of this rank were finite, another rank's were not"
+        return Origin(layer, "reduction", kind, tape.step, f"{text}{overflow}")
+
+    def _unknown(self, kind: str, why: str) -> Origin:
+        return Origin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
