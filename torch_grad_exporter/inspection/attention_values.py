@@ -61,10 +61,10 @@ def of_call(  # noqa: PLR0917 - its parameters
     if mask is not None:
         mask = _split(mask.expand(*shape[:-2], shape[-2] * shape[-1], length, others), shape[-2:])
     q, k = q.expand(*shape, *q.shape[-2:]), k.expand(*shape, *k.shape[-2:])
-    picked = _Rows(shape[-3] if len(shape) > 2 else 1, length)
-    later = picked.later_keys(others, q.device) if is_causal else None
+    queries, keys = (torch.arange(count, device=q.device) for count in (length, others))
+    later = keys > queries[_picked(length), None] if is_causal else None
     rows = []
-    for q_part, k_part, mask_part in picked.parts(q, k, mask):
+    for q_part, k_part, mask_part in _parts(q, k, mask):
         logits = (q_part.to(accumulate) @ k_part.to(accumulate).transpose(-1, -2)) * factor
         biased, hidden = logits, later
         if mask_part is not None:
@@ -80,9 +80,8 @@ def of_logits(logits: torch.Tensor) -> torch.Tensor | None:
         return None
     # As one of several heads of queries, with keys of no width.
     logits = logits.detach()[(None,) * (4 - logits.dim())].unsqueeze(-3)
-    picked = _Rows(logits.shape[0], logits.shape[-2])
     rows = []
-    for part, _, _ in picked.parts(logits, logits.transpose(-1, -2)[..., :0], None):
+    for part, _, _ in _parts(logits, logits.transpose(-1, -2)[..., :0], None):
         values = part.to(torch.promote_types(part.dtype, torch.float32))
         rows.append(_of_rows(values, values, values <= HIDDEN))
     return _together(rows[0].new_full((), math.nan), rows)
@@ -93,39 +92,32 @@ def _split(tensor: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
     return tensor.unflatten(-3, heads)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Rows:
-    """Which query rows of which elements of a batch are picked: evenly spread, with the last row.
+def _picked(length: int) -> slice:
+    """Return which query rows are computed: evenly spread, with the last one."""
+    step = -(-length // ROWS)
+    return slice((length - 1) % step, None, step)
 
-    Of further dimensions the first element is.
+
+def _parts(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield views of picked queries, of keys and mask, each of few elements or of one head of keys.
+
+    Of a batch as many examples are picked, evenly spread, as their rows allow; of further dimensions the first element.
     """
-
-    def __init__(self, batch: int, length: int) -> None:
-        self._step = -(-length // ROWS)
-        self._first, self._length = (length - 1) % self._step, length
-        count = len(range(self._first, length, self._step))
-        self._batch_step = -(-batch // max(1, ROWS // count))
-
-    def later_keys(self, keys: int, device: torch.device) -> torch.Tensor:
-        """Return which keys come after the picked rows, shape (rows, keys)."""
-        rows = torch.arange(self._first, self._length, self._step, device=device)
-        return torch.arange(keys, device=device) > rows[:, None]
-
-    def parts(
-        self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Yield views of queries, keys and mask, each of few elements or of one head of keys."""
-        tensors = [q, k] if mask is None else [q, k, mask]
-        extra = q.dim() - 5
-        tensors = [tensor[(0,) * extra] if extra > 0 else tensor[(None,) * -extra] for tensor in tensors]
-        q, k, *masks = (tensor[:: self._batch_step] for tensor in tensors)
-        q, *masks = (tensor[..., self._first :: self._step, :] for tensor in (q, *masks))
-        heads, shared, rows, _ = q.shape[1:]
-        each = shared * k.shape[-2] * (rows + k.shape[-1])
-        of_batch, of_heads = max(1, ELEMENTS // (each * heads)), max(1, ELEMENTS // each)
-        for batch in range(0, len(q), of_batch):
-            for head in range(0, heads, of_heads):
-                part = slice(batch, batch + of_batch), slice(head, head + of_heads)
-                yield q[part], k[part], masks[0][part] if masks else None
+    tensors = [q, k] if mask is None else [q, k, mask]
+    extra = q.dim() - 5
+    q, k, *masks = (tensor[(0,) * extra] if extra > 0 else tensor[(None,) * -extra] for tensor in tensors)
+    q, *masks = (tensor[..., _picked(q.shape[-2]), :] for tensor in (q, *masks))
+    examples = slice(None, None, -(-len(q) // max(1, ROWS // q.shape[-2])))
+    q, k, *masks = (tensor[examples] for tensor in (q, k, *masks))
+    heads, shared, rows, _ = q.shape[1:]
+    each = shared * k.shape[-2] * (rows + k.shape[-1])
+    of_batch, of_heads = max(1, ELEMENTS // (each * heads)), max(1, ELEMENTS // each)
+    for batch in range(0, len(q), of_batch):
+        for head in range(0, heads, of_heads):
+            part = slice(batch, batch + of_batch), slice(head, head + of_heads)
+            yield q[part], k[part], masks[0][part] if masks else None
 
 
 def _of_rows(logits: torch.Tensor, biased: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:

@@ -23,7 +23,6 @@ from torch_grad_exporter.statistics.layout import ORDINARY
 # Small tensors of one module that are kept before they are put together, as where a module is called for each time step.
 HELD = 16
 
-
 _ROW = [Column.NORM, Column.ZEROS, Column.NANS, Column.INFS]
 
 
@@ -58,8 +57,8 @@ class Tally:
     @classmethod
     def of_gradient(cls, gradient: torch.Tensor) -> Tally:
         """Measure the gradient of an output: a plain real tensor."""
-        norms = single.norms(gradient)
-        return cls(gradients=[norm if isinstance(norm, torch.Tensor) else _numbers([norm]) for norm in norms])
+        norms = (torch.as_tensor(norm, dtype=torch.float64 if isinstance(norm, float) else None) for norm in single.norms(gradient))
+        return cls(gradients=[norm.reshape(1) for norm in norms])
 
     def include(self, other: Tally) -> None:
         """Add another tally, of the same module and device. Keep at most `HELD` small tensors of each kind."""
@@ -92,10 +91,6 @@ class Tally:
         return self.gradients[0] if len(self.gradients) == 1 else torch.linalg.vector_norm(torch.cat(self.gradients)).reshape(1)
 
 
-def _numbers(values: Sequence[float] | FloatArray) -> torch.Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.float64))
-
-
 def _on_host(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row and peaks. For the peak of a unit that is not zero stands that of all units, which is no smaller."""
     values = resolved(values)
@@ -105,11 +100,11 @@ def _on_host(values: torch.Tensor, unit_dim: int | None) -> tuple[torch.Tensor, 
         measured = columns[0][_ROW], float(np.maximum(abs(columns[0][Column.MIN]), abs(columns[0][Column.MAX])))
     row, peak = measured
     units = 1 if unit_dim is None else values.shape[unit_dim]
-    peaks = _numbers([peak] * units)
+    peaks = torch.full((units,), peak, dtype=torch.float64)
     if unit_dim is not None and row[1] >= values.numel() // units:  # else no unit can be zero
         others = [dim for dim in range(values.dim()) if dim != unit_dim]
         peaks.masked_fill_(~(values != 0).any(dim=others), 0.0)
-    return _numbers(row), peaks
+    return torch.from_numpy(np.array(row, dtype=np.float64)), peaks
 
 
 def _fast(values: torch.Tensor) -> tuple[Sequence[float] | FloatArray, float] | None:
@@ -228,32 +223,27 @@ def packed(labelled: Sequence[tuple[str, Tally]]) -> tuple[PackedTallies, torch.
 
     Few operations are launched, as tallies with the same number of units share theirs.
     """
-    labelled = sorted(labelled, key=lambda pair: len(_peaks(pair[1])))
-    tallies = [tally for _, tally in labelled]
+    known = [(tally.peaks, label, tally) for label, tally in labelled if tally.peaks is not None]
+    known.sort(key=lambda each: len(each[0]))
+    tallies = [tally for _, _, tally in known]
     parts = [torch.stack([tally.row() for tally in tallies]).reshape(-1)]
     of_units = []
-    for _, several in itertools.groupby(tallies, key=lambda tally: len(_peaks(tally))):
+    for _, several in itertools.groupby(known, key=lambda each: len(each[0])):
         group = [*several]
-        peaks = torch.stack([_peaks(tally) for tally in group])
+        peaks = torch.stack([peaks for peaks, _, _ in group])
         # Kurtosis of outlier features: He et al., "Understanding and minimising outlier features in transformer training" (2024).
         nothing = torch.full_like(peaks[0], math.nan)
-        squares = torch.stack([nothing if tally.squares is None else tally.squares for tally in group])
+        squares = torch.stack([nothing if tally.squares is None else tally.squares for _, _, tally in group])
         kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).square()
-        spread = (
-            squares.amax(dim=1) / squares.sort(dim=1).values[:, (squares.shape[1] - 1) // 2]
-        ).sqrt()  # `median` may not be deterministic
+        median = squares.sort(dim=1).values[:, (squares.shape[1] - 1) // 2]  # `torch.median` may not be deterministic
+        spread = (squares.amax(dim=1) / median).sqrt()
         of_units.append(torch.stack((peaks.amax(dim=1), (peaks == 0).sum(dim=1, dtype=peaks.dtype), kurtosis, spread)))
     parts.append(torch.cat(of_units, dim=1).reshape(-1))
     gradients = [tally.gradient() for tally in tallies if tally.gradients]
     packing = PackedTallies(
-        tuple(label for label, _ in labelled),
+        tuple(label for _, label, _ in known),
         np.array([tally.elements for tally in tallies], dtype=np.int64),
         np.array([tally.units for tally in tallies], dtype=np.int64),
         np.array([bool(tally.gradients) for tally in tallies], dtype=np.bool_),
     )
     return packing, torch.cat([*parts, *gradients])
-
-
-def _peaks(tally: Tally) -> torch.Tensor:
-    assert tally.peaks is not None  # noqa: S101 - only tallies with outputs are packed
-    return tally.peaks

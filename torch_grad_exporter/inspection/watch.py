@@ -182,7 +182,7 @@ class WatchedTensors(Inspection):
         self._tallies.forget()
 
     def close(self) -> None:
-        """Measure and clip nothing from here on; takes no lock."""
+        """Measure and clip nothing from here on."""
         self._closed = True
 
     # Hooks

@@ -141,6 +141,12 @@ def number_of(node: Any) -> int:  # noqa: ANN401 - a node
 _ACCUMULATES = 2**64 - 1
 
 
+def operation(node: torch.autograd.graph.Node) -> str:
+    """Return the name of the operation that made a node: `Relu` for `ReluBackward0`."""
+    name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    return name.rpartition(".")[2]  # a compiled or custom function shows its path
+
+
 def started_from(frame: types.FrameType | None) -> Sequence[torch.Tensor]:
     """Return the tensors that the nearest backward among the callers has started from; none where that is not to be seen."""
     code = torch.autograd.backward.__code__

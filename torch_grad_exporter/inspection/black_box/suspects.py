@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,14 +25,6 @@ KEPT_SECONDS = {NONFINITE: 60.0, LOSS: 600.0, NORM: 600.0}
 LATE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """A moment of the training that something is wrong with. `at`: seconds of the clock when it was last seen."""
-
-    forwards: tuple[int, ...]
-    at: float
-
-
 class Suspects:
     """Pins the batches of the first non-finite gradient or loss, and of the last jumps. Belongs to the worker, but for `of`.
 
@@ -43,15 +34,16 @@ class Suspects:
 
     def __init__(self, ring: BatchRing, requests: Requests, clock: Callable[[], float] = time.monotonic) -> None:
         self._ring, self._requests, self._clock = ring, requests, clock
-        self._suspicions: dict[str, Suspicion] = {}
+        # By the reason, the forwards that it pins, and when it was last seen.
+        self._suspicions: dict[str, tuple[tuple[int, ...], float]] = {}
         self._baselines = {LOSS: Baseline(loss=True), NORM: Baseline()}
         self.finite, self._forward, self._began = True, -1, -2
         self._spiking: set[str] = set()
 
     def of(self, kind: str) -> tuple[int, ...]:
         """Return the forwards that are pinned by this reason, none if there are none. From any thread."""
-        suspicion = self._suspicions.get(kind)
-        return () if suspicion is None else suspicion.forwards
+        forwards, _ = self._suspicions.get(kind, ((), 0.0))
+        return forwards
 
     def written(self, kind: str) -> None:
         """Unpin what was written. From any thread."""
@@ -63,7 +55,9 @@ class Suspects:
         if not values:
             self._forward = record.round
             self._ring.seen = record.round - LATE
-            self._expire()
+            for kind, (_, at) in tuple(self._suspicions.items()):
+                if self._clock() - at > KEPT_SECONDS[kind]:
+                    self.written(kind)
         else:
             self._judge(all(np.isfinite(each).all() for each in values), record.round)
 
@@ -91,13 +85,12 @@ class Suspects:
 
     def _judge(self, finite: bool, forward: int) -> None:
         """Pin the batches where NaN or Inf begins: what follows is its consequence."""
-        known = self._suspicions.get(NONFINITE)
         if not finite and self.finite and forward > self._began + 1:  # else it is the same one, seen by another value
             self._began = forward
             self._pin(NONFINITE, forward)
             self._requests.arm(1, SOURCE)
-        elif not finite and known is not None:
-            self._suspicions[NONFINITE] = Suspicion(known.forwards, self._clock())
+        elif not finite and (forwards := self.of(NONFINITE)):
+            self._suspicions[NONFINITE] = forwards, self._clock()
         self.finite = finite
 
     def _judge_size(self, kind: str, value: float, forward: int) -> None:
@@ -111,9 +104,4 @@ class Suspects:
         forwards = self._ring.latest(forward)
         if forwards:
             self._ring.pins[kind] = forwards
-            self._suspicions[kind] = Suspicion(forwards, self._clock())
-
-    def _expire(self) -> None:
-        for kind, suspicion in tuple(self._suspicions.items()):
-            if self._clock() - suspicion.at > KEPT_SECONDS[kind]:
-                self.written(kind)
+            self._suspicions[kind] = forwards, self._clock()

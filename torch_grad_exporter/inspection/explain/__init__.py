@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.inspection.explain.cuts import CutCollector
 from torch_grad_exporter.inspection.explain.explanation import Explanation, draw
-from torch_grad_exporter.inspection.explain.graph import GradientHooks, Graph, Places, Where
+from torch_grad_exporter.inspection.explain.graph import Graph, Places, Where
 from torch_grad_exporter.inspection.explain.saved_state import SavedState
 from torch_grad_exporter.inspection.explain.verdicts import Judge, NamedParameter, Row, Verdict
 from torch_grad_exporter.model import given
@@ -71,26 +71,25 @@ def explain(
     elif not callable(function):
         raise TypeError(f"function={function!r}: expected a callable that returns the loss, or the loss, a tensor")
     graph = Graph([named.parameter for named in parameters])
-    gradients = GradientHooks(graph, [named.parameter for named in parameters])
     with SavedState(models.values(), owners), contextlib.ExitStack() as stack:
-        stack.callback(gradients.drop)
+        stack.callback(graph.drop)
         cuts = None
         if isinstance(function, torch.Tensor):
-            _backward(function, gradients, keep_graph=True)
+            _backward(function, graph, keep_graph=True)
         else:
-            cuts = CutCollector(graph, Places(_modules(models)), gradients)
-            gradients.hook_parameters()
+            cuts = CutCollector(graph, Places(_modules(models)))
+            graph.hook_parameters()
             with uncompiled(), cuts:
                 result = function()
-            _finish(result, gradients)
-        judge = Judge(graph, gradients, cuts, owners, parameters)
+            _finish(result, graph)
+        judge = Judge(graph, cuts, owners, parameters)
         rows = judge.rows()
         return Explanation(tuple(rows), judge.notes(), draw(judge, rows))
 
 
-def _finish(result: object, gradients: GradientHooks) -> None:
+def _finish(result: object, graph: Graph) -> None:
     """Run a backward from the loss that the function has returned, unless it has run one itself."""
-    if gradients.roots or gradients.arrived:
+    if graph.roots or graph.arrived:
         return
     if result is None:
         raise ValueError("function: it returned nothing and ran no backward(); let it return the loss")
@@ -99,15 +98,15 @@ def _finish(result: object, gradients: GradientHooks) -> None:
         raise TypeError(f"function: it returned {kind} and ran no backward(); let it return the loss, a tensor with one element")
     _check_loss(result)
     if result.requires_grad:
-        _backward(result, gradients, keep_graph=False)
+        _backward(result, graph, keep_graph=False)
     else:
-        gradients.roots.append(result)
-        gradients.hook_parameters()
+        graph.roots.append(result)
+        graph.hook_parameters()
 
 
-def _backward(loss: torch.Tensor, gradients: GradientHooks, *, keep_graph: bool) -> None:
+def _backward(loss: torch.Tensor, graph: Graph, *, keep_graph: bool) -> None:
     try:
-        gradients.run(loss, keep_graph=keep_graph)
+        graph.run(loss, keep_graph=keep_graph)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise

@@ -20,8 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.inspection.explain.graph import GradientHooks, Graph, Places, Where, union
+from torch_grad_exporter.inspection.explain.graph import Graph, Places, Where, union
 from torch_grad_exporter.torch_compat.autograd import graph_task
 
 # Cuts that are kept apart; later ones of the same line and operation are one.
@@ -92,12 +91,11 @@ class CutCollector(TorchFunctionMode):
         cuts: In the order of the forward; bit `i` of a set of cuts stands for number `i`.
         used: Where each parameter, by its bit, was used first.
         escaped: The cuts whose values left PyTorch.
-        failures: Its own failures, which change nothing for the function.
     """
 
-    def __init__(self, graph: Graph, places: Places, gradients: GradientHooks) -> None:
+    def __init__(self, graph: Graph, places: Places) -> None:
         super().__init__()
-        self._graph, self._places, self._gradients = graph, places, gradients
+        self._graph, self._places = graph, places
         self._carried: Any = WeakTensorKeyDictionary()
         # The numbers that tensors became, by `id`, with the cuts of each; kept, so that no other number gets the same `id`.
         self._numbers: dict[int, tuple[float, int]] = {}
@@ -107,8 +105,6 @@ class CutCollector(TorchFunctionMode):
         self.cuts: list[Cut] = []
         self.used: dict[int, Where] = {}
         self.escaped = 0
-        self.failures: list[Exception] = []
-        self._guard = Guard(self.failures.append)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - PyTorch's
         """Run the function unchanged, and inspect its arguments and its result."""
@@ -116,10 +112,10 @@ class CutCollector(TorchFunctionMode):
         if graph_task() != -1:  # a checkpoint's second forward, where PyTorch passes no call of `backward` to a mode
             return func(*args, **kwargs)
         name = _name_of(func)
-        given = self._guard.result(self._before, name, args, kwargs)
+        given = self._graph.guard.result(self._before, name, args, kwargs)
         result = func(*args, **kwargs)
         if given is not None:
-            self._guard(self._after, name, given, args, result)
+            self._graph.guard(self._after, name, given, args, result)
         return result
 
     def carried(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -132,7 +128,7 @@ class CutCollector(TorchFunctionMode):
 
     def _before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         if name == "backward":
-            self._gradients.begin([leaf for leaf in _leaves(args[:1] or list(kwargs.values())) if isinstance(leaf, torch.Tensor)])
+            self._graph.begin([leaf for leaf in _leaves(args[:1] or list(kwargs.values())) if isinstance(leaf, torch.Tensor)])
         if name == "_set_grad_enabled" and args and not args[0]:
             self._off = self._places.here()
         if name in _IGNORED:

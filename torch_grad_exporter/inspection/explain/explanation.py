@@ -15,9 +15,10 @@ from pathlib import Path
 from torch.autograd.graph import Node
 
 from torch_grad_exporter.files import write_output
-from torch_grad_exporter.inspection.explain.graph import GradientState, followers, is_accumulator, operation
+from torch_grad_exporter.inspection.explain.graph import GradientState, followers, is_accumulator
 from torch_grad_exporter.inspection.explain.verdicts import Judge, Row, Verdict
 from torch_grad_exporter.model.folding import fold
+from torch_grad_exporter.torch_compat.autograd import operation
 
 # Boxes of the graph at most; there may be as many of parameters that are not in it, and one for the rest.
 BOXES = 200
@@ -47,7 +48,7 @@ class Drawing:
 
 def draw(judge: Judge, rows: Sequence[Row]) -> Drawing:
     """Return the graph of what was seen; it keeps nothing of it."""
-    nodes = judge.graph.below(judge.gradients.roots)
+    nodes = judge.graph.below(judge.graph.roots)
     named = {id(named.parameter): number for number, named in enumerate(judge.parameters)}
     boxes, modules = {}, {}
     for node in nodes:
@@ -76,13 +77,13 @@ def _box(node: Node, judge: Judge, named: dict[int, int]) -> tuple[Box, str]:
         if number is None:
             return Box("a tensor", None, "a leaf that is not a parameter of the model"), ""
         parameter = judge.parameters[number]
-        state = judge.gradients.arrived.get(number, GradientState.MISSING)
+        state = judge.graph.arrived.get(number, GradientState.MISSING)
         return Box(parameter.name, state, f"gradient {state}"), parameter.layer
     place = judge.graph.places.get(node)
     used = (named.get(id(getattr(following, "variable", None))) for following in followers(node))
     layer = next((judge.parameters[number].layer for number in used if number is not None), "")
     module = place.module if place is not None else layer
-    known = judge.gradients.states.get(node)
+    known = judge.graph.states.get(node)
     if known is None and judge.graph.behind_node(node):  # a node that leads to no parameter of the model need not run
         known = GradientState.MISSING
     title = f"{node.name()} {place or ''}: gradient {'not needed' if known is None else known}"

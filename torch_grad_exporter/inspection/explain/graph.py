@@ -86,17 +86,59 @@ def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
+class GradientState(enum.IntEnum):
+    """What a gradient is worth; the larger, the worse."""
+
+    OK = 0
+    ZERO = 1  # everywhere
+    MISSING = 2
+    NONFINITE = 3
+
+    def __str__(self) -> str:
+        return "not finite" if self is GradientState.NONFINITE else self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A node that got a better gradient than it passed on to `following`. `state`: of what it passed on."""
+
+    node: Node
+    following: Node
+    state: GradientState
+
+
 class Graph:
-    """Which parameters are behind a tensor, and where each node was made.
+    """Which parameters are behind a tensor, where each node was made, and what its backwards have shown.
 
     A set of parameters is an integer, in which bit `i` stands for parameter number `i`, so a union costs nothing. Keeps the nodes
-    that it met, and with them what they saved, until it is dropped. `places`: where nodes of a watched forward were made.
+    that it met, and with them what they saved, until it is dropped, but no gradient. It reads values of gradients, and so waits for
+    the device.
+
+    Attributes:
+        places: Where nodes of a watched forward were made.
+        roots: Where backwards began, in order.
+        trained: The parameters that required a gradient when one began.
+        arrived: The state of what arrived at each parameter, by number; of several gradients the best, unless one is not finite.
+        turns: In the order of the backward.
+        states: The worst of what arrived at each node; only of nodes that ran.
+        failures: Its own failures, and those of what watches the forward; none reaches the user's function.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
         self.bits = {id(parameter): 1 << number for number, parameter in enumerate(parameters)}
         self._behind: dict[Node, int] = {}  # each node after all that get a gradient from it
+        self._hooks, self._hooked = contextlib.ExitStack(), set[Node]()
         self.places: dict[Node, Where] = {}
+        self.roots: list[torch.Tensor] = []
+        self.trained = 0
+        self.arrived: dict[int, GradientState] = {}
+        self.turns: list[Turn] = []
+        self.states: dict[Node, GradientState] = {}
+        self.failures: list[Exception] = []
+        self.guard = Guard(self.failures.append)
+
+    # The forward
 
     def behind(self, tensor: torch.Tensor, places: Places | None = None) -> int:
         """Return the parameters that a gradient of the tensor reaches. New nodes are noted as made by what runs now in `places`."""
@@ -141,78 +183,7 @@ class Graph:
                 stack += followers(node)
         return [node for node in reversed(self._behind) if node in reached]
 
-
-def followers(node: Node) -> list[Node]:
-    """Return the nodes that get a gradient from this one."""
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def operation(node: Node) -> str:
-    """Return the name of the operation that made a node: `relu` for `ReluBackward0`."""
-    name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
-    return name.rpartition(".")[2]  # a compiled or custom function shows its path
-
-
-def is_accumulator(node: Node) -> bool:
-    """Return whether the node accumulates a leaf's gradient."""
-    return getattr(node, "variable", None) is not None
-
-
-def union(sets: Iterable[int]) -> int:
-    """Return all that is in one of the sets."""
-    total = 0
-    for parameters in sets:
-        total |= parameters
-    return total
-
-
-class GradientState(enum.IntEnum):
-    """What a gradient is worth; the larger, the worse."""
-
-    OK = 0
-    ZERO = 1  # everywhere
-    MISSING = 2
-    NONFINITE = 3
-
-    def __str__(self) -> str:
-        return "not finite" if self is GradientState.NONFINITE else self.name.lower()
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A node that got a better gradient than it passed on to `following`. `state`: of what it passed on."""
-
-    node: Node
-    following: Node
-    state: GradientState
-
-
-class GradientHooks:
-    """Hooks on the nodes of a graph for the time of its backwards, and what they saw. Holds no gradient.
-
-    It reads values of gradients and so waits for the device.
-
-    Attributes:
-        roots: Where backwards began, in order.
-        trained: The parameters that required a gradient when one began.
-        arrived: The state of what arrived at each parameter, by number; of several gradients the best, unless one is not finite.
-        turns: In the order of the backward.
-        states: The worst of what arrived at each node; only of nodes that ran.
-        failures: Its own failures, which reach no backward.
-    """
-
-    def __init__(self, graph: Graph, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._graph = graph
-        self._parameters = parameters
-        self._hooks = contextlib.ExitStack()
-        self._hooked: set[Node] = set()
-        self.roots: list[torch.Tensor] = []
-        self.trained = 0
-        self.arrived: dict[int, GradientState] = {}
-        self.turns: list[Turn] = []
-        self.states: dict[Node, GradientState] = {}
-        self.failures: list[Exception] = []
-        self._guard = Guard(self.failures.append)
+    # The backward
 
     def hook_parameters(self) -> None:
         """Note which parameters require a gradient now, and hook them."""
@@ -228,7 +199,7 @@ class GradientHooks:
         """Hook what a backward from these tensors, which is about to begin, may pass."""
         self.roots += roots
         self.hook_parameters()
-        for node in self._graph.below(roots):
+        for node in self.below(roots):
             if node not in self._hooked and not is_accumulator(node):
                 self._hooked.add(node)
                 self._hooks.callback(node.register_hook(self._guarded(self._passed_on, node)).remove)
@@ -236,17 +207,17 @@ class GradientHooks:
     def run(self, loss: torch.Tensor, *, keep_graph: bool) -> None:
         """Run a backward from the loss that leaves `.grad` alone, unless a reentrant checkpoint needs a usual one."""
         self.begin([loss])
-        if any(node.name() == REENTRANT for node in self._graph.below([loss])):
+        if any(node.name() == REENTRANT for node in self.below([loss])):
             loss.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
             return
-        behind = self._graph.behind(loss)
+        behind = self.behind(loss)
         numbers = [n for n, p in enumerate(self._parameters) if p.requires_grad and behind >> n & 1]
         if not numbers or loss.grad_fn is None:
             return
         inputs = [self._parameters[number] for number in numbers]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=keep_graph)
         for number, gradient in zip(numbers, gradients, strict=True):
-            self._guard(self._arrived, number, (gradient,))
+            self.guard(self._arrived, number, (gradient,))
 
     def drop(self) -> None:
         """Remove all hooks and release the graph; idempotent."""
@@ -256,7 +227,7 @@ class GradientHooks:
 
     def _guarded(self, action: Callable[..., object], of: object) -> Callable[..., None]:
         def hook(*gradients: object) -> None:
-            self._guard(action, of, *gradients)
+            self.guard(action, of, *gradients)
 
         return hook
 
@@ -279,6 +250,24 @@ class GradientHooks:
             spoiled = state is GradientState.NONFINITE and worst is not GradientState.NONFINITE
             if spoiled or (state is not GradientState.OK and best is GradientState.OK):
                 self.turns.append(Turn(node, following, state))
+
+
+def followers(node: Node) -> list[Node]:
+    """Return the nodes that get a gradient from this one."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def is_accumulator(node: Node) -> bool:
+    """Return whether the node accumulates a leaf's gradient."""
+    return getattr(node, "variable", None) is not None
+
+
+def union(sets: Iterable[int]) -> int:
+    """Return all that is in one of the sets."""
+    total = 0
+    for parameters in sets:
+        total |= parameters
+    return total
 
 
 def _state_of(gradient: torch.Tensor) -> GradientState:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.inspection.explain.cuts import Cut, CutCollector, CutKind
-from torch_grad_exporter.inspection.explain.graph import REENTRANT, GradientHooks, GradientState, Graph, Where, operation
+from torch_grad_exporter.inspection.explain.graph import REENTRANT, GradientState, Graph, Where
 from torch_grad_exporter.model.optimizers import has_copies, owned_by
+from torch_grad_exporter.torch_compat.autograd import operation
 from torch_grad_exporter.torch_compat.compiler import runs_compiled
 
 # A reentrant checkpoint that is in no graph, and how to mend that.
@@ -74,10 +75,9 @@ class NamedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The judge of parameters, by what was seen. `cuts` is None where there is only a loss, a root of `gradients`."""
+    """The judge of parameters, by what was seen. `cuts` is None where there is only a loss, a root of `graph`."""
 
     graph: Graph
-    gradients: GradientHooks
     cuts: CutCollector | None
     optimizers: Sequence[torch.optim.Optimizer]
     parameters: Sequence[NamedParameter]
@@ -99,18 +99,18 @@ class Judge:
 
     def _verdict(self, number: int) -> tuple[Verdict, Where | None, str]:
         bit = 1 << number
-        state = self.gradients.arrived.get(number, GradientState.MISSING)
+        state = self.graph.arrived.get(number, GradientState.MISSING)
         if state is GradientState.OK:
             return Verdict.OK, None, ""
-        if state is GradientState.MISSING and not self.gradients.trained & bit:
+        if state is GradientState.MISSING and not self.graph.trained & bit:
             return Verdict.FROZEN, None, "requires_grad is False"
-        if state is GradientState.MISSING and not any(self.graph.behind(root) & bit for root in self.gradients.roots):
+        if state is GradientState.MISSING and not any(self.graph.behind(root) & bit for root in self.graph.roots):
             return self._outside_the_graph(bit)
         return self._spoiled(bit, state)
 
     def _spoiled(self, bit: int, state: GradientState) -> tuple[Verdict, Where | None, str]:
         """Return what the first node, in the order of the backward, says that passed on such a gradient towards the parameter."""
-        turns = (turn for turn in self.gradients.turns if turn.state is state)
+        turns = (turn for turn in self.graph.turns if turn.state is state)
         turn = next((turn for turn in turns if self.graph.behind_node(turn.following) & bit), None)
         if turn is None and state is GradientState.MISSING:
             return Verdict.UNKNOWN, None, "it is in the graph, and no gradient was seen to arrive"
@@ -126,9 +126,9 @@ class Judge:
     def _outside_the_graph(self, bit: int) -> tuple[Verdict, Where | None, str]:
         if self.cuts is None:
             return Verdict.NOT_IN_GRAPH, None, "give the function that computes the loss, to see whether it was cut off"
-        seen = [cut for cut in self.cuts.of(self.cuts.carried(self.gradients.roots)) if cut.lost & bit]
+        seen = [cut for cut in self.cuts.of(self.cuts.carried(self.graph.roots)) if cut.lost & bit]
         if seen:
-            in_graph = any(node.name() == REENTRANT for node in self.graph.below(self.gradients.roots))
+            in_graph = any(node.name() == REENTRANT for node in self.graph.below(self.graph.roots))
             if not in_graph and all(cut.operation == CHECKPOINT for cut in seen):
                 return Verdict.DETACHED_AT, seen[0].where, f"{CHECKPOINT}; {WITHOUT_GRADIENTS}"
             return _of_cuts(seen)
@@ -136,7 +136,7 @@ class Judge:
         if escaped is not None:
             note = f"{escaped.operation}: its value left PyTorch, so whether the loss depends on it cannot be seen"
             return Verdict.UNKNOWN, escaped.where, note
-        if self.cuts.failures:
+        if self.graph.failures:
             return Verdict.UNKNOWN, None, "watching the forward failed"
         used = self.cuts.used.get(bit)
         note = "not used in the forward" if used is None else "used here, and the loss does not depend on the result"
@@ -144,13 +144,13 @@ class Judge:
 
     def notes(self) -> tuple[str, ...]:
         """Return what concerns the loss, the optimizers, or the run as a whole."""
-        roots = self.gradients.roots
+        roots = self.graph.roots
         notes = [f"the loss is {root.item()}" for root in roots if root.numel() == 1 and not bool(torch.isfinite(root).all())]
         if roots and not any(root.requires_grad for root in roots):
             notes.append("the loss requires no gradient: backward() would raise")
         # Where the backward first passed on a gradient that a parameter has in the end, and that is bad.
-        for turn in self.gradients.turns:
-            behind, arrived = self.graph.behind_node(turn.following), self.gradients.arrived
+        for turn in self.graph.turns:
+            behind, arrived = self.graph.behind_node(turn.following), self.graph.arrived
             if any(behind >> i & 1 and arrived.get(i, GradientState.MISSING) is turn.state for i in range(len(self.parameters))):
                 at = f"{operation(turn.node)} {self.graph.places.get(turn.node) or ''}".strip()
                 notes.append(f"the first bad gradient in the backward is {turn.state}: from {at} on")
@@ -171,8 +171,7 @@ class Judge:
                 )
         if runs_compiled():
             notes.append("compiled parts ran compiled: what is in them cannot be seen before PyTorch 2.6")
-        failures = [*self.gradients.failures, *(self.cuts.failures if self.cuts is not None else ())]
-        if failures:
+        if failures := self.graph.failures:
             notes.append(f"watching failed {len(failures)} times, first with {type(failures[0]).__name__}: {failures[0]}")
         return tuple(notes)
 

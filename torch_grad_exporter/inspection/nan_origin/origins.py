@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHoo
 from torch_grad_exporter.inspection.measuring import VectorSender
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
-from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, SentTape
+from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, Tape
 from torch_grad_exporter.inspection.nan_origin.verdict import Origin, origin_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
@@ -93,8 +92,8 @@ class Origins:
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Judge a tape."""
-        assert isinstance(record.data, SentTape)  # noqa: S101 - only `NanOrigin` sends records of this name
-        flagged = record.data.flagged(values)
+        assert isinstance(record.data, Tape)  # noqa: S101 - only `NanOrigin` sends records of this name
+        flagged = FlaggedTape.of(record.data, values)
         losses, self._losses = self._losses, 0
         origin = origin_of(flagged, loss_was_nonfinite=losses > 0)
         if origin is not None:
@@ -103,10 +102,7 @@ class Origins:
             if finite is None or self._reported_at < finite or origin.step <= self._reported_at:
                 self._reported_at = origin.step
                 self._report(origin)
-        self._remember(flagged)
-
-    def _remember(self, flagged: FlaggedTape) -> None:
-        """Note which parameters are finite; what was known of their layers ends with that."""
+        # What was known of a layer ends where its parameters are finite.
         nonfinite = {held.layer for held in flagged.tape.held if flagged.kind(held.slot)}
         for held in flagged.tape.held:
             if not flagged.kind(held.slot):
@@ -125,20 +121,18 @@ class Origins:
         if new and self._lines < LINES:
             self._lines += 1
             log = inform if origin.routine else warn
-            log("nan_origin: at step %d %s", origin.step, self._dated(origin).text)
+            log("nan_origin: at step %d %s%s", origin.step, origin.text, self._since_when(origin))
 
-    def _dated(self, origin: Origin) -> Origin:
-        """Add since when a parameter or buffer is not finite, as far as that is known."""
+    def _since_when(self, origin: Origin) -> str:
+        """Return since when a parameter or buffer is not finite, as far as that is known."""
         if not origin.parameter:
-            return origin
+            return ""
         first, finite = self._since.get(origin.layer), self._finite_at.get(origin.parameter)
         if finite is not None:
-            since = f"it was finite at step {finite}"
-        elif first is not None and first < origin.step:
-            since = f"non-finite since step {first}, when gradients of its layer first were"
-        else:
-            since = f"non-finite since before step {origin.step}"
-        return replace(origin, text=f"{origin.text}; {since}")
+            return f"; it was finite at step {finite}"
+        if first is not None and first < origin.step:
+            return f"; non-finite since step {first}, when gradients of its layer first were"
+        return f"; non-finite since before step {origin.step}"
 
 
 # Forwards at most that an alarm arms, since a round that is skipped may not show its end.
@@ -254,5 +248,5 @@ class NanOrigin(Inspection, ForwardObserver):
         if recording is None:
             return
         tape = recording.finish(backward=backward, scaled=self._loss_scale.has_scaler)
-        vectors, slots = recording.flags.vectors()
-        self._sender.send(self._number, vectors, SentTape(tape, slots))
+        vectors, tape.slots = recording.flags.vectors()
+        self._sender.send(self._number, vectors, tape)

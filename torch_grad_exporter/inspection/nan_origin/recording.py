@@ -31,11 +31,10 @@ from torch_grad_exporter.inspection.nan_origin.tape import (
     TapedNode,
     TensorPlace,
     Value,
-    operation,
 )  # fmt: skip
 from torch_grad_exporter.inspection.tensors import tensors_in
 from torch_grad_exporter.model.names import clean, joined, uncompiled
-from torch_grad_exporter.torch_compat.autograd import graph_task, next_sequence, number_of, started_from, version_of
+from torch_grad_exporter.torch_compat.autograd import graph_task, next_sequence, number_of, operation, started_from, version_of
 from torch_grad_exporter.torch_compat.modules import parameters_in
 
 # Calls of modules, and nodes of the graph, in one recording at most.
@@ -173,7 +172,7 @@ class Recording:
 
     def _hook_after(self, nodes: list[tuple[int, Any]]) -> None:
         for number, node in nodes:
-            if operation(self.tape.nodes[number].name) not in MOVES:
+            if self.tape.nodes[number].name not in MOVES:
                 node.register_hook(functools.partial(self._passes, self, number))
 
     def gradients(self, number: int, gradients: Iterable[object], *, arrives: bool) -> None:
@@ -217,7 +216,7 @@ class Recording:
                     edges.append((LEAF, self._leaves.get(id(behind.variable), -1)) if leaf else (number_of(behind), output))
                     starts.append(behind)
             leaves = tuple(behind is not None and _leads_to_leaf(behind) for behind, _ in node.next_functions)
-            known[number] = TapedNode(node.name(), tuple(edges), leaves)
+            known[number] = TapedNode(operation(node), tuple(edges), leaves)
             new.append((number, node))
         return new
 
@@ -240,7 +239,7 @@ def _leads_to_leaf(node: Any) -> bool:  # noqa: ANN401 - a node
     """Return whether there are only moves between here and a leaf."""
     while number_of(node) != LEAF:
         behind = node.next_functions
-        if operation(node.name()) not in MOVES or len(behind) != 1 or behind[0][0] is None:
+        if operation(node) not in MOVES or len(behind) != 1 or behind[0][0] is None:
             return False
         node = behind[0][0]
     return True

@@ -7,7 +7,6 @@ which autograd counts up on each thread.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -75,11 +74,6 @@ MOVES = frozenset((
 ))  # fmt: skip
 
 
-def operation(name: str) -> str:
-    """Return the name of a node without what PyTorch adds: `Sqrt` of `SqrtBackward0`."""
-    return re.sub(r"Backward\d*$", "", name)
-
-
 @dataclass(frozen=True, slots=True)
 class TapedCall:
     """One call of a module. `layer`: its name; `kind`: its class; `parent`: the number of the call around it, -1 for none.
@@ -123,7 +117,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, slots=True)
 class TapedNode:
-    """A node of the graph. `edges`: the values that it was computed from, of which the backward gives the gradients.
+    """A node of the graph. `name`: of its operation. `edges`: the values that it was computed from, whose gradients it gives.
 
     `leaves`: for each whether its gradient goes into a leaf without another operation between.
     """
@@ -162,6 +156,7 @@ class Tape:
         ranks: Whether gradients are reduced over several ranks.
         scaled: Whether a gradient scaler is in use.
         full: Whether there was more than is flagged.
+        slots: Of the vectors with its flags, see `Flags.vectors`.
     """
 
     step: int
@@ -179,21 +174,7 @@ class Tape:
     ranks: bool = False
     scaled: bool = False
     full: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SentTape:
-    """The data of a record: a tape, and the slots of the vectors with its flags, see `Flags.vectors`."""
-
-    tape: Tape
-    slots: tuple[IntArray, ...]
-
-    def flagged(self, arrived: tuple[FloatArray, ...]) -> FlaggedTape:
-        """Return the tape with its flags, once these have arrived."""
-        low, high = np.zeros((2, sum(map(len, self.slots))))
-        for slots, vector in zip(self.slots, arrived, strict=True):
-            low[slots], high[slots] = vector.reshape(2, len(slots))
-        return FlaggedTape(self.tape, low, high)
+    slots: tuple[IntArray, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,6 +184,14 @@ class FlaggedTape:
     tape: Tape
     low: FloatArray
     high: FloatArray
+
+    @classmethod
+    def of(cls, tape: Tape, values: tuple[FloatArray, ...]) -> FlaggedTape:
+        """Return a tape with its flags, once their vectors have arrived."""
+        low, high = np.zeros((2, sum(map(len, tape.slots))))
+        for slots, vector in zip(tape.slots, values, strict=True):
+            low[slots], high[slots] = vector.reshape(2, len(slots))
+        return cls(tape, low, high)
 
     def kind(self, slot: int) -> str:
         """Return "nan", "inf", or an empty string where all values are finite."""

@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, FlaggedTape, HeldTensor, TensorPlace, Value, operation
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, FlaggedTape, HeldTensor, TensorPlace, Value
 
 NAMES = {"nan": "NaN", "inf": "Inf"}
 UNKNOWN = "unknown"
@@ -152,7 +152,7 @@ class _Search:
 
     def _operation(self, place: TensorPlace) -> str:
         node = None if place.value is None else self._tape.nodes.get(place.value[0])
-        return "" if node is None else operation(node.name)
+        return "" if node is None else node.name
 
     def _blame(self, number: int) -> Origin:
         """Return whose work a place is that is not finite, while nothing before it was."""
@@ -208,7 +208,7 @@ class _Search:
             if kind and event.arrives:
                 return self._arrived(event.node, kind)
             if kind:
-                call, name = self._call_of(event.node), operation(self._tape.nodes[event.node].name)
+                call, name = self._call_of(event.node), self._tape.nodes[event.node].name
                 if call == -1:
                     return self._of_loss(kind, f"an operation after the model gave it in the backward ({name})")
                 if (fed := self._fed(event.node)) is not None:
