@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch_grad_exporter.actions.act.measurements import ConditionError, Measurements
 from torch_grad_exporter.actions.act.reports import SOURCE, ActionQueue, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction
-from torch_grad_exporter.actions.act.trigger import Event, Timing, Trigger, cause_and_action, name_of
+from torch_grad_exporter.actions.act.trigger import Event, StepTrigger, Timing, Trigger, cause_and_action, name_of
 from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.errors import BusyError
@@ -25,7 +25,6 @@ from torch_grad_exporter.rules import RULES, Problem
 from torch_grad_exporter.rules.episodes import Episodes
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.actions.act.decisions import ActionSlot
     from torch_grad_exporter.actions.act.runner import StepActionRunner
     from torch_grad_exporter.actions.act.sample_feed import SampleFeed
     from torch_grad_exporter.outputs.live.live import Judged, Live
@@ -85,7 +84,6 @@ class Act:
         self._samples = samples
         self._clock = clock
         self._triggers: tuple[Trigger, ...] = ()
-        self._slots: dict[Trigger, ActionSlot] = {}
         self._lock = threading.RLock()
         self._episodes: Episodes | None = None
         self._due = -math.inf
@@ -105,7 +103,8 @@ class Act:
             self._runner.check(chosen, rule, own=action is None)
         rule_name = None if rule is None else rule.name
         name, action_name = name or rule_name or name_of(what), name_of(chosen)
-        trigger = Trigger(
+        kind: type[Trigger] = StepTrigger if isinstance(chosen, StepAction) else Trigger
+        trigger = kind(
             name=name,
             rule=rule_name,
             condition=condition,
@@ -118,8 +117,8 @@ class Act:
         )
         with self._lock:
             self._check_open()  # it may have been closed meanwhile
-            if isinstance(chosen, StepAction):
-                self._slots[trigger] = self._runner.add(trigger, chosen)
+            if isinstance(trigger, StepTrigger):
+                self._runner.add(trigger)
             try:
                 if not self._started:
                     self._loop.start()
@@ -148,11 +147,10 @@ class Act:
         trigger.measurements.forget()
         with self._lock:
             self._triggers = tuple(other for other in self._triggers if other is not trigger)
-            slot = self._slots.pop(trigger, None)
             if not any(other.rule for other in self._triggers):
                 self._episodes = None
-        if slot is not None:
-            self._runner.remove(slot)
+        if isinstance(trigger, StepTrigger):
+            self._runner.remove(trigger)
 
     def close(self, *, hurried: bool = False) -> None:
         """Judge the rules for the last time, and let actions end, for a limited time. Idempotent."""
@@ -163,7 +161,7 @@ class Act:
             limit, since = HURRIED_SECONDS if hurried else CLOSE_SECONDS, self._clock()
             self._loop.close(limit / 2)
             self._actions.close(max(0.0, limit - (self._clock() - since)))
-        self._triggers, self._slots, self._episodes = (), {}, None  # they hold the user's functions, and these his models
+        self._triggers, self._episodes = (), None  # they hold the user's functions, and these his models
 
     def after_fork_in_child(self) -> None:
         """Do nothing in the child: the threads are the parent's."""
@@ -214,7 +212,7 @@ class Act:
                 holds = bool(problems)
             else:
                 holds = not last and trigger.conditions.result(self._holds, trigger, judged, now) is True
-            if isinstance(trigger.action, StepAction) and not last:
+            if isinstance(trigger, StepTrigger) and not last:
                 holds = trigger.conditions.result(functools.partial(trigger.action.judged, judged.values, holds=holds)) is True
             if trigger.timing.due(holds, now) and not trigger.off:
                 self._act(trigger, problems, now, last=last)
@@ -228,10 +226,9 @@ class Act:
             return False
 
     def _act(self, trigger: Trigger, problems: tuple[Problem, ...], now: float, *, last: bool) -> None:
-        slot = self._slots.get(trigger)
-        if slot is not None:
+        if isinstance(trigger, StepTrigger):
             if not last:
-                trigger.actions(self._runner.ask, slot, problems)
+                trigger.actions(self._runner.ask, trigger, problems)
             return
         values = dict(trigger.measurements.read)
         if trigger.rule is not None:

@@ -30,10 +30,9 @@ from typing import Any
 
 from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.act.trigger import Trigger
+from torch_grad_exporter.actions.act.trigger import StepTrigger
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.store import JobStore, StoreError
-from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
 POLL_SECONDS = 1.0  # between two reads of the store
@@ -63,32 +62,11 @@ class JobOfRanks:
     wait_seconds: float = 10.0
 
 
-@dataclass(eq=False, slots=True)
-class ActionSlot:
-    """A trigger with a step action.
-
-    Attributes:
-        each: Guards what the action does at each step.
-        number: Its place in the order of `on`, the same on all ranks.
-        what: The action and from which step steps are counted, the same text on all ranks.
-        choice: What exactly rank 0 wants to do, None if nothing. On other ranks: not None if they want it.
-        pending: Whether it is decided or prepared, and neither done nor refused yet.
-    """
-
-    trigger: Trigger
-    action: StepAction
-    each: Guard
-    number: int
-    what: str
-    choice: str | None = None
-    pending: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class JobDecision:
     """What rank 0 has decided: open until it has a `step` or is `refused`, with the reason."""
 
-    slot: int
+    trigger: int
     what: str
     choice: str
     lease: int
@@ -114,14 +92,14 @@ class JobDecisions:
         self._clock = clock
         self._base = ""
         self._session = "" if job.rank else secrets.token_hex(8)
-        self._slots: Mapping[int, ActionSlot] = {}
+        self._triggers: Mapping[int, StepTrigger] = {}
         # What follows is shared with the training thread, under the lock of this condition, which a read notifies.
         self._changed = threading.Condition()
         self._steps = 0
         self._times: deque[float] = deque(maxlen=PACE_STEPS + 1)
         self._read_at = 0
         self._bound: JobDecision | None = None
-        self._scheduled: list[tuple[int, ActionSlot, Any]] = []
+        self._scheduled: list[tuple[int, StepTrigger, Any]] = []
         # What follows belongs to the thread: the number of the next decision, and of the last one that was considered.
         self._number = 0
         self._considered = -1
@@ -155,22 +133,22 @@ class JobDecisions:
             GENERATIONS[member] += 1
             self._base = base
 
-    def add(self, slot: ActionSlot) -> None:
+    def add(self, trigger: StepTrigger) -> None:
         """Take part in decisions about an action."""
-        self._slots = {**self._slots, slot.number: slot}
+        self._triggers = {**self._triggers, trigger.number: trigger}
 
-    def want(self, slot: ActionSlot, choice: str) -> None:
+    def want(self, trigger: StepTrigger, choice: str) -> None:
         """Ask for an action: rank 0 decides on it, another rank reports it to rank 0."""
-        slot.choice = choice
+        trigger.choice = choice
         self._loop.wake()
 
-    def remove(self, slot: ActionSlot) -> None:
+    def remove(self, trigger: StepTrigger) -> None:
         """Take no part in further decisions about an action."""
-        self._slots = {number: other for number, other in self._slots.items() if other is not slot}
+        self._triggers = {number: other for number, other in self._triggers.items() if other is not trigger}
 
     def close(self) -> None:
         """End the thread, which may be in a question to the store. Idempotent."""
-        self._slots = {}
+        self._triggers = {}
         with self._changed:
             self._bound, self._scheduled = None, []
             self._changed.notify_all()
@@ -178,14 +156,14 @@ class JobDecisions:
 
     # The training thread
 
-    def step_over(self) -> list[tuple[ActionSlot, Any]]:
+    def step_over(self) -> list[tuple[StepTrigger, Any]]:
         """Count a step. Returns the actions that are due now, each with what it has prepared."""
         with self._changed:
             self._steps += 1
             self._times.append(time.monotonic())
             if self._must_read():
                 self._wait()
-            due = [(slot, prepared) for step, slot, prepared in self._scheduled if step <= self._steps]
+            due = [(trigger, prepared) for step, trigger, prepared in self._scheduled if step <= self._steps]
             if due:
                 self._scheduled = [entry for entry in self._scheduled if entry[0] > self._steps]
         return due
@@ -206,7 +184,7 @@ class JobDecisions:
     # The thread
 
     def _poll(self) -> None:
-        if not self._base or not self._slots:
+        if not self._base or not self._triggers:
             return
         try:
             self._look()
@@ -220,22 +198,22 @@ class JobDecisions:
         """Do this rank's part in the next decision, and follow it once it is closed."""
         begun = self._steps
         decision = self._advanced()
-        slot, late = None, False
+        trigger, late = None, False
         if decision is not None and self._considered == self._number:  # else it is that of an earlier start
-            slot = self._slot(decision)
+            trigger = self._slot(decision)
         with self._changed:
             self._read_at = begun
             if decision is not None:
                 self._bound = None
-            if decision is not None and decision.step is not None and slot is not None:
+            if decision is not None and decision.step is not None and trigger is not None:
                 late = self._steps >= decision.step
-                if not late or not slot.action.changes_weights:  # Stop rather late than never
-                    self._scheduled.append((decision.step, slot, self._prepared))
+                if not late or not trigger.action.changes_weights:  # Stop rather late than never
+                    self._scheduled.append((decision.step, trigger, self._prepared))
             self._changed.notify_all()
         if decision is not None:
             self._number += 1
-            if slot is not None:
-                self._report(slot, decision, late=late)
+            if trigger is not None:
+                self._report(trigger, decision, late=late)
 
     def _advanced(self) -> JobDecision | None:
         """Return the next decision if it is closed; else make, answer or close it."""
@@ -265,7 +243,7 @@ class JobDecisions:
 
     def _proposed(self, wish: str) -> JobDecision | None:
         """Return the decision that rank 0 makes now, None without a cause. Another rank reports to rank 0 that it has one."""
-        wanted = next((slot for slot in self._slots.values() if slot.choice is not None), None)
+        wanted = next((trigger for trigger in self._triggers.values() if trigger.choice is not None), None)
         if self._job.rank:
             if wanted is not None and self._session:
                 self._job.store.agree(self._key("wish"), str(wanted.number), seconds=STORE_SECONDS)
@@ -273,8 +251,8 @@ class JobDecisions:
         if wanted is None and not wish:
             return None
         number = int(wish) if wanted is None else wanted.number
-        slot = self._slots.get(number)
-        what, choice = ("", None) if slot is None else (slot.what, slot.choice)
+        trigger = self._triggers.get(number)
+        what, choice = ("", None) if trigger is None else (trigger.what, trigger.choice)
         decision = JobDecision(number, what, choice or "", self._lease())
         self._asked_at = self._clock()
         self._publish(decision)
@@ -300,18 +278,18 @@ class JobDecisions:
 
     def _prepare(self, decision: JobDecision) -> str:
         """Prepare the action. Returns why this rank cannot do it, empty if it can."""
-        slot, rank = self._slot(decision), self._job.rank
-        if slot is None:
-            other = self._slots.get(decision.slot)
+        trigger, rank = self._slot(decision), self._job.rank
+        if trigger is None:
+            other = self._triggers.get(decision.trigger)
             mine = "no such action" if other is None else other.what
             return f"rank {rank} has {mine} where rank 0 has {decision.what or 'none'}"
-        slot.choice, slot.pending = None, True
-        if slot.trigger.idle:
+        trigger.choice, trigger.pending = None, True
+        if trigger.idle:
             return f"rank {rank} has disabled it, as its log says"
         try:
-            self._prepared = slot.action.prepare(self._training, decision.choice)
+            self._prepared = trigger.action.prepare(self._training, decision.choice)
         except Exception as error:  # noqa: BLE001 - the boundary: no other rank may do it either
-            slot.trigger.actions.failed(error)
+            trigger.actions.failed(error)
             return f"rank {rank} cannot do it, as its log says"
         return ""
 
@@ -336,27 +314,27 @@ class JobDecisions:
         self._publish(decision)
         return decision
 
-    def _report(self, slot: ActionSlot, decision: JobDecision, *, late: bool) -> None:
+    def _report(self, trigger: StepTrigger, decision: JobDecision, *, late: bool) -> None:
         """Report a refusal, or that this rank has missed the step."""
-        trigger, name = slot.trigger, f"{slot.trigger.name}: {slot.action!r}"
+        name = f"{trigger.name}: {trigger.action!r}"
         if decision.refused:
-            slot.choice, slot.pending = None, False
-            slot.action.refused()
+            trigger.choice, trigger.pending = None, False
+            trigger.action.refused()
             trigger.timing.acted(self._clock())
             if self._job.rank == 0:
                 fix = "call on() with the same actions, in the same order and after the same step, on all ranks"
                 error = RuntimeError(f"the ranks did not agree on a step: {decision.refused}; {fix}")
                 self._reports.failed(name, error)
             self._reports.note(trigger, ActionOutcome.REFUSED)
-        elif late and slot.action.changes_weights:
+        elif late and trigger.action.changes_weights:
             trigger.ended = True
             reason = f"rank {self._job.rank} learned too late that all do it after step {decision.step}; from there on ranks differ"
             self._reports.disabled(name, reason)
             self._reports.note(trigger, ActionOutcome.FAILED)
 
-    def _slot(self, decision: JobDecision) -> ActionSlot | None:
-        slot = self._slots.get(decision.slot)
-        return None if slot is None or slot.what != decision.what else slot
+    def _slot(self, decision: JobDecision) -> StepTrigger | None:
+        trigger = self._triggers.get(decision.trigger)
+        return None if trigger is None or trigger.what != decision.what else trigger
 
     # The store
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from torch_grad_exporter.actions.act.step_actions import StepAction
-from torch_grad_exporter.actions.act.trigger import Event, Trigger
+from torch_grad_exporter.actions.act.trigger import Event, StepTrigger, Trigger
 from torch_grad_exporter.capture.progress import StepClock, active_trace
 from torch_grad_exporter.collectors.outcomes import ActionMark, ActionOutcome, ActionTotals
 from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, contained, warn, without_addresses
@@ -64,7 +64,7 @@ class ActionReports:
         self.totals.count(trigger.counted, outcome)
         if outcome is ActionOutcome.DROPPED:
             return
-        changes_training = isinstance(trigger.action, StepAction)
+        changes_training = isinstance(trigger, StepTrigger)
         action = repr(trigger.action) if changes_training else trigger.counted
         mark = ActionMark(self.now(), self.steps, trigger.name, action, outcome.value)
         self.totals.marks.add(mark, trigger.counted)
@@ -123,7 +123,7 @@ class ActionQueue:
             self._guard(self._run, *following)
 
     def _run(self, trigger: Trigger, event: Event) -> None:
-        if trigger.off or isinstance(trigger.action, StepAction):
+        if trigger.off or isinstance(trigger.action, StepAction):  # the second never is
             return
         succeeded = trigger.actions(contained, trigger.action, event)
         self._reports.note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torch_grad_exporter.actions.act.decisions import ActionSlot, JobDecisions, JobOfRanks
+from torch_grad_exporter.actions.act.decisions import JobDecisions, JobOfRanks
 from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.act.trigger import Trigger
+from torch_grad_exporter.actions.act.trigger import StepTrigger
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.identity import group_size
@@ -55,9 +55,9 @@ class StepActionRunner:
         self._decisions = None if job is None else JobDecisions(job, training, reports, clock)
         self._spent = spent
         self._clock = clock
-        self._slots: tuple[ActionSlot, ...] = ()
+        self._triggers: tuple[StepTrigger, ...] = ()
         self._numbers = itertools.count()
-        self._ready: deque[tuple[ActionSlot, Any]] = deque()
+        self._ready: deque[tuple[StepTrigger, Any]] = deque()
         self._lock = threading.RLock()
         self._hook: GuardedHook | None = None
         self._handle: Removable | None = None
@@ -93,36 +93,35 @@ class StepActionRunner:
                 "one; start it after init_process_group"
             )
 
-    def add(self, trigger: Trigger, action: StepAction) -> ActionSlot:
+    def add(self, trigger: StepTrigger) -> None:
         """Add an action; the first one sets the hook."""
         with self._lock:
+            action = trigger.action
             action.begin(self._training, own=trigger.by_itself)
             # The same step has the same number on all ranks only if they have counted from the same one.
             counted_from = self._reports.steps - (0 if self._decisions is None else self._decisions.steps)
-            what = f"{action!r}, with steps counted from {counted_from}"
-            each = self._reports.guard(f"{trigger.name}: {action!r}")
-            slot = ActionSlot(trigger, action, each, next(self._numbers), what)
-            self._slots = (*self._slots, slot)
+            trigger.number, trigger.what = next(self._numbers), f"{action!r}, with steps counted from {counted_from}"
+            trigger.each = self._reports.guard(f"{trigger.name}: {action!r}")
+            self._triggers = (*self._triggers, trigger)
             if self._decisions is not None:
                 trigger.judged = not self._decisions.follows(action)
-                self._decisions.add(slot)
+                self._decisions.add(trigger)
             if self._handle is None:
                 self._hook = GuardedHook(SOURCE, self._step_over, self._reports.errors)
                 self._handle = register_optimizer_step_post_hook(self._hook)
-            return slot
 
-    def remove(self, slot: ActionSlot) -> None:
+    def remove(self, trigger: StepTrigger) -> None:
         """Remove an action; with the last one the hook goes."""
         with self._lock:
-            self._slots = tuple(other for other in self._slots if other is not slot)
-            if not self._slots:
+            self._triggers = tuple(other for other in self._triggers if other is not trigger)
+            if not self._triggers:
                 self._unhook()
         if self._decisions is not None:
-            self._decisions.remove(slot)
-        self._end(slot)
+            self._decisions.remove(trigger)
+        self._end(trigger)
 
-    def _end(self, slot: ActionSlot) -> None:
-        self._reports.guard(f"{slot.trigger.name}: the end of {slot.action!r}")(slot.action.end)
+    def _end(self, trigger: StepTrigger) -> None:
+        self._reports.guard(f"{trigger.name}: the end of {trigger.action!r}")(trigger.action.end)
 
     def _unhook(self) -> None:
         hook, handle = self._hook, self._handle
@@ -133,47 +132,47 @@ class StepActionRunner:
 
     def close(self) -> None:
         """Remove the hook, and end the actions; idempotent."""
-        slots, self._slots = self._slots, ()
+        triggers, self._triggers = self._triggers, ()
         self._unhook()
         if self._decisions is not None:
             self._decisions.close()
-        for slot in slots:
-            self._end(slot)
+        for trigger in triggers:
+            self._end(trigger)
 
     def disconnect(self) -> None:
         """Make the hook do nothing. Takes no lock: a fork may have left it held."""
         if self._hook is not None:
             self._hook.disconnect()
 
-    def ask(self, slot: ActionSlot, problems: Sequence[Problem] = ()) -> None:
+    def ask(self, trigger: StepTrigger, problems: Sequence[Problem] = ()) -> None:
         """Let an action run at the end of the next step, or of the one that rank 0 decides on. Raises what preparing raises.
 
         On the thread that evaluates.
 
         Args:
-            slot: The action.
+            trigger: The action.
             problems: Those of its rule.
         """
         if self._decisions is None:
-            self._check_alone(slot.action)
-        if slot.pending or slot.trigger.timing.cooling(self._clock()):  # it may have been done since it was judged
+            self._check_alone(trigger.action)
+        if trigger.pending or trigger.timing.cooling(self._clock()):  # it may have been done since it was judged
             return
-        choice = slot.action.choose(self._training, problems)
+        choice = trigger.action.choose(self._training, problems)
         if choice is None:
             return
         if self._decisions is not None:
-            self._decisions.want(slot, choice)
+            self._decisions.want(trigger, choice)
             return
-        prepared = slot.action.prepare(self._training, choice)
-        slot.pending = True
-        self._ready.append((slot, prepared))
+        prepared = trigger.action.prepare(self._training, choice)
+        trigger.pending = True
+        self._ready.append((trigger, prepared))
 
     # The training thread
 
     def reported(self) -> None:
         """Take a step that the user reports, which no hook may have seen."""
         hooked, self._hooked = self._hooked, False
-        if not hooked and self._slots:
+        if not hooked and self._triggers:
             self._reported += 1
             GuardedHook(SOURCE, self._timed, self._reports.errors)()
 
@@ -199,7 +198,7 @@ class StepActionRunner:
 
     def _at_end(self) -> None:
         self._task = -1
-        if self._hook is not None and self._slots:
+        if self._hook is not None and self._triggers:
             GuardedHook(SOURCE, self._timed, self._reports.errors)()
 
     def _timed(self) -> None:
@@ -209,19 +208,19 @@ class StepActionRunner:
 
     def step_over(self) -> None:
         """Take the end of a step, and run what is due. While a graph is captured nothing is: it would be captured as well."""
-        if not self._slots or capturing_graph():
+        if not self._triggers or capturing_graph():
             return
         steps = max((self._reported, *self._counts.values()))
-        for slot in self._slots:
-            if slot.action.each_step:
-                slot.each(slot.action.step_over, steps)
+        for trigger in self._triggers:
+            if trigger.action.each_step:
+                trigger.each(trigger.action.step_over, steps)
         if self._decisions is not None:
             self._ready.extend(self._decisions.step_over())
         while self._ready:
-            slot, prepared = self._ready.popleft()
-            if slot.trigger.ended:
+            trigger, prepared = self._ready.popleft()
+            if trigger.ended:
                 continue
-            succeeded = slot.trigger.actions(slot.action.act, self._training, prepared)
-            slot.trigger.acted(self._clock())
-            slot.pending = False
-            self._reports.note(slot.trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)
+            succeeded = trigger.actions(trigger.action.act, self._training, prepared)
+            trigger.acted(self._clock())
+            trigger.pending = False
+            self._reports.note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)

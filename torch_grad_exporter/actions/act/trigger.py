@@ -79,7 +79,7 @@ class Timing:
         self._acted = now
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Trigger:
     """A rule or a condition, and the action.
 
@@ -106,11 +106,6 @@ class Trigger:
     ended: bool = False
 
     @property
-    def by_itself(self) -> bool:
-        """Whether the action is its own cause."""
-        return isinstance(self.action, StepAction) and self.condition == self.action.holds
-
-    @property
     def off(self) -> bool:
         """Whether it is removed or disabled."""
         return self.idle or self.wrong or self.conditions.off
@@ -120,11 +115,6 @@ class Trigger:
         """Whether the action can no longer happen. Without its condition it still can, when another rank has a cause."""
         return self.ended or self.actions.off
 
-    def acted(self, now: float) -> None:
-        """Begin the cooldown, unless the action knows by itself when it is due again."""
-        if not self.by_itself:
-            self.timing.acted(now)
-
     def holds(self, values: Values, now: float) -> bool:
         """Return whether the condition holds with these values. Raises what it raises. NaN, which is unknown, does not hold."""
         self.measurements.begin(values, now)
@@ -132,6 +122,36 @@ class Trigger:
             return False
         result = contained(self.condition, self.measurements)
         return bool(result) and not (isinstance(result, float) and math.isnan(result))
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class StepTrigger(Trigger):
+    """A trigger whose action runs at the end of a step.
+
+    Attributes:
+        each: Guards what the action does at each step.
+        number: Its place in the order of `on`, the same on all ranks.
+        what: The action and from which step steps are counted, the same text on all ranks.
+        choice: What exactly rank 0 wants to do, None if nothing. On other ranks: not None if they want it.
+        pending: Whether it is decided or prepared, and neither done nor refused yet.
+    """
+
+    action: StepAction
+    each: Guard = field(init=False)
+    number: int = field(init=False)
+    what: str = field(init=False)
+    choice: str | None = None
+    pending: bool = False
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether the action is its own cause."""
+        return self.condition == self.action.holds
+
+    def acted(self, now: float) -> None:
+        """Begin the cooldown, unless the action knows by itself when it is due again."""
+        if not self.by_itself:
+            self.timing.acted(now)
 
 
 # The arguments of `on`
