@@ -26,15 +26,8 @@ TOLERANCES: Mapping[str, float] = {
     "skipped_steps": 0.02,
 }
 
-# Records that a comparison takes, of either run.
-LEAST = 5
-
-# The share of the common steps that count as the end.
-LAST = 0.1
-
-# Layers that a text names, at most.
-NAMED = 5
-
+# Records that a comparison takes, of either run; the share of the common steps that count as the end; layers that a text names.
+LEAST, LAST, NAMED = 5, 0.1, 5
 
 # What is compared of the values of a run: which of them, their noun, and a percentile, None for the mean.
 _COURSES: Mapping[str, tuple[str, str, int | None]] = {
@@ -67,22 +60,27 @@ def compared(
     return [*rows, _skipped(metrics, of_other, allowed["skipped_steps"])]
 
 
+def _row(name: str, result: Result, text: str) -> VerdictRow:
+    return VerdictRow("baseline", name, result, text)
+
+
 def _course(saved: Saved, other: Saved, name: str, allowed: float) -> VerdictRow:
     """Compare a statistic of values of the run."""
     scalar, noun, percent = _COURSES[name]
-    mine, before = _scalar(saved, scalar), _scalar(other, scalar)
-    first, last = _common(mine, before)
+    mine, before = _of_run(saved, scalar), _of_run(other, scalar)
+    first, last = _common(mine, before) or (0.0, -1.0)
     since = last - LAST * (last - first) if name == "final_loss" else first
     values = mine.within(since, last), before.within(since, last)
-    if _few(mine, before, first, last) or not all(map(len, values)):
-        return VerdictRow("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {noun} of the steps that both runs have")
+    if not all(map(len, values)):
+        return _row(name, Result.NOT_JUDGED, f"fewer than {LEAST} {noun} of the steps that both runs have")
     a, b = (float(each.mean() if percent is None else np.percentile(each, percent)) for each in values)
-    worse = (
-        a - b > allowed * abs(b) if scalar == "loss" else a > (1 + allowed) * b if scalar == "step_seconds" else _far(a, b, allowed)
-    )
+    if scalar == "loss":
+        worse = a - b > allowed * abs(b)
+    else:
+        worse = a > (1 + allowed) * b if scalar == "step_seconds" else _times(a, b) > 1 + allowed
     change = f"{a / b - 1:+.1%}" if b else "from 0"
     text = f"{a:.4g}, was {b:.4g} ({change}); {allowed:.0%} are allowed"
-    return VerdictRow("baseline", name, Result.FAILED if worse else Result.OK, text)
+    return _row(name, Result.FAILED if worse else Result.OK, text)
 
 
 def _layers(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
@@ -91,22 +89,21 @@ def _layers(saved: Saved, other: Saved, allowed: float) -> VerdictRow:
     mine, before = _by_layer(saved), _by_layer(other)
     far, ratios = [], []
     for layer in (name for name in mine if name in before):
-        first, last = _common(mine[layer], before[layer])
-        if not _few(mine[layer], before[layer], first, last):
-            a, b = (float(np.median(norms.within(first, last))) for norms in (mine[layer], before[layer]))
+        if (common := _common(mine[layer], before[layer])) is not None:
+            a, b = (float(np.median(norms.within(*common))) for norms in (mine[layer], before[layer]))
             ratios.append(_times(a, b))
-            if _far(a, b, allowed):
+            if ratios[-1] > 1 + allowed:
                 far.append(f"{layer} {a:.4g}, was {b:.4g}")
-    sets = _sets(mine, before)
+    # How the layers of the two runs differ.
+    sides = (("only in this run", mine, before), ("only in the baseline", before, mine))
+    own = {where: [name for name in one_run if name not in another] for where, one_run, another in sides}
+    sets = "".join(f"; {where}: {', '.join(names[:NAMED])}{' ...' * (len(names) > NAMED)}" for where, names in own.items() if names)
     if not ratios:
-        return VerdictRow(
-            "baseline", name, Result.NOT_JUDGED, f"the two runs have too few norms of the same layers and steps{sets}"
-        )
+        return _row(name, Result.NOT_JUDGED, f"the two runs have too few norms of the same layers and steps{sets}")
     if far:
-        text = f"{some(far, NAMED, between='; ')}: more than {1 + allowed:g} times apart{sets}"
-        return VerdictRow("baseline", name, Result.FAILED, text)
+        return _row(name, Result.FAILED, f"{some(far, NAMED, between='; ')}: more than {1 + allowed:g} times apart{sets}")
     text = f"{len(ratios)} layers, at most {max(ratios):.3g} of {1 + allowed:g} times apart{sets}"
-    return VerdictRow("baseline", name, Result.NOTED if sets else Result.OK, text)
+    return _row(name, Result.NOTED if sets else Result.OK, text)
 
 
 def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allowed: float) -> VerdictRow:
@@ -115,60 +112,38 @@ def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allo
         names = ("torch_train_skipped_steps_total", "torch_train_steps_total")
         counts = [max(run[name].rows.values()) for name in names if name in run and run[name].rows]
         if len(counts) < 2 or sum(counts) == 0:
-            return VerdictRow("baseline", "skipped_steps", Result.NOT_JUDGED, "a run has no counts of steps")
+            return _row("skipped_steps", Result.NOT_JUDGED, "a run has no counts of steps")
         shares.append(counts[0] / sum(counts))
     a, b = shares
     text = f"{a:.1%} of the steps, was {b:.1%}; up to {allowed:.1%} more are allowed"
-    return VerdictRow("baseline", "skipped_steps", Result.FAILED if a - b > allowed else Result.OK, text)
+    return _row("skipped_steps", Result.FAILED if a - b > allowed else Result.OK, text)
 
 
-# What is read of a run
+# What is read of a run: all records if its recent part has them, else its bins
 
 
-def _scalar(saved: Saved, name: str) -> _StepValues:
-    """Return all records of the run if its recent part has them, else its bins."""
-    view = "recent" if saved["run"]["recent"]["first"] == 0 else "whole"
-    course = lines(saved, view)
+def _of_run(saved: Saved, name: str) -> _StepValues:
+    course = lines(saved, "recent" if saved["run"]["recent"]["first"] == 0 else "whole")
     known = ~np.isnan(course.values[name])
     return _StepValues(course.steps[known], course.values[name][known])
 
 
 def _by_layer(saved: Saved) -> dict[str, _StepValues]:
-    view = "recent" if saved["layers"]["norm"]["recent"]["first"] == 0 else "whole"
-    norms, courses = grid(saved, "norm", view), {}
-    for layer, values in zip(norms.layers, norms.values, strict=True):
-        known = ~np.isnan(values)
-        courses[layer] = _StepValues(norms.steps[known], values[known])
-    return courses
+    norms = grid(saved, "norm", "recent" if saved["layers"]["norm"]["recent"]["first"] == 0 else "whole")
+    known = ~np.isnan(norms.values)
+    rows = zip(norms.layers, norms.values, known, strict=True)
+    return {layer: _StepValues(norms.steps[there], values[there]) for layer, values, there in rows}
 
 
-def _common(mine: _StepValues, before: _StepValues) -> tuple[float, float]:
-    """Return the first and the last step that both have; (0, 0) if either has none."""
+def _common(mine: _StepValues, before: _StepValues) -> tuple[float, float] | None:
+    """Return the first and the last step that both have; None if either has too few records there."""
     if not len(mine.steps) or not len(before.steps):
-        return 0.0, 0.0
-    return max(float(mine.steps[0]), float(before.steps[0])), min(float(mine.steps[-1]), float(before.steps[-1]))
-
-
-def _few(mine: _StepValues, before: _StepValues, first: float, last: float) -> bool:
-    return min(len(mine.within(first, last)), len(before.within(first, last))) < LEAST
-
-
-# What is said
+        return None
+    first, last = max(float(mine.steps[0]), float(before.steps[0])), min(float(mine.steps[-1]), float(before.steps[-1]))
+    return (first, last) if min(len(each.within(first, last)) for each in (mine, before)) >= LEAST else None
 
 
 def _times(a: float, b: float) -> float:
     """Return by how many times the larger of two norms is larger than the other."""
     low, high = sorted((a, b))
     return 1.0 if low == high else math.inf if low <= 0 else high / low
-
-
-def _far(a: float, b: float, allowed: float) -> bool:
-    return _times(a, b) > 1 + allowed
-
-
-def _sets(mine: Mapping[str, object], before: Mapping[str, object]) -> str:
-    """Return how the layers of the two runs differ, empty if they do not."""
-    new, gone = [name for name in mine if name not in before], [name for name in before if name not in mine]
-    parts = [f"{where}: {', '.join(names[:NAMED])}{' ...' if len(names) > NAMED else ''}" for where, names in
-             (("only in this run", new), ("only in the baseline", gone)) if names]  # fmt: skip
-    return f"; {'; '.join(parts)}" if parts else ""

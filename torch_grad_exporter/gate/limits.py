@@ -34,14 +34,9 @@ _MATCHER = re.compile(r'\s*(\w+)\s*(=~|=)\s*"((?:[^"\\]|\\.)*)"\s*')
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on a metric.
+    """A limit on a metric: "max" or "min" at the end, "peak" for the highest value of the run. `text`: as it was given.
 
-    Attributes:
-        kind: "max" or "min" at the end, "peak" for the highest value of the run.
-        metric: Its name.
-        labels: Regular expressions that the whole value of a label matches.
-        value: The limit.
-        text: The limit as it was given.
+    `labels`: regular expressions that the whole value of a label matches.
     """
 
     kind: str
@@ -84,12 +79,8 @@ class Limit:
         else:
             both_grids = [grid(saved, OF_LAYERS[self.metric], view) for view in VIEWS]
             for at, layer in enumerate(both_grids[0].layers):
-                rows = [
-                    (part.values[at], part.nonfinite[at])
-                    for part in both_grids
-                    if at < len(part.layers) and part.layers[at] == layer
-                ]
-                peak = _peak([values for values, _ in rows], [flags for _, flags in rows])
+                parts = [part for part in both_grids if part.layers[at : at + 1] == [layer]]
+                peak = _peak([part.values[at] for part in parts], [part.nonfinite[at] for part in parts])
                 if self._chosen({"layer": layer}) and not math.isnan(peak):
                     yield _series(self.metric, ("layer",), (layer,)), peak
 

@@ -7,12 +7,12 @@ import json
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 
 class Result(enum.Enum):
-    """The result of a row; only `FAILED` makes a run unhealthy."""
+    """The result of a row, in the order of the table; only `FAILED` makes a run unhealthy."""
 
     FAILED = "FAILED"
     NOTED = "noted"  # it is wrong, but is not to fail the run
@@ -57,10 +57,7 @@ class RunVerdict:
         return [row for row in self.rows if row.result is result]
 
 
-ORDER = (Result.FAILED, Result.NOTED, Result.OK, Result.NOT_JUDGED)
-WIDTH = 120
-INDENT = " " * 10
-
+WIDTH, INDENT = 120, " " * 10
 SUITE = "torch-grad-exporter check"
 
 # Characters that XML cannot have; a layer may have any name.
@@ -77,7 +74,7 @@ def one_line(text: str) -> str:
 
 def table(verdict: RunVerdict) -> str:
     """Return what was judged, the failures first, and the verdict in the last line."""
-    rows = [row for result in ORDER for row in verdict.of(result)]
+    rows = [row for result in Result for row in verdict.of(result)]
     by_reason: dict[str, list[str]] = {}
     for row in verdict.of(Result.NOT_JUDGED):
         by_reason.setdefault(row.text, []).append(row.name)
@@ -93,9 +90,7 @@ def as_json(verdicts: Sequence[RunVerdict]) -> str:
     runs = [
         {
             "about": verdict.about, "healthy": verdict.healthy, "unusable": verdict.unusable, "remark": verdict.remark,
-            "rows": [
-                {"group": row.group, "name": row.name, "result": row.result.name.lower(), "text": row.text} for row in verdict.rows
-            ],
+            "rows": [{**asdict(row), "result": row.result.name.lower()} for row in verdict.rows],
         }
         for verdict in verdicts
     ]  # fmt: skip

@@ -22,14 +22,7 @@ FAIL_ON = ("critical", "warning")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a verdict.
-
-    Attributes:
-        fail_on: Severities and alerts.
-        limits: On single metrics.
-        baseline: Another run.
-        tolerances: By comparison, instead of the usual ones.
-    """
+    """The terms of a verdict. `fail_on`: severities and alerts. `tolerances`: by comparison, instead of the usual ones."""
 
     fail_on: Collection[str] = FAIL_ON
     limits: Sequence[Limit] = ()
@@ -38,14 +31,9 @@ class Terms:
 
 
 def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
-    """Check severities and alerts.
+    """Raise `UserError` if a name is neither a severity nor an alert that a process judges, or the run was judged by (`more`).
 
-    Args:
-        fail_on: Names; "none" alone stands for no alert at all. An empty list, like an empty variable of CI, is an error.
-        more: Further alerts by which the run was judged.
-
-    Raises:
-        UserError: A name is neither a severity nor an alert that a process judges.
+    "none" alone stands for no alert at all. An empty list, like an empty variable of CI, is an error.
     """
     if not fail_on:
         raise UserError('fail-on: name alerts or severities, or "none" for a verdict by limits and baseline alone')

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_grad_exporter.errors import Guard, caught, say
-from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, living_engines, optimizer_of
+from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, living_engines
 from torch_grad_exporter.integrations.roots import living, named, trained_roots, wants_gradients
 from torch_grad_exporter.torch_compat.autograd import graph_task
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
@@ -61,12 +61,8 @@ class AttachmentOwner(Protocol):
 class Attachment:
     """Waits for a training, and has the exporter that watches it. Belongs to the training thread.
 
-    `start_exporter` is imported when a training begins, so that a program that never trains does not pay for it. Nothing here
-    raises into the training: what fails is logged once, and then nothing is watched.
-
-    Attributes:
-        exporter: The exporter, once there is one; also after its end.
-        given_up: Whether nothing is watched because something failed, which was logged.
+    Nothing here raises into the training: what fails is logged once, and then nothing is watched (`given_up`). `exporter`: once
+    there is one; also after its end.
     """
 
     def __init__(self, owner: AttachmentOwner) -> None:
@@ -202,7 +198,7 @@ class Attachment:
             return False
         # What wraps an optimizer, such as Accelerate's, is not one itself.
         bare = [each for each in optimizers if not isinstance(getattr(each, "optimizer", None), torch.optim.Optimizer)]
-        own = [each for each in bare if trained_roots([each], roots)] + [optimizer_of(each) for each in living_engines(modules)]
+        own = [each for each in bare if trained_roots([each], roots)] + [each.basic_optimizer for each in living_engines(modules)]
         self._attach(named(roots), ", ".join(sorted({type(each).__name__ for each in own})))
         return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.integrations.common import require
+from torch_grad_exporter.integrations.common import RoundLosses, require
 from torch_grad_exporter.integrations.session import Session, running_exporter
 
 require("deepspeed", "0.16", extra="deepspeed")
@@ -48,9 +48,7 @@ def watch_engine(engine: DeepSpeedEngine, exporter: Exporter | None = None, *, l
     session = Session("watch_engine", running, None if running is not None and exporter is None else options, log=log)
     session.begin(engine)
     if session.engines is not None:
-        session.engines.report_losses()
-        if log is not False:
-            session.engines.log()
+        session.engines.losses, session.engines.logs = RoundLosses(), log is not False
     result = session.exporter or running
     assert result is not None  # noqa: S101 - it was running, or begun
     return result

@@ -34,6 +34,11 @@ class FollowedEngines:
     With engines of several models steps are counted and have no norm, which would be that of each in turn. A failure is counted,
     as `integration`, and the training goes on.
 
+    Attributes:
+        losses: Of what `backward` is given since the last step, to be reported; None if the model reports its loss.
+        session: Reports this training: else nothing might refer to it, and it would seem to be interrupted.
+        logs: Whether what the session logs is written to the engine's monitor, at its `steps_per_print`.
+
     Args:
         exporter: To which it reports.
         engines: Those that train what the exporter watches.
@@ -56,41 +61,30 @@ class FollowedEngines:
         self._one_model = len({id(engine.module) for engine in followed}) == 1
         self._numbers = number_steps and self._one_model
         # What a parameter has as its gradient is then not the one that it is trained with.
-        elsewhere = [
-            each for each in followed if each.zero_optimization_stage() > 1 or each.dp_world_size > 1 or _reduced_precision(each)
+        facts = [
+            (each.zero_optimization_stage(), each.dp_world_size, bool(each.fp16_enabled() or each.bfloat16_enabled()))
+            for each in followed
         ]
+        elsewhere = [(stage, ranks, reduced) for stage, ranks, reduced in facts if stage > 1 or ranks > 1 or reduced]
         self._elsewhere = bool(elsewhere)
-        self._losses: RoundLosses | None = None
-        self._session: Session | None = None
-        self._logs = self._over = False
+        self.losses: RoundLosses | None = None
+        self.session: Session | None = None
+        self.logs = self._over = False
         if elsewhere:
             exporter.gradients_elsewhere()
-            stage, ranks = elsewhere[0].zero_optimization_stage(), elsewhere[0].dp_world_size
-            precision = "reduced precision" if _reduced_precision(elsewhere[0]) else "float32"
+            stage, ranks, reduced = elsewhere[0]
             message = (
                 "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, %d ranks, %s): layers are not shown; the norm is the engine's"
             )
-            say(log, logging.INFO, message, stage, ranks, precision)
+            say(log, logging.INFO, message, stage, ranks, "reduced precision" if reduced else "float32")
         for engine in followed:
             engine.backward = self._around_backward(engine.backward)
             engine.step = self._around_step(engine, engine.step)
         exporter.adopt(self)
 
-    def report_losses(self) -> None:
-        """Report what `backward` is given as the loss, the mean over the batches of a step."""
-        self._losses = RoundLosses()
-
-    def keep(self, session: Session) -> None:
-        """Keep the session that reports this training alive until its end: else it would seem to be interrupted."""
-        self._session = session
-
-    def log(self) -> None:
-        """Write what the session logs to the engine's monitor, at its `steps_per_print`, if a monitor is enabled."""
-        self._logs = True
-
     def remove(self) -> None:
         """Give the engines their own methods back; idempotent. What others have wrapped since keeps working."""
-        self._over, self._session = True, None
+        self._over, self.session = True, None
         for reference in self._engines:
             engine = reference()
             for name in () if engine is None else ("backward", "step"):
@@ -107,8 +101,8 @@ class FollowedEngines:
     def _around_backward(self, backward: Any) -> Any:
         @functools.wraps(backward)
         def wrapped(*arguments: Any, **named: Any) -> Any:
-            if self._losses is not None and not self._over:
-                self._exporter.guarded(self._losses.add, next(iter((*arguments, *named.values())), None))
+            if self.losses is not None and not self._over:
+                self._exporter.guarded(self.losses.add, next(iter((*arguments, *named.values())), None))
             return backward(*arguments, **named)
 
         wrapped.followed_by = self  # type: ignore[attr-defined]
@@ -129,7 +123,7 @@ class FollowedEngines:
     def _stepped(self, engine: Any) -> None:
         """Report the end of an accumulation, at which the engine has stepped or skipped its step."""
         exporter = self._exporter
-        if self._losses is not None and (loss := self._losses.round_over()) is not None:
+        if self.losses is not None and (loss := self.losses.round_over()) is not None:
             exporter.observe(loss=loss)
         if engine.zero_optimization_stage() > 0 or self._elsewhere:
             if engine.was_step_applied():
@@ -140,9 +134,9 @@ class FollowedEngines:
             elif self._elsewhere:
                 exporter.step_skipped()
         # To the engine's monitor, on the first rank at its logging steps, by the samples so far.
-        writes = self._logs and engine.monitor.enabled and engine.global_rank == 0
-        if writes and self._session is not None and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0:
-            values = self._session.logged().items()
+        writes = self.logs and engine.monitor.enabled and engine.global_rank == 0
+        if writes and self.session is not None and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0:
+            values = self.session.logged().items()
             engine.monitor.write_events([(name, value, engine.global_samples) for name, value in values])
 
 
@@ -158,11 +152,8 @@ def followed_engines(models: torch.nn.Module | Iterable[torch.nn.Module]) -> lis
     if engines := [model for model in wanted if isinstance(model, kind)]:
         return engines
     parameters = {id(parameter) for model in wanted for parameter in model.parameters()}
-    engines = _training_engines(kind, parameters)
-    if len(engines) < 2:
-        return engines
-    engines.clear()
-    gc.collect()  # one of them may be of an earlier training, which only the garbage collector frees
+    if len(_training_engines(kind, parameters)) > 1:
+        gc.collect()  # one of them may be of an earlier training, which only the garbage collector frees
     return _training_engines(kind, parameters)
 
 
@@ -170,11 +161,6 @@ def living_engines(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """Return those of these modules that are engines of DeepSpeed with an optimizer."""
     kind = _class_of_engines()
     return [] if kind is None else [module for module in modules if issubclass(type(module), kind) and _trains(module)]
-
-
-def optimizer_of(engine: Any) -> Any:
-    """Return the optimizer of PyTorch that an engine was made with, or has made."""
-    return engine.basic_optimizer
 
 
 def steps_of(engine: Any) -> int:
@@ -195,7 +181,3 @@ def _training_engines(kind: Any, parameters: set[int]) -> list[Any]:
 def _trains(engine: Any) -> bool:
     # Without an optimizer, as for a reference model that is held in parts, it only computes.
     return engine.__dict__.get("basic_optimizer") is not None
-
-
-def _reduced_precision(engine: Any) -> bool:
-    return bool(engine.fp16_enabled() or engine.bfloat16_enabled())

@@ -180,7 +180,7 @@ class Session:
             if number_steps and len(engines) == 1 and (done := steps_of(engines[0])):
                 self._current.resume(done)
             self.engines = FollowedEngines(self._current, engines, number_steps=number_steps)
-            self.engines.keep(self)
+            self.engines.session = self
 
     def observe(self, **values: Number | None) -> None:
         """Report values of the step; those that are None are left out."""
