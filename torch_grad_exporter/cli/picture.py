@@ -22,18 +22,15 @@ from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
 from torch_grad_exporter.outputs.live.saved import BoolArray, Grid, Lines, Saved, Status
 
-DPI = 150
-
 # Inches: the width, a panel, all that is written around panels, a row of the heatmap with a name, and the heatmap's limits.
 # Above `HIGHEST` it is only as high as to have a pixel for each layer.
+DPI = 150
 WIDTH, PANEL, FRAME = 11.0, 1.25, 1.2
 ROW, BROAD_ROW = 0.17, 0.3
 LOWEST, HIGHEST, TALLEST = 0.9, 4.2, 16.0
 
 MAGENTA, GREY = "magenta", "0.8"
-
-# Actions that are named below the picture.
-NAMED_ACTIONS = 4
+NAMED_ACTIONS = 4  # below the picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +116,13 @@ def _step_axis(axes: Axes, grid: Grid, *more: FloatArray) -> tuple[float, float]
 def _edges(steps: FloatArray) -> FloatArray:
     """Return where columns of the heatmap begin and end, shape (n + 1,): halfway between their steps.
 
-    Columns of the same step, which a gradient scaler skipped, share the way to the next step.
+    Of columns of the same step, which a gradient scaler skipped, the first ones have no width.
     """
     if not len(steps):
         return np.zeros(0)
-    unique, first, count = np.unique(steps, return_index=True, return_counts=True)
-    gaps = np.append(np.diff(unique), unique[-1] - unique[-2] if len(unique) > 1 else 1.0)
-    within = np.arange(len(steps)) - np.repeat(first, count)
-    at = np.repeat(unique, count) + within / np.repeat(count, count) * np.repeat(gaps, count)
-    halves = np.diff(at) / 2 if len(at) > 1 else np.array([0.5])
-    return np.concatenate([[at[0] - halves[0]], at[:-1] + halves[: len(at) - 1], [at[-1] + halves[-1]]])
+    halves = np.diff(steps) / 2 if len(steps) > 1 else np.array([0.5])
+    outside = halves[halves > 0] if (halves > 0).any() else np.array([0.5])
+    return np.concatenate([[steps[0] - outside[0]], steps[:-1] + halves[: len(steps) - 1], [steps[-1] + outside[-1]]])
 
 
 def _heatmap(figure: Figure, axes: Axes, grid: Grid, style: HeatmapStyle, high: float) -> list[str]:
@@ -199,13 +193,12 @@ def _panel(axes: Axes, lines: Lines, title: str, labels: dict[str, str], *, seve
 
 
 def _logged(axes: Axes, lines: Lines, name: str) -> None:
-    """Draw a logged value, whose records are those of all names: it need not have one in each."""
-    if name in lines.values:
-        there = np.isfinite(lines.values[name]) | lines.nonfinite[name]
-        lines = Lines(lines.steps[there], {name: lines.values[name][there]}, {name: lines.nonfinite[name][there]})
-        _panel(axes, lines, short(name, 24), {name: name}, several=False)
-    else:  # of another part of the run
-        _finish(axes, short(name, 24), np.zeros(0), np.zeros(0), log=False)
+    """Draw a logged value, whose records are those of all names: it need not have one in each, or in this part of the run."""
+    values = lines.values.get(name, np.zeros(0))
+    nonfinite = lines.nonfinite.get(name, np.zeros(0, dtype=bool))
+    there = np.isfinite(values) | nonfinite
+    own = Lines(lines.steps[: len(values)][there], {name: values[there]}, {name: nonfinite[there]})
+    _panel(axes, own, short(name, 24), {name: name}, several=False)
 
 
 def _spread(axes: Axes, layer: str, moments: Lines, sharded: bool) -> None:

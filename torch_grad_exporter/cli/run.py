@@ -36,11 +36,9 @@ OFFERED = tuple(option for option in (*options_of(Settings), *options_of(Argumen
 # Options of which `--help` tells; `--help-all` tells of all.
 SHOWN = frozenset({"port", "every", "weights", "activations", "nan_origin", "black_box", "run", "linger", "otlp_endpoint"})
 
-# Alerts that are named, at most.
-NAMED = 5
+NAMED = 5  # alerts, at most
 
 _VALUES = ("on", "off", "true", "false", "always")
-
 _NAMES = {f"--{option.name.replace('_', '-')}": option for option in OFFERED}
 
 
@@ -83,10 +81,8 @@ class ScriptExporter:
         self._options = options
         self._exporter: Exporter | None = None
         self.error: BaseException | None = None
-        self._over = False
-        self._replacements = 0
+        self._over, self._replacements, self._process = False, 0, os.getpid()
         self.log = _log()
-        self._process = os.getpid()
         self._attachment = Attachment(self)
         self._attachment.arm()
         atexit.register(self.close)
@@ -113,15 +109,14 @@ class ScriptExporter:
         if self._over or os.getpid() != self._process:
             return
         self._over = True
-        attachment, exporter = self._attachment, self._exporter
-        attachment.disarm()
-        if exporter is not None:
-            exporter.end(self.error)
-            saved = self._save(exporter)
-            if (conclusion := exporter.conclusion()) is not None:
+        self._attachment.disarm()
+        if self._exporter is not None:
+            self._exporter.end(self.error)
+            saved = self._save(self._exporter)
+            if (conclusion := self._exporter.conclusion()) is not None:
                 say(self.log, logging.INFO, "%s", summary(*conclusion, saved))
-        elif not attachment.given_up:
-            say(self.log, logging.WARNING, "nothing was watched: %s", attachment.why_not())
+        elif not self._attachment.given_up:
+            say(self.log, logging.WARNING, "nothing was watched: %s", self._attachment.why_not())
 
     def _save(self, exporter: Exporter, number: str = "") -> Path | None:
         """Write the history; return where it is.

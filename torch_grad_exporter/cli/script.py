@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.util
 import os
 import runpy
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -17,13 +16,11 @@ from pathlib import Path
 from torch_grad_exporter.errors import UserError, leave_traceback
 
 # Programs that start other processes, by name or module, and how to start this command in each of those.
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 LAUNCHERS = {
-    "torchrun": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
-    "accelerate": "accelerate launch -m torch_grad_exporter run train.py",
+    **dict.fromkeys(_TORCHRUN, "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py"),
+    **dict.fromkeys(("accelerate", "accelerate.commands.launch"), "accelerate launch -m torch_grad_exporter run train.py"),
     "deepspeed": "deepspeed --module torch_grad_exporter run train.py",
-    "torch.distributed.run": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
-    "torch.distributed.launch": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
-    "accelerate.commands.launch": "accelerate launch -m torch_grad_exporter run train.py",
     **{
         name: f"{name} torch-grad-exporter run train.py"
         for name in ("mpirun", "mpiexec", "srun", "opentelemetry-instrument", "nohup", "uv", "env")
@@ -67,14 +64,17 @@ def _near(path: Path) -> str:
 
 
 def _check_module(name: str) -> None:
-    with _in_path(_working_directory()):
-        try:
+    before = list(sys.path)
+    _insert(_working_directory())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None and name != "__main__":
+            name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
-            if spec is not None and spec.submodule_search_locations is not None and name != "__main__":
-                spec = importlib.util.find_spec(f"{name}.__main__")
-                name = f"{name}.__main__"
-        except Exception as error:  # noqa: BLE001 - a package around it that cannot be imported, whatever its code raises
-            raise UserError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from None
+    except Exception as error:  # noqa: BLE001 - a package around it that cannot be imported, whatever its code raises
+        raise UserError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path[:] = before
     if spec is None:
         raise UserError(f"there is no module {name!r}")
 
@@ -118,17 +118,6 @@ def _insert(folder: str) -> None:
     """Put a folder in the place of this command's own, which comes first unless Python runs with -P."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
-
-
-@contextlib.contextmanager
-def _in_path(folder: str) -> Iterator[None]:
-    """Put a folder at the front of the path for the time of a block."""
-    before = list(sys.path)
-    _insert(folder)
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _show_without_us(error: BaseException) -> None:

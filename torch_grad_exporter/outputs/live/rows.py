@@ -39,20 +39,12 @@ class StepRow:
     def add(self, place: int, value: float) -> None:
         """Take a value, by its place in `SCALARS`; infinity stands for any that is not finite."""
         if math.isinf(value):
-            self.mark(place)
+            self.nonfinite[place] = True
         elif not math.isnan(value):
             self._count[place] += 1
-            before = self.values[place]
-            if self._count[place] == 1:
-                self.values[place] = value
-            elif OF_SAMPLES[place]:
-                self.values[place] = value if abs(value) > abs(before) else before
-            else:
-                self.values[place] = before + (value - before) / self._count[place]
-
-    def mark(self, place: int) -> None:
-        """Note that a value was not finite."""
-        self.nonfinite[place] = True
+            before = self.values[place] if self._count[place] > 1 else value
+            larger = value if abs(value) > abs(before) else before
+            self.values[place] = larger if OF_SAMPLES[place] else before + (value - before) / self._count[place]
 
 
 class StepRows:
@@ -75,10 +67,8 @@ class StepRows:
         marks = [] if nonfinite is None else [place for place, bad in enumerate(nonfinite.tolist()) if bad]
         if marks or not all(map(math.isnan, row_values)):
             row = self._row(step, at)
-            for place, value in enumerate(row_values):
+            for place, value in [*enumerate(row_values), *((place, math.inf) for place in marks)]:
                 row.add(place, value)
-            for place in marks:
-                row.mark(place)
 
     def add_one(self, step: int, at: float, name: str, value: float) -> None:
         """Take a single value of a step, by its name in `SCALARS`. The times of several optimizers add up."""
@@ -91,9 +81,7 @@ class StepRows:
 
     def _row(self, step: int, at: float) -> StepRow:
         step = max(step, self._last[0])
-        if step not in self._rows:
-            self._rows[step] = StepRow(step, at)
-        return self._rows[step]
+        return self._rows.setdefault(step, StepRow(step, at))
 
     def take(self, *, every: bool) -> list[StepRow]:
         """Remove and return complete rows, or every one, by step. Neither steps nor times fall from call to call."""

@@ -33,11 +33,9 @@ class Together(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Records or bins in the order of time.
+    """Records or bins in the order of time: Unix time and optimizer steps at the end of each, shape (n,).
 
     Attributes:
-        times: Unix time of each end, shape (n,).
-        steps: The optimizer steps at these times, shape (n,).
         values: Shape (n, width): the finite value; infinity if there were only values that are not finite; NaN if there was none.
         nonfinite: Shape (n, width): whether any of the records was not finite.
         first: Number of the first record or bin, counted from the start of the run.
@@ -65,13 +63,12 @@ def _rows(count: int, width: int, *, weighted: bool) -> _Rows:
 
 @functools.lru_cache(maxsize=64)
 def _row(width: int, weighted: bool) -> np.dtype[np.void]:
-    fields = [
-        ("at", "f8", (2,)),
+    values, flags, weights = (
         ("values", "f4", (width,)),
         ("nonfinite", "u1", (-(-width // 8),)),
         ("weights", "f4", (weighted * width,)),
-    ]
-    return np.dtype(fields, align=True)
+    )
+    return np.dtype([("at", "f8", (2,)), values, flags, weights], align=True)
 
 
 class Track:
