@@ -45,21 +45,15 @@ class Announcement:
 
     def start(self, port: int, scheme: str) -> None:
         """Begin to publish the server. Raises `RuntimeError` if no more threads can be started."""
-        rank = self.rank
+        rank, identity = self.rank, self.rank.identity
         target = ScrapeTarget(
-            address=self._address(port),
-            scheme=scheme,
-            run=rank.run,
-            rank=rank.number,
-            local_rank=rank.identity.local_rank,
-            host=distributed.hostname(),
-            labels=self.labels,
-        )
-        several = rank.identity.world_size > 1
+            address=self._address(port), scheme=scheme, run=rank.run, rank=rank.number, local_rank=identity.local_rank,
+            host=distributed.hostname(), labels=self.labels,
+        )  # fmt: skip
         self._discovery = Discovery(
             target,
             file=TargetFile(self.sd_dir, target) if self.sd_dir else None,
-            ranks=RankList(self.store, target, rank.identity.world_size) if several else None,
+            ranks=RankList(self.store, target, identity.world_size) if identity.world_size > 1 else None,
             on_error=functools.partial(self.errors.count, "discovery"),
         )
         self._discovery.start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -28,22 +28,16 @@ from tornado.iostream import IOStream, SSLIOStream
 
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
-from torch_grad_exporter.outputs.http.message import Request, plain
+from torch_grad_exporter.outputs.http.shared import Request, plain
 
 # At a time, at most; and the share of the descriptors that this process may have open, most of which are the training's.
 MAX_CLIENTS, SHARE = 1024, 8
 
-MAX_HEAD = 16_384
-ACCEPTED_AT_ONCE = 32
+MAX_HEAD, ACCEPTED_AT_ONCE = 16_384, 32
 
-# What a client has at least, from its connection on, before another one takes its place.
-LEAST_SECONDS = 0.4
-
-# Until the next look at the backlog when all places are taken.
-FULL_SECONDS = 0.02
-
-# After a failure to accept, such as without free file descriptors: the socket stays readable, and this must not spin.
-PAUSE_SECONDS = 0.5
+# What a client has at least, from its connection on, before another one takes its place; until the next look at the backlog when no
+# place is free; and after a failure to accept, such as without free descriptors, when the socket stays readable.
+LEAST_SECONDS, FULL_SECONDS, PAUSE_SECONDS = 0.4, 0.02, 0.5
 
 
 def max_clients() -> int:
@@ -184,14 +178,15 @@ class Clients(HTTPServerConnectionDelegate):
         client.close()
 
     def start_request(self, server_conn: object, request_conn: HTTPConnection) -> HTTPMessageDelegate:
-        """See `HTTPServerConnectionDelegate`: a request begins."""
-        return _Head(self, server_conn.context, request_conn)  # type: ignore[attr-defined]
+        """See `HTTPServerConnectionDelegate`: a request begins. Only the first one of a client is answered."""
+        client: Client = server_conn.context  # type: ignore[attr-defined]
 
-    def respond(self, client: Client, request: Request, connection: HTTPConnection) -> None:
-        """Answer a request, unless the client has sent another one before."""
-        if not client.answering:
-            client.answering = True
-            self._begin(self._respond(client, request, connection))
+        def begin(request: Request) -> None:
+            if not client.answering:
+                client.answering = True
+                self._begin(self._respond(client, request, request_conn))
+
+        return _Head(begin)
 
     def on_close(self, server_conn: object) -> None:
         """See `HTTPServerConnectionDelegate`: a connection is closed."""
@@ -225,11 +220,10 @@ class Clients(HTTPServerConnectionDelegate):
 class _Head(HTTPMessageDelegate):
     """Takes the head of a request; a body is not waited for, and ends with the connection."""
 
-    def __init__(self, clients: Clients, client: Client, connection: HTTPConnection) -> None:
-        self._clients, self._client, self._connection = clients, client, connection
+    def __init__(self, begin: Callable[[Request], None]) -> None:
+        self._begin = begin
 
     def headers_received(self, start_line: RequestStartLine | ResponseStartLine, headers: HTTPHeaders) -> None:
         """See `HTTPMessageDelegate`."""
         if isinstance(start_line, RequestStartLine):
-            request = Request.of(start_line.method, start_line.path, headers)
-            self._clients.respond(self._client, request, self._connection)
+            self._begin(Request.of(start_line.method, start_line.path, headers))

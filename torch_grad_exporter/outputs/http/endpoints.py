@@ -20,14 +20,12 @@ from typing import NamedTuple
 
 from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import THREAD_TIME
-from torch_grad_exporter.outputs.http.message import Content, Request, Response, plain
-from torch_grad_exporter.outputs.http.shared import SharedScrape, Workers, is_scraper
+from torch_grad_exporter.outputs.http.shared import Content, Request, Response, SharedScrape, Workers, is_scraper, plain
 from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile, WebSettings
 from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
-# How much longer than a failed check there is none.
-_REST = 9
+_REST = 9  # how much longer than a failed check there is none
 _REMEMBERED = 256
 # A well-formed hash of no known password; the result of comparing with it is ignored.
 _DECOY_HASH = "$2b${cost}$" + "." * 53
@@ -36,12 +34,10 @@ _DECOY_HASH = "$2b${cost}$" + "." * 53
 class TokenBucket:
     """A limit of requests per time: full at the start, refilled by one token per interval. From any thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._lock = clock, threading.Lock()
         self._limit: RateLimit | None = None
-        self._tokens = 0.0
-        self._counted_at = 0.0
+        self._tokens = self._counted_at = 0.0
 
     def wait(self, limit: RateLimit | None) -> float:
         """Take a token; return the seconds until there is one. Another limit than before starts with a full bucket."""
@@ -76,12 +72,9 @@ class BasicAuth:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._key = secrets.token_bytes(32)
-        self._lock = threading.Lock()
+        self._clock, self._lock, self._key = clock, threading.Lock(), secrets.token_bytes(32)
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
-        self._checking = False
-        self._next_check = clock()
+        self._checking, self._next_check = False, clock()
 
     def judge(self, header: str, users: Mapping[str, str]) -> CredentialCheck:
         """Return the verdict on a header, empty for none. `users`: bcrypt hashes by name."""
@@ -104,8 +97,11 @@ class BasicAuth:
             self._checking = True
         passes = False
         try:
-            # Checked also where there is no such user: leaving it out would show in the time.
-            passes = _matches(password, hashed) and name in users
+            import bcrypt  # noqa: PLC0415 - optional, and only needed where there are users
+
+            # bcrypt itself uses no more than 72 bytes; its Python package raises beyond them, Go's ignores the rest. Checked also
+            # where there is no such user: leaving it out would show in the time.
+            passes = bcrypt.checkpw(password[:72], hashed.encode()) and name in users
         finally:
             with self._lock:
                 self._checking = False
@@ -122,13 +118,6 @@ class BasicAuth:
         """Return a fingerprint from which no password can be found outside of this process."""
         encoded = [part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts]
         return hmac.digest(self._key, b"".join(len(part).to_bytes(8) + part for part in encoded), "sha256")
-
-
-def _matches(password: bytes, hashed: str) -> bool:
-    import bcrypt  # noqa: PLC0415 - optional, and only needed where there are users
-
-    # bcrypt itself uses no more than 72 bytes; its Python package raises beyond them, Go's ignores the rest.
-    return bcrypt.checkpw(password[:72], hashed.encode())
 
 
 def _credentials(header: str) -> tuple[str, bytes] | None:

@@ -24,8 +24,7 @@ from torch_grad_exporter.errors import ErrorLog, warn
 from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.outputs.http.clients import Clients
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
-from torch_grad_exporter.outputs.http.message import Content
-from torch_grad_exporter.outputs.http.shared import Workers
+from torch_grad_exporter.outputs.http.shared import Content, Workers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.prometheus.text import Renderer
 
@@ -36,8 +35,7 @@ WORKERS = 4
 # What the libraries log to; the training may use both for itself.
 LOGGERS = ("asyncio", "tornado.general", "tornado.application")
 
-MAX_CANDIDATES = 64
-MAX_PORT = 65535
+MAX_CANDIDATES, MAX_PORT = 64, 65535
 # Connections that the kernel holds for us: many wait there for a moment, and one that does not fit is tried again after a second.
 BACKLOG = 1024
 

@@ -1,4 +1,4 @@
-"""Workers, which compute for the event loop; the scrape that all clients of a second share; and which of them scrape regularly.
+"""What is asked and answered; workers, which compute for the event loop; the scrape that clients of a second share; and scrapers.
 
 The workers are daemons: the end of a program waits for threads of `concurrent.futures`, so that a scrape that hangs would keep a
 finished training.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
+from http import HTTPStatus
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.http.message import Content
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 # Seconds for which the bodies of a scrape are handed out, from its end.
@@ -29,6 +31,62 @@ MAX_AGE = 1.0
 MAX_WAITING = 64
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request without its body. `headers`: names in any case. `query`: the part of its target after the question mark."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    query: str = ""
+
+    @classmethod
+    def of(cls, method: str, target: str, headers: Mapping[str, str]) -> Request:
+        """Return the request for a target, which is a path, or a whole address where a proxy sends it."""
+        without_origin = re.sub(r"^https?://[^/?#]*", "", target, flags=re.IGNORECASE)
+        path, _, query = without_origin.partition("#")[0].partition("?")
+        return cls(method, path or "/", headers, query)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole answer; its length is known before its first byte is sent."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
+    """Return a one-line answer for people; without a text the status alone."""
+    return Response(status, "text/plain; charset=utf-8", f"{text or status.phrase}\n".encode(), headers)
+
+
+class Content(Protocol):
+    """Everything that a server shows. Its methods but `scraped` are called in the server's worker threads, and may take long.
+
+    `ended`: whether a scrape that begins now shows the end of the run.
+    """
+
+    ended: bool
+
+    def scraped(self, by: str, *, saw_end: bool) -> None:
+        """Note who is about to get a scrape: a scraper's address, empty for anybody else. In the thread of the loop."""
+
+    def scrape(self) -> Iterable[Family]:
+        """Return the metrics. Called by one thread at a time, and at most once a second."""
+
+    def health(self) -> Mapping[str, object]:
+        """Return the object of `/healthz`."""
+
+    def targets(self) -> bytes:
+        """Return the body of `/sd`, which Prometheus' http_sd reads."""
+
+    def page(self, request: Request) -> Response | None:
+        """Return the answer for any other path, None where there is nothing."""
 
 
 class Workers:

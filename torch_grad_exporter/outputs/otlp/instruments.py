@@ -26,30 +26,15 @@ from torch_grad_exporter.outputs.prometheus import series
 
 # The metrics of the instruments, under the names that they have everywhere.
 SPECS = (
-    gradients.GRAD_GLOBAL_NORM,
-    clipping.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    clipping.GRAD_CLIP_COEFFICIENT,
-    gradients.GRAD_NONFINITE_STEPS,
-    clipping.GRAD_CLIPPED_STEPS,
-    training.TRAIN_STATE,
-    training.TRAIN_STEPS,
-    training.TRAIN_SKIPPED_STEPS,
-    training.TRAIN_SAMPLES,
-    training.TRAIN_TOKENS,
-    training.TRAIN_LOSS,
-    training.TRAIN_EPOCH,
-    training.TRAIN_LEARNING_RATE,
-    training.TRAIN_SLOWEST_STEP,
+    gradients.GRAD_GLOBAL_NORM, clipping.GRAD_GLOBAL_NORM_AFTER_CLIP, clipping.GRAD_CLIP_COEFFICIENT,
+    gradients.GRAD_NONFINITE_STEPS, clipping.GRAD_CLIPPED_STEPS,
+    training.TRAIN_STATE, training.TRAIN_STEPS, training.TRAIN_SKIPPED_STEPS, training.TRAIN_SAMPLES, training.TRAIN_TOKENS,
+    training.TRAIN_LOSS, training.TRAIN_EPOCH, training.TRAIN_LEARNING_RATE, training.TRAIN_SLOWEST_STEP,
     training.TRAIN_LAST_STEP_TIMESTAMP,
-    cuda_memory.CUDA_MEMORY_ALLOCATED,
-    cuda_memory.CUDA_MEMORY_RESERVED,
-    gpu.GPU_UTILIZATION,
-    process.PROCESS_RESIDENT_MEMORY,
-    process.PROCESS_CPU_SECONDS,
-    host.HOST_CPU,
-    host.HOST_MEMORY_AVAILABLE,
+    cuda_memory.CUDA_MEMORY_ALLOCATED, cuda_memory.CUDA_MEMORY_RESERVED, gpu.GPU_UTILIZATION,
+    process.PROCESS_RESIDENT_MEMORY, process.PROCESS_CPU_SECONDS, host.HOST_CPU, host.HOST_MEMORY_AVAILABLE,
     exporter.EXPORTER_OVERHEAD_RATIO,
-)
+)  # fmt: skip
 
 # Seconds for which all instruments show the values of one scrape, since one collection is to show one moment.
 MAX_AGE = 1.0
@@ -67,15 +52,8 @@ class Instruments:
     After that each instrument shows the last values once for each reader, and then they are gone.
     """
 
-    def __init__(
-        self,
-        provider: MeterProvider,
-        scrape: Scrape,
-        labels: Mapping[str, str],
-        errors: ErrorLog,
-    ) -> None:
-        self._scrape = scrape
-        self._labels = dict(labels)
+    def __init__(self, provider: MeterProvider, scrape: Scrape, labels: Mapping[str, str], errors: ErrorLog) -> None:
+        self._scrape, self._labels, self._who = scrape, dict(labels), (labels["run"], labels["rank"])
         self._left: dict[Spec, list[list[Observation]]] | None = None
         self._process = os.getpid()
         self._guard = errors.boundary("request", limit=None)
@@ -88,10 +66,6 @@ class Instruments:
             # The next exporter of the same rank of the same run has newer values.
             self._sources[:] = [other for other in self._sources if other._left is None or other._who != self._who]
             self._sources.append(self)
-
-    @property
-    def _who(self) -> tuple[str, str]:
-        return self._labels["run"], self._labels["rank"]
 
     def observations(self, spec: Spec) -> list[Observation]:
         """Return the present values of one metric; never raises. A forked child reports no last values of its parent."""
@@ -110,14 +84,13 @@ class Instruments:
         """Leave the present values in the instruments, for each reader's next collection and no further one; idempotent."""
         if self not in self._sources or self._left is not None:
             return
+        # For each reader for which the end of a provider collects, 1 if unknown: the interface does not show it.
+        provider = self._provider()
+        older = getattr(getattr(provider, "_sdk_config", None), "metric_readers", ())
+        times = max(1, len(getattr(provider, "_metric_readers", older)))
         # Without our own lock: a signal's handler may have interrupted the code that holds it.
-        scrape, times = self._scrape, _readers(self._provider())
-
-        def last() -> dict[Spec, list[Observation]]:
-            families = by_spec(scrape())
-            return {spec: self._of(families, spec) for spec in SPECS}
-
-        values = self._guard.result(last) or {}
+        families = by_spec(self._guard.result(self._scrape) or [])
+        values = {spec: self._guard.result(self._of, families, spec) or [] for spec in SPECS}
         with _lock:
             self._left = {spec: [shown] * times for spec, shown in values.items() if shown}
             self._families = {}
@@ -140,12 +113,6 @@ class Instruments:
             for family in families.get(spec, ())
             for labels, (value,) in zip(series.labels(family, self._labels), series.table(family).tolist(), strict=True)
         ]
-
-
-def _readers(provider: MeterProvider | None) -> int:
-    """Return the number of readers for which the end of a provider collects, 1 if unknown: the interface does not show it."""
-    older = getattr(getattr(provider, "_sdk_config", None), "metric_readers", ())
-    return max(1, len(getattr(provider, "_metric_readers", older)))
 
 
 def _sources(provider: MeterProvider) -> list[Instruments]:

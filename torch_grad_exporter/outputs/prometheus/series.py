@@ -1,19 +1,23 @@
 """The series of a family, for all Prometheus outputs.
 
 A row of a family yields one series per column: one for a gauge or a counter, and for a histogram its
-cumulated buckets, `_sum` and `_count`.
+cumulated buckets, `_sum` and `_count`. `RegistryCollector` shows them in a registry of the user's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
+import prometheus_client.samples
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 
-from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, Kind, Spec
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, Kind, Spec, by_spec
 
 
 class RowColumn(NamedTuple):
@@ -70,7 +74,7 @@ def exemplars(family: Family) -> dict[int, Exemplar]:
 def labels(family: Family, constant: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Yield the labels of each present row, in the order of `table`. The family's own win; an empty value means no label."""
     rows = family.labels.rows
-    for row in rows if family.present is None else compress(rows, family.present.tolist()):
+    for row in rows if family.present is None else itertools.compress(rows, family.present.tolist()):
         own = {name: value for name, value in zip(family.spec.labels, row, strict=True) if value}
         yield {**constant, **own}
 
@@ -93,3 +97,85 @@ def family_name(spec: Spec) -> str:
 def unit(spec: Spec) -> str:
     """Return the unit if it may be declared, which needs a family name that ends in it, else an empty text."""
     return spec.unit if spec.unit and family_name(spec).endswith(f"_{spec.unit}") else ""
+
+
+class RegistryCollector:
+    """Shows the same series as `/metrics` in a `CollectorRegistry`, from `register` until `close`.
+
+    A scrape that raises yields nothing here: the user's own metrics in the registry stay.
+
+    Args:
+        scrape: Returns the metrics.
+        constant_labels: Of every series; a family's own label of that name wins.
+        specs: All metrics that may come.
+        only_on: The metric that has the constant labels instead, None for all.
+        common: Metrics that are left to the registry if it has some of these names.
+        errors: Counts failures under `request`.
+    """
+
+    def __init__(
+        self,
+        scrape: Callable[[], Iterable[Family]],
+        constant_labels: Mapping[str, str],
+        specs: Iterable[Spec],
+        *,
+        only_on: Spec | None = None,
+        common: Collection[Spec] = (),
+        errors: ErrorLog,
+    ) -> None:
+        self._scrape, self._constant_labels, self._only_on = scrape, dict(constant_labels), only_on
+        self._specs, self._common = tuple(specs), common
+        self._guard = errors.boundary("request", limit=None)
+        self._registry: CollectorRegistry | None = None
+
+    def register(self, registry: CollectorRegistry) -> None:
+        """Add the collector. Raises ValueError if the registry has a metric of one of these names already."""
+        try:
+            registry.register(self)
+        except ValueError:
+            # Most registries have a process collector of their own; the default one has it from the start.
+            self._specs = tuple(spec for spec in self._specs if spec not in self._common)
+            registry.register(self)
+        self._registry = registry
+
+    def close(self) -> None:
+        """Remove the collector from the registry. Idempotent."""
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.unregister(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return all metrics, without series: the registry needs the names and must not start a scrape."""
+        return [_metric(spec) for spec in self._specs]
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the present metrics, without those that have no present row."""
+        return self._guard.result(self._metrics) or []
+
+    def _metrics(self) -> list[Metric]:
+        groups = by_spec(self._scrape())
+        metrics = [self._filled(spec, groups[spec]) for spec in groups if spec in self._specs]
+        return [metric for metric in metrics if metric.samples]
+
+    def _filled(self, spec: Spec, members: list[Family]) -> Metric:
+        metric = _metric(spec)
+        constant = shared_labels(spec, self._constant_labels, self._only_on)
+        for family in members:
+            known, place = exemplars(family), itertools.count()
+            for row, values in zip(labels(family, constant), table(family).tolist(), strict=True):
+                for (suffix, le), value in zip(columns(spec), values, strict=True):
+                    exemplar = _exemplar(known.get(next(place)))
+                    own = row if le is None else {**row, "le": le}
+                    metric.add_sample(spec.name + suffix, own, value, exemplar=exemplar)
+        return metric
+
+
+def _exemplar(exemplar: Exemplar | None) -> prometheus_client.samples.Exemplar | None:
+    if exemplar is None:
+        return None
+    labels = {"trace_id": exemplar.trace_id.hex(), "span_id": exemplar.span_id.hex()}
+    return prometheus_client.samples.Exemplar(labels, exemplar.value, exemplar.at)
+
+
+def _metric(spec: Spec) -> Metric:
+    return Metric(family_name(spec), spec.help, spec.kind.value, unit(spec))
