@@ -26,8 +26,7 @@ OF_THE_RUN = {
 }
 OF_LAYERS = {"torch_grad_norm": "norm", "torch_grad_zero_ratio": "zero_ratio", "torch_grad_dead_ratio": "dead_ratio"}
 
-# Rows of a metric that a text names, at most.
-SHOWN = 3
+SHOWN = 3  # rows of a metric that a text names, at most
 
 _MATCHER = re.compile(r'\s*(\w+)\s*(=~|=)\s*"((?:[^"\\]|\\.)*)"\s*')
 

@@ -33,11 +33,9 @@ from torch_grad_exporter.torch_compat.optimizers import optimizers_made, step_un
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
 
-# Seconds that looks for further models may take in any case, as for the folds of a cross-validation.
-CREDIT = 2.0
-
-# Of the time since the first attachment that they may take beyond it: a sweep over a thousand small models is not slowed down.
-SHARE = 0.01
+# Seconds that looks for further models may take in any case, as for the folds of a cross-validation, and the share of the time
+# since the first attachment that they may take beyond it: a sweep over a thousand small models is not slowed down.
+CREDIT, SHARE = 2.0, 0.01
 
 # Training forwards from one look at all objects of the process to the next, at most, while no optimizer owns a model.
 LONGEST_WAIT = 1024
@@ -68,8 +66,7 @@ class Attachment:
     def __init__(self, owner: AttachmentOwner) -> None:
         self._owner = owner
         self.exporter: Exporter | None = None
-        self.given_up = self._gave_way = False
-        self._trained = self._stepped = False
+        self.given_up = self._gave_way = self._trained = self._stepped = False
         self._guard = Guard(self._failed)
         self._handles: list[Any] = []
         self._forwards, self._next_look = 0, 1

@@ -73,14 +73,18 @@ def _owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
 def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     """Return the models as `start_exporter` takes them; one that is alone needs no name.
 
-    A name is that of a variable of the script's main module, else that of the class.
+    A name is that of a variable of the script's main module, or of an attribute of an object of its own classes, else that of the
+    model's class.
     """
     models = [*roots]
     if len(models) < 2:
         return dict(zip([""], models, strict=False))
     wanted, names = {id(model) for model in models}, dict[int, str]()
-    for name, value in list(vars(sys.modules["__main__"]).items()):
-        if id(value) in wanted and id(value) not in names and not name.startswith("_"):
+    script = {name: value for name, value in vars(sys.modules["__main__"]).items() if not name.startswith("_")}
+    nothing: dict[str, object] = {}
+    inside = [_or(nothing, vars, value) for value in script.values() if type(value).__module__ == "__main__"]
+    for name, value in [pair for variables in (script, *inside) for pair in variables.items()]:
+        if id(value) in wanted and id(value) not in names and name not in names.values():
             names[id(value)] = name
     for model in models:
         if id(model) not in names:

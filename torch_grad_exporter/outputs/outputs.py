@@ -31,7 +31,6 @@ CLOSE_SECONDS = 1.4
 
 ADDRESS = "serving %s (metrics at /metrics)"
 OPEN = "metrics on port %d are readable by every host that can reach it; restrict with addr='127.0.0.1'%s"
-
 WAITS = "the run has ended; waiting up to %d s for a scrape that shows it (Ctrl-C ends the wait, linger=0 avoids it)"
 UNREAD = "nothing has read the metrics of this run; exporter.save(path) keeps its history, linger=600 its page"
 
@@ -54,14 +53,7 @@ class OutputOptions:
 class Outputs:
     """Serves metrics, announces where, and pushes them. It is the `Content` of the server.
 
-    Args:
-        scrape: Returns all metrics.
-        rank: Whose values they are.
-        health: Returns the object of `/healthz`.
-        announcement: Publishes where the server is, from its start until `close`.
-        push: Where to push metrics, and where what the journal has.
-        journal: Beginnings and ends of problems, and actions; None if they are pushed nowhere.
-        view: The live page, and the answers that it asks for.
+    `health` returns the object of `/healthz`; `push`: where to push metrics, and where what the `journal` has.
     """
 
     def __init__(

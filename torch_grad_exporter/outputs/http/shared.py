@@ -24,11 +24,8 @@ from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
-# Seconds for which the bodies of a scrape are handed out, from its end.
-MAX_AGE = 1.0
-
-# Clients that wait for a scrape at a time, at most.
-MAX_WAITING = 64
+# Seconds for which the bodies of a scrape are handed out, from its end; clients that wait for one at a time, at most.
+MAX_AGE, MAX_WAITING = 1.0, 64
 
 Result = TypeVar("Result")
 

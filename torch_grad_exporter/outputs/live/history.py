@@ -18,8 +18,7 @@ from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, T
 from torch_grad_exporter.store.cursors import Single
 
 # For the records of layers: if there are very many layers, fewer records are kept, but this many records and bins.
-LAYER_BYTES = 16 * 2**20
-LEAST = 32
+LAYER_BYTES, LEAST = 16 * 2**20, 32
 
 # Layers that are kept although no moment has them any more, at most; beyond that, the first half of them is forgotten.
 MOST_GONE = 1000
@@ -31,11 +30,8 @@ MOMENTS = ("mean", "stddev")
 ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
 LOGGED = ("value",)
 
-# Seconds between two records, at least.
-RECORD_SECONDS = 1.0
-
-# Samples that are recorded at a time: a compromise between memory, for large models, and time.
-TOGETHER = 32
+# Seconds between two records, at least; samples that are recorded at a time, a compromise between memory and time.
+RECORD_SECONDS, TOGETHER = 1.0, 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,11 +87,7 @@ class UnknownLayerError(Exception):
 class History:
     """The records of a run. `record_if_due` belongs to one thread, everything else to any.
 
-    Args:
-        moment: Returns the present values.
-        now: Returns Unix time.
-        quantities: Kept of each layer, in the order of the columns of a moment's values.
-        together: How values of a layer become one of a bin.
+    `moment` returns the present values, with columns in the order of `quantities`, and `now` Unix time.
     """
 
     def __init__(
@@ -207,9 +199,9 @@ class History:
         gone = [name for name in self._column if name not in known] if len(self._column) > MOST_GONE else []
         if len(gone) <= MOST_GONE:
             return
-        forgotten = frozenset(gone[: len(gone) - MOST_GONE // 2])
+        forgotten, width = frozenset(gone[: len(gone) - MOST_GONE // 2]), len(self.quantities)
         kept = {name: column for name, column in self._column.items() if name not in forgotten}
-        columns = np.array(list(kept.values()), dtype=np.int64)[:, None] * len(self.quantities) + np.arange(len(self.quantities))
+        columns = np.array(list(kept.values()), dtype=np.int64)[:, None] * width + np.arange(width)
         self._layers.arrange(columns.ravel())
         self._column = {name: column for column, name in enumerate(kept)}
 
@@ -234,12 +226,9 @@ class History:
             return window.of(self._scalars)
 
     def grid(self, name: str, window: Window) -> tuple[list[str], Part]:
-        """Return the layers, and one quantity of each: values of shape (n, layers).
+        """Return the layers, and one quantity of each: values of shape (n, layers). Raises `ValueError` if there is none.
 
         Both at once, as the next record may forget layers.
-
-        Raises:
-            ValueError: There is no such quantity.
         """
         place = self.quantities.index(name)
         with self._lock:

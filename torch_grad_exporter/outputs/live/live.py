@@ -44,14 +44,9 @@ from torch_grad_exporter.store.records import TraceIds
 # A clip coefficient above this comes from something that makes gradients longer, not from clipping.
 LONGER = 1.001
 
-# Seconds for which a scrape is shown.
-MAX_AGE = 1.0
-
-# How long a request waits for the first scrape, if another request runs it.
-FIRST_SECONDS = 1.0
-
-# How long a scrape of everything is shown while another one is under way, instead of a newer one of what rules read.
-SHOWN_SECONDS = 30.0
+# Seconds for which a scrape is shown; for which a request waits for the first one, if another request runs it; and for which one of
+# everything is shown while another one is under way, instead of a newer one of what rules read.
+MAX_AGE, FIRST_SECONDS, SHOWN_SECONDS = 1.0, 1.0, 30.0
 
 # Of a run without logged values.
 EMPTY = Track(0, Together.MEAN, recent=1, whole=2)

@@ -25,16 +25,11 @@ from torch_grad_exporter.store.snapshots import GradientSnapshot, Reading
 class GradientMoments:
     """The moments of readings. Values of samples are only present if there was a sample since the moment before.
 
-    These are the largest norm and z-score, and the last ratios.
-
-    Args:
-        dead_from: Samples from which on a layer's dead ratio means anything.
-        quantities: Of the history.
+    These are the largest norm and z-score, and the last ratios, of which the dead one means nothing before `dead_from` samples.
     """
 
     def __init__(self, dead_from: int, quantities: Sequence[str] = QUANTITIES) -> None:
-        self._dead_from = dead_from
-        self._quantities = quantities
+        self._dead_from, self._quantities = dead_from, quantities
         self._moments = [name for name in quantities if name in MOMENTS]
         self._flagged = [place for place, name in enumerate(quantities) if name in ("norm", *MOMENTS)]
         # The table of the last sample, and its layers that are shown. A new table is rare.
@@ -45,23 +40,15 @@ class GradientMoments:
         self._steps = (0.0, 0.0)
         self._since: tuple[float, int] | None = None  # durations and steps from which on their ratio counts
         self._single_nonfinite_losses = 0
-        # The values of layers at the last moment, and that moment. If they are still the same, no sample came.
-        self._last: tuple[Records, Moment] | None = None
-        self._without: Moment | None = None  # that moment without what was new then
         self._captured, self._spoiled, self._norms, self._losses = _Growth(), _Growth(), _Growth(), _Growth()
 
     def of(self, reading: Reading, steps: int) -> Moment:
         """Return the moment of a reading after this many steps."""
-        moment = self._without_sample(reading) or self.of_sample(reading, steps)
+        moment = self.of_sample(reading, steps)
         values, nonfinite = self._of_steps(reading, steps)
         flags = nonfinite if moment.scalars_nonfinite is None else moment.scalars_nonfinite | nonfinite
-        return replace(
-            moment,
-            steps=steps,
-            scalars=np.where(OF_SAMPLES, moment.scalars, values),
-            scalars_nonfinite=flags,
-            singles=reading.singles,
-        )
+        shown = np.where(OF_SAMPLES, moment.scalars, values)
+        return replace(moment, steps=steps, scalars=shown, scalars_nonfinite=flags, singles=reading.singles)
 
     def of_sample(self, reading: Reading, steps: int) -> Moment:
         """Return the moment of a sample, at its step, or at `steps` if that is unknown; without values of each step."""
@@ -90,30 +77,9 @@ class GradientMoments:
         nonfinite = np.zeros((len(names), len(self._quantities)), dtype=np.bool_)
         nonfinite[:, self._flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
         norms, spoiled_norms = self._of_samples(reading)
-        moment = Moment(
-            gradients.samples,
-            steps if step is None else step,
-            names,
-            _narrowed([values[name] for name in self._quantities]).T,
-            norms,
-            nonfinite,
-            spoiled_norms,
-            step,
-            self._sharded,
-        )
-        self._last, self._without = (gradients.layer_values, moment), None
-        return moment
-
-    def _without_sample(self, reading: Reading) -> Moment | None:
-        """Return the result of `of_sample` if the gradients are still those of the moment before, else None."""
-        if self._last is None or reading.snapshot.gradients.layer_values is not self._last[0]:
-            return None
-        if self._without is None:
-            before, shape = self._last[1], self._last[1].values.shape
-            nothing, none = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
-            none_of_run = np.zeros(len(SCALARS), dtype=np.bool_)
-            self._without = replace(before, values=nothing, scalars=scalars(), nonfinite=none, scalars_nonfinite=none_of_run)
-        return self._without
+        columns = _narrowed([values[name] for name in self._quantities]).T
+        at = steps if step is None else step
+        return Moment(gradients.samples, at, names, columns, norms, nonfinite, spoiled_norms, step, self._sharded)
 
     def _grown(self, gradients: GradientSnapshot, names: list[str], layer_values: Records) -> tuple[Flags, Flags]:
         """Return which layers had a sample since the moment before, and which had an element that was not finite.
@@ -178,12 +144,12 @@ class ActivationMoments:
         snapshot = self._activations.snapshot()
         layers = {name: layer for name, layer in snapshot.layers.items() if name != REMOVED}
         last = [layer if layer.sample == snapshot.samples else layer.only_counts() for layer in layers.values()]
-        columns = [[layer.rms for layer in last], [layer.zero_ratio for layer in last], [layer.dead_ratio for layer in last]]
-        values = [np.array([np.nan if value is None else value for value in column]) for column in columns]
+        known = [value for layer in last for value in (layer.rms, layer.zero_ratio, layer.dead_ratio)]
+        values = np.array([np.nan if value is None else value for value in known]).reshape(len(last), len(ACTIVATIONS))
         names = list(layers)
         nonfinite = np.zeros((len(names), len(ACTIVATIONS)), dtype=np.bool_)
         nonfinite[:, 0] = self._nonfinite.since(names, np.array([layer.nans + layer.infs for layer in layers.values()]))
-        return Moment(snapshot.samples, steps, names, _narrowed(values).T, scalars(), nonfinite, sample_step=sample_step)
+        return Moment(snapshot.samples, steps, names, _narrowed(values), scalars(), nonfinite, sample_step=sample_step)
 
 
 class LoggedMoments:
@@ -232,7 +198,7 @@ class _Growth:
         return np.array([scalar == name and 0 < count != before for scalar in SCALARS])
 
 
-def _narrowed(values: Sequence[FloatArray] | Sequence[float]) -> Values:
+def _narrowed(values: FloatArray | Sequence[FloatArray] | Sequence[float]) -> Values:
     """Return values in 32 bits, whose largest number stands for larger ones."""
     most = float(np.finfo(np.float32).max)
     # For few layers this takes half as long as `np.clip`.

@@ -174,11 +174,11 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
 def moments(saved: Saved, layer: str, view: str) -> tuple[Lines, bool]:
     """Return `mean` and `stddev` over the elements of a layer's gradient, empty if it has none; and whether of this rank's part."""
     grids = {name: grid(saved, name, view) for name in MOMENTS}
-    if any(layer not in of.layers for of in grids.values()) or len({len(of.steps) for of in grids.values()}) > 1:
+    mean = grids["mean"]
+    if any(layer not in of.layers or len(of.steps) != len(mean.steps) for of in grids.values()):
         return Lines(np.zeros(0), dict.fromkeys(MOMENTS, np.zeros(0)), dict.fromkeys(MOMENTS, np.zeros(0, dtype=bool))), False
     values = {name: of.values[of.layers.index(layer)] for name, of in grids.items()}
     nonfinite = {name: of.nonfinite[of.layers.index(layer)] for name, of in grids.items()}
-    mean = grids["mean"]
     return Lines(mean.steps, values, nonfinite), layer in mean.sharded
 
 

@@ -36,20 +36,14 @@ from torch_grad_exporter.store.worker import Worker
 # Seconds between two judgements of problems.
 JUDGE_SECONDS = 15.0
 
-# Seconds between two looks while the page is closed, at a training that is fast or idle. A look costs half a millisecond.
-UNSEEN_SECONDS = 5.0
+# Seconds between two looks while the page is closed, at a training that is idle or does this many steps a second and more. A look
+# costs half a millisecond.
+UNSEEN_SECONDS, FAST = 5.0, 4.0
 
-# Steps a second from which on a training is fast. Slower steps have a record each.
-FAST = 4.0
+# Seconds for which the page counts as open after a request, of which it makes one every other second; and for the last record.
+OPEN_SECONDS, CLOSE_SECONDS = 10.0, 0.5
 
-# Seconds for which the page counts as open after a request. It makes one every other second.
-OPEN_SECONDS = 10.0
-
-
-# The end waits this long for the last record, at most.
-CLOSE_SECONDS = 0.5
-
-# The source of failures.
+# Of failures.
 SOURCE = "history"
 
 
@@ -61,17 +55,13 @@ class View:
 
     Args:
         run: The process.
-        host: The worker.
-        clock: Counts steps.
         scrape: All metrics, or those that rules read.
         targets: Returns the ranks in the form of http_sd.
         marks: What actions have done.
         sample_families: Returns the metrics of a sample.
         dead_from: Samples from which on a dead ratio means anything.
-        errors: Counts failures.
         logged: Values that the user logs.
         moments: Whether mean and standard deviation are measured.
-        activations: What was seen of inner modules, if the option is on.
         journal: Takes beginnings and ends of problems, None for nothing.
     """
 

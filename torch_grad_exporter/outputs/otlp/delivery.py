@@ -28,10 +28,8 @@ from torch_grad_exporter.outputs.otlp import push_settings
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
 from torch_grad_exporter.outputs.own_requests import mute, unlogged
 
-# What helps against a limit of a proxy, such as nginx with its 1 MB.
+# What helps against a limit of a proxy, such as nginx with its 1 MB, and where only log records are not permitted.
 SMALLER = "set OTEL_EXPORTER_OTLP_COMPRESSION=gzip, or raise the limit of the receiver and of the proxies before it"
-
-# What helps where only log records are not permitted.
 METRICS_ALONE = "OTEL_LOGS_EXPORTER=none sends metrics alone"
 
 # Headers that every request has.
@@ -46,17 +44,11 @@ NOT_TAKEN = frozenset({400, 404, 405, 501})
 # Of gRPC and of HTTP: the receiver does not permit it.
 DENIED = ("UNAUTHENTICATED", "PERMISSION_DENIED"), frozenset({401, 403})
 
-# Characters of what an exporter says.
-NAMED = 300
+# Of failures, and characters of what an exporter says.
+SOURCE, NAMED = "otlp", 300
 
-# Of failures.
-SOURCE = "otlp"
-
-# For the last requests of a run, together.
-LAST_SECONDS = 1.1
-
-# For a request that is under way when the run ends.
-GRACE = 0.25
+# For the last requests of a run, together, and for one that is under way when it ends.
+LAST_SECONDS, GRACE = 1.1, 0.25
 
 # In a forked child: connections of the parent, which gRPC must not end here.
 _inherited: list[object] = []

@@ -46,11 +46,9 @@ WIDTH = 160
 # UCUM's signs of the units that end a metric's name.
 UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J"}
 
-# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB.
-POINTS = 2_000
-
-# Where a receiver refuses requests as too large, they are halved down to about this many points.
-LEAST = 30
+# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB. Where a
+# receiver refuses requests as too large, they are halved down to about `LEAST`.
+POINTS, LEAST = 2_000, 30
 
 # The smallest and the largest observation of a histogram, which are not kept; in the SDK's types they are never absent.
 UNKNOWN: Any = None

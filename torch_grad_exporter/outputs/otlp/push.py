@@ -55,11 +55,8 @@ SERVICE = "training"
 FIRST_SECONDS = 2.0
 
 
-# Seconds between two looks at the journal, at most, as in OpenTelemetry's SDKs.
-LOOK_SECONDS = 1.0
-
-# Records of a request, at most, as in OpenTelemetry's SDKs.
-TOGETHER = 512
+# Seconds between two looks at the journal, and records of a request, at most, as in OpenTelemetry's SDKs.
+LOOK_SECONDS, TOGETHER = 1.0, 512
 
 SEVERITIES = {"info": SeverityNumber.INFO, "warning": SeverityNumber.WARN, "critical": SeverityNumber.ERROR}
 
