@@ -37,21 +37,12 @@ EPOCH = ("epoch", "train/epoch")
 class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Accelerator(log_with=GradExporterTracker())`, on every rank.
 
+    `init_trackers` or the first forward of a prepared model starts an exporter, and `end_training` ends it. With `log` its values
+    go to the accelerator's other trackers, with each `accelerator.log`. A failure in a forward, as where an option does not fit a
+    model that is prepared after `init_trackers`, is logged, and nothing is watched. See `SessionOwner` for the other arguments.
+
     Args:
-        exporter: One that you have started yourself, which goes on after the training. Without it `init_trackers` or the first
-            forward of a prepared model starts one, with the `options` of `start_exporter`, and `end_training` ends it. An
-            exporter that is running on a model is used as well.
         model: What is watched, a module or a mapping of names to modules; by default what `accelerator.prepare` was given.
-        log: Whether the exporter's values also go to the accelerator's other trackers, with each `accelerator.log`: with `True`
-            norms, clipping and skipped steps, or the names that match a regular expression.
-        log_values: Whether what `accelerator.log` is given is shown by the exporter, too; see docs/your-metrics.md.
-
-    Raises:
-        TypeError: An argument is of a wrong type; some are checked by `init_trackers`.
-        ValueError: An argument is wrong; likewise.
-
-    A failure in a forward, as where an option does not fit a model that is prepared after `init_trackers`, is logged, and nothing
-    is watched. Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
     name = "torch_grad_exporter"

@@ -147,13 +147,7 @@ class GradExporterHook(SessionOwner):
     ended the training. From `before_val` to `after_val`, and from `before_test` to `after_test`, the training is evaluating.
     From `before_save_checkpoint` to the next step or evaluation it writes a checkpoint.
 
-    Args:
-        model: As for `start_exporter`, like the `options`.
-        exporter: One that you have started yourself, which goes on after the training.
-
-    Raises:
-        TypeError: An argument is of a wrong type; some are checked where it begins.
-        ValueError: An argument is wrong; likewise.
+    See `SessionOwner` for the other arguments and what is raised. `model`: as for `start_exporter`.
     """
 
     def __init__(self, model: Models, exporter: Exporter | None = None, **options: Any) -> None:

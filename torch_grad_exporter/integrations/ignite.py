@@ -29,23 +29,16 @@ def loss_of(output: object) -> object:
 class GradExporterHandler(SessionOwner):
     """Shows the gradients and the course of a training: `GradExporterHandler(model, port=9100).attach(trainer)`.
 
+    See `SessionOwner` for the other arguments and what is raised.
+
     Args:
-        model: As for `start_exporter`, like the `options`.
-        exporter: One that you have started yourself, which goes on after the training. Without it each `run()` starts one, and
-            ends it. An exporter that is running on the model is used as well.
+        model: As for `start_exporter`.
         output_transform: Returns the loss, given what the trainer's step returns.
         gradient_accumulation_steps: Iterations of one step of the optimizer, as in `create_supervised_trainer`; the loss is the
             mean over them.
-        log: Whether the exporter's values are also put into `trainer.state.metrics`, for Ignite's loggers, every `log_every`
-            iterations and after each epoch: with `True` norms, clipping and skipped steps, or the names that match a regular
-            expression.
-        log_values: Whether the exporter shows the metrics of the trainer after each epoch; see docs/your-metrics.md.
-
-    Raises:
-        TypeError: An argument is of a wrong type; some are checked when the training begins.
-        ValueError: An argument is wrong; likewise.
-
-    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+        log: Puts the exporter's values into `trainer.state.metrics`, for Ignite's loggers.
+        log_every: Iterations between two times; they are also put there after each epoch.
+        log_values: Shows the metrics of the trainer after each epoch.
     """
 
     def __init__(

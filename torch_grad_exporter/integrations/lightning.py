@@ -45,18 +45,8 @@ else:
 class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Trainer(callbacks=[GradExporterCallback()])`.
 
-    Args:
-        exporter: One that you have started yourself, which goes on after the training. Without it each `fit()` starts one, with
-            the `options` of `start_exporter`, and ends it. An exporter that is running on the module is used as well.
-        log: Whether the exporter's values also go to the trainer's loggers and its `callback_metrics`, whenever the trainer
-            logs: with `True` norms, clipping and skipped steps, or the names that match a regular expression.
-        log_values: Whether what the module logs with `self.log` is shown by the exporter, too; see docs/your-metrics.md.
-
-    Raises:
-        TypeError: An argument is of a wrong type; some are checked when the training begins.
-        ValueError: An argument is wrong; likewise.
-
-    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+    With `log` the exporter's values go to the trainer's loggers and its `callback_metrics`, whenever the trainer logs; `log_values`
+    are what the module logs with `self.log`. See `SessionOwner` for the arguments.
     """
 
     _steps, _samples = 0, 0  # `_samples`: examples of the batches since the last step

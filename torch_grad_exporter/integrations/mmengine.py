@@ -30,19 +30,8 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
     for an exception. One that ends the process is seen; where your code catches it, train in a `with`:
     `with GradExporterHook() as hook: Runner(..., custom_hooks=[hook]).train()`.
 
-    Args:
-        exporter: One that you have started yourself, which goes on after the training. Without it each training starts one, with
-            the `options` of `start_exporter`, and ends it. An exporter that is running on the model is used as well.
-        log: Whether the exporter's values also go to the runner's visualizer, at the iterations at which its `LoggerHook` logs:
-            with `True` norms, clipping and skipped steps, or the names that match a regular expression.
-        log_values: Whether the exporter shows what is logged at these iterations, and the metrics of each validation; see
-            docs/your-metrics.md.
-
-    Raises:
-        TypeError: An argument is of a wrong type; some are checked when the training begins.
-        ValueError: An argument is wrong; likewise.
-
-    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+    With `log` the exporter's values go to the runner's visualizer, at the iterations at which its `LoggerHook` logs; `log_values`
+    are what is logged there, and the metrics of each validation. See `SessionOwner` for the arguments.
     """
 
     priority = "NORMAL"

@@ -82,7 +82,9 @@ def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     wanted, names = {id(model) for model in models}, dict[int, str]()
     script = {name: value for name, value in vars(sys.modules["__main__"]).items() if not name.startswith("_")}
     nothing: dict[str, object] = {}
-    inside = [_or(nothing, vars, value) for value in script.values() if type(value).__module__ == "__main__"]
+    inside = [
+        _or(nothing, lambda each: dict(vars(each)), value) for value in script.values() if type(value).__module__ == "__main__"
+    ]
     for name, value in [pair for variables in (script, *inside) for pair in variables.items()]:
         if id(value) in wanted and id(value) not in names and name not in names.values():
             names[id(value)] = name

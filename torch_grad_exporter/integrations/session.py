@@ -268,14 +268,29 @@ class Session:
 
 
 class SessionOwner:
-    """A callback or hook of a framework, with the session by which it reports. See `Session` for the arguments.
+    """A callback or hook of a framework, with the session by which it reports.
 
-    In a `with` around the training an exception ends the run as failed, where the framework has no event for it.
+    In a `with` around the training an exception ends the run as failed, where the framework has no event for it. Failures in a
+    training are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
     def __init__(
         self, exporter: Exporter | None = None, *, log: bool | str = False, log_values: bool = True, **options: object
     ) -> None:
+        """Check the arguments; some are checked when a training begins.
+
+        Args:
+            exporter: One that you have started yourself, which goes on after the training. Without it each training starts one and
+                ends it. An exporter that is running on the model is used as well.
+            log: Whether the exporter's values are also logged by the framework: with `True` norms, clipping and skipped steps, or
+                the names that match a regular expression.
+            log_values: Whether what the framework logs is shown by the exporter, under its own names; see docs/your-metrics.md.
+            options: Those of `start_exporter`.
+
+        Raises:
+            TypeError: An argument is of a wrong type.
+            ValueError: An argument is wrong.
+        """
         super().__init__()
         self._session = Session(type(self).__name__, exporter, options, log=log, log_values=log_values)
         self._logs = log is not False

@@ -35,18 +35,8 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
     The trainer has no event for an exception. One that ends the process is seen; where your code catches it, train in a `with`:
     `with GradExporterCallback() as callback: Trainer(..., callbacks=[callback]).train()`.
 
-    Args:
-        exporter: One that you have started yourself, which goes on after the training. Without it each `train()` starts one, with
-            the `options` of `start_exporter`, and ends it. An exporter that is running on the model is used as well.
-        log: Whether the exporter's values are also logged with those of the trainer, at its logging steps: with `True` norms,
-            clipping and skipped steps, or the names that match a regular expression.
-        log_values: Whether what the trainer logs is shown by the exporter, under its own names; see docs/your-metrics.md.
-
-    Raises:
-        TypeError: An argument is of a wrong type; some are checked when the training begins.
-        ValueError: An argument is wrong; likewise.
-
-    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+    With `log` the exporter's values are logged with those of the trainer, at its logging steps. See `SessionOwner` for the
+    arguments.
     """
 
     _tokens, _reported_at = 0, -SECONDS
