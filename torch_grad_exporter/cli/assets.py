@@ -65,10 +65,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(values: argparse.Namespace) -> int:
-    """Write all files and print what to do with them. An existing file with another content is only replaced by force.
+    """Write all files and print what to do with them. Raises `UserError` if none was written, or not all.
 
-    Raises:
-        UserError: Nothing was written, or not all.
+    An existing file with another content is only replaced by force.
     """
     files, out = collect(values.prometheus_job, values.runbook_url), values.out
     try:

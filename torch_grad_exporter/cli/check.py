@@ -60,8 +60,7 @@ def tolerance(text: str) -> tuple[str, float]:
 def run(values: argparse.Namespace) -> int:
     """Judge each run, print and write. Returns the worst exit code: 0 healthy, 1 not, 2 if a run says nothing.
 
-    Raises:
-        UserError: Wrong options; a run that cannot be read, once the others are judged; a file that cannot be written.
+    Raises `UserError` for wrong options, a file that cannot be written, and at the end for a run that cannot be read.
     """
     fail_on = [name.strip() for name in values.fail_on.split(",") if name.strip()]
     limits = [limit(kind, text) for kind in ("max", "min", "peak") for text in getattr(values, kind)]

@@ -59,14 +59,9 @@ _PANELS = (
 
 
 def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = (), values: Sequence[str] = ()) -> bytes:
-    """Return the picture of a history that has been checked, as a PNG.
+    """Return the picture of a history that has been checked, with a heatmap of a quantity, in a view ("whole" or "recent"), as PNG.
 
-    Args:
-        run: The history.
-        quantity: Of the heatmap.
-        view: "whole" or "recent".
-        moments: Layers that get a panel with the mean and the standard deviation of their gradient.
-        values: Names of logged values that get a panel.
+    `moments`: layers that get a panel with the mean and the standard deviation of their gradient. `values`: logged values with one.
     """
     grid, lines, logged = saved.grid(run, quantity, view), saved.lines(run, view), saved.logged(run, view)
     known = {name for name in lines.values if np.isfinite(lines.values[name]).any() or lines.nonfinite[name].any()}

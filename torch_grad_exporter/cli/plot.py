@@ -52,11 +52,7 @@ def _picture(text: str) -> Path:
 
 
 def run(values: argparse.Namespace) -> int:
-    """Draw the run, and print where.
-
-    Raises:
-        UserError: A source that cannot be read, or a file that cannot be written.
-    """
+    """Draw the run, and print where. Raises `UserError` for a source that cannot be read, or a file that cannot be written."""
     saved = loaded(values.source, values.cacert)
     try:
         write_output(values.out, page(saved).encode() if values.out.suffix == ".html" else _drawn(saved, values))

@@ -32,10 +32,7 @@ class VerdictRow:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The verdict on a run. `about`: which run, in a sentence. `unusable`: why nothing can be said of it, else None.
-
-    `remark`: what the verdict does not cover and how to cover it, else empty.
-    """
+    """The verdict on a run. `about`: which run. `unusable`: why nothing can be said of it. `remark`: what it does not cover."""
 
     about: str
     rows: tuple[VerdictRow, ...]

@@ -56,16 +56,8 @@ def _is_number(value: object) -> TypeGuard[Number]:
 def require(module: str, at_least: str, *, extra: str, instead: str = "", package: str = "") -> ModuleType:
     """Return a package's module, such as `transformers`, in this version or a newer one.
 
-    Args:
-        module: The module to import.
-        at_least: The oldest version.
-        extra: The integration that needs it.
-        instead: Another package that would do as well, for the message.
-        package: What installs it, by default the name of the module.
-
-    Raises:
-        ModuleNotFoundError: It is not installed; the message says what to run.
-        ImportError: It is older; the message says what to run.
+    Raises `ImportError` if it is not installed, or older; the message says what to run. `extra`: the integration that needs it.
+    `instead`: another package that would do as well. `package`: what installs it, by default the name of the module.
     """
     needs = f"torch_grad_exporter.integrations.{extra} needs {module} {at_least} or newer"
     wanted = f"'{package or module}>={at_least}'"

@@ -39,11 +39,7 @@ class FollowedEngines:
         session: Reports this training: else nothing might refer to it, and it would seem to be interrupted.
         logs: Whether what the session logs is written to the engine's monitor, at its `steps_per_print`.
 
-    Args:
-        exporter: To which it reports.
-        engines: Those that train what the exporter watches.
-        number_steps: Whether the engine's own count numbers the steps.
-        log: Takes the line for the user.
+    `engines` train what the exporter watches. `number_steps`: whether the engine's own count numbers the steps.
     """
 
     def __init__(

@@ -56,20 +56,9 @@ _REPORTERS: weakref.WeakKeyDictionary[Exporter, _Reporter] = weakref.WeakKeyDict
 
 
 class Session:
-    """The exporter of a trainer, from one `fit` to the next. It belongs to the training thread.
+    """The exporter of a trainer, from one `fit` to the next, for messages of `who`; see `SessionOwner`. Of the training thread.
 
     It can be pickled, as trainers do with their callbacks; what is unpickled reports no training yet.
-
-    Args:
-        who: The class that the user wrote, for messages.
-        exporter: The user's own, which is never ended here.
-        options: Those of `start_exporter`, if there is no exporter.
-        log: What the trainer's own logger gets: nothing, what `LOGGED` says, or the names that match a regular expression.
-        log_values: Whether the exporter shows what the trainer logs.
-
-    Raises:
-        TypeError: Both an exporter and options are given, or an unknown option.
-        ValueError: `log` is not a regular expression.
     """
 
     def __init__(
@@ -188,10 +177,7 @@ class Session:
             self._current.observe(**values)
 
     def logged_loss(self, loss: Number) -> None:
-        """Report a loss that the trainer logs, such as a mean over many steps, unless the model returns its loss itself.
-
-        One scrape shows that, at the first loss.
-        """
+        """Report a loss that the trainer logs, unless the model returns its loss itself, as a scrape shows at the first loss."""
         if self._current is None:
             return
         if self._reports_losses is None:
@@ -201,10 +187,7 @@ class Session:
             self._current.observe(loss=loss)
 
     def log_values(self, values: Mapping[str, object], step: int | None = None) -> None:
-        """Show the numbers among the values that the trainer logs, unless the user wants none; see `Exporter.log`.
-
-        Those of the exporter itself, which `logged` has put there, are left out.
-        """
+        """Show the numbers that the trainer logs, without those that `logged` has put there, unless the user wants none."""
         if self._current is not None and self._log_values:
             numbers = numbers_of(values)
             if numbers:
@@ -238,10 +221,7 @@ class Session:
             warn(message, self._who, type(error).__name__, error, error=error)
 
     def during(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
-        """Run what an integration does at an event, if a training is active; a failure does not reach the training.
-
-        It is logged once and counted, in `torch_grad_exporter_errors_total{source="integration"}`.
-        """
+        """Run what an integration does at an event of an active training; a failure is counted and does not reach the training."""
         if self._current is not None:
             self._current.guarded(action, *arguments)
 

@@ -54,15 +54,13 @@ class View:
     moment each, made on the thread that drains; the others share that of a look.
 
     Args:
-        run: The process.
         scrape: All metrics, or those that rules read.
         targets: Returns the ranks in the form of http_sd.
         marks: What actions have done.
         sample_families: Returns the metrics of a sample.
         dead_from: Samples from which on a dead ratio means anything.
-        logged: Values that the user logs.
         moments: Whether mean and standard deviation are measured.
-        journal: Takes beginnings and ends of problems, None for nothing.
+        journal: Takes beginnings and ends of problems.
     """
 
     def __init__(

@@ -66,15 +66,7 @@ WITHOUT_LOGS = "%s takes no log records, no more are sent: %s; OTEL_LOGS_EXPORTE
 class Push(DeliveryLoop):
     """Exports all metrics: soon after `start`, every `interval` seconds, and once more at `close`.
 
-    Args:
-        scrape: Returns the metrics.
-        settings: Where to, and how often.
-        labels: Of every point.
-        errors: Counts failures of exports.
-        labels_on: Whether points have the labels, or only the resource, which else has `run` and `rank`.
-
-    Raises:
-        Exception: See `Delivery`.
+    `labels_on`: whether points have the labels, or only the resource, which else has `run` and `rank`. Raises like `Delivery`.
     """
 
     def __init__(

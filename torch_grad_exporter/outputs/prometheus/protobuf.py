@@ -30,10 +30,8 @@ EMPTY_SPAN = b"\x62\x04\x08\x00\x10\x00"
 class ProtobufRenderer:
     """Renders families, with the labels that the text has. The bytes before each number are kept as long as the rows are.
 
-    Args:
-        constant_labels: Of every series.
-        only_on: The metric that has them instead, None for all.
-        start: Unix time since when everything is counted that is not older than the exporter; None if unknown.
+    `constant_labels`, `only_on`: see `series.shared_labels`. `start`: Unix time since when everything is counted that is not older
+    than the exporter; None if unknown.
     """
 
     def __init__(self, constant_labels: Mapping[str, str], *, only_on: Spec | None, start: float | None) -> None:

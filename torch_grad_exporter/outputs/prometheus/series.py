@@ -104,13 +104,8 @@ class RegistryCollector:
 
     A scrape that raises yields nothing here: the user's own metrics in the registry stay.
 
-    Args:
-        scrape: Returns the metrics.
-        constant_labels: Of every series; a family's own label of that name wins.
-        specs: All metrics that may come.
-        only_on: The metric that has the constant labels instead, None for all.
-        common: Metrics that are left to the registry if it has some of these names.
-        errors: Counts failures under `request`.
+    `specs`: all metrics that may come, of which the `common` ones are left to the registry if it has some of these names.
+    `constant_labels`, `only_on`: see `shared_labels`.
     """
 
     def __init__(
