@@ -19,7 +19,7 @@ from torch_grad_exporter.inspection.activations import Activations, ActivationTo
 from torch_grad_exporter.inspection.layer_times import LayerTimer, LayerTimes
 from torch_grad_exporter.inspection.local_gradients import LocalGradients, MicroBatches
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
-from torch_grad_exporter.inspection.modules import InnerModules
+from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
 from torch_grad_exporter.inspection.optimizer_state import StateProbe, StateTotals
 from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
@@ -215,10 +215,10 @@ class RouterStage:
         """Take counts or indices; see `Exporter.router`."""
         if self._routers is None:
             with self._lock:
-                self._routers = self._routers or self._made(None, [])
+                self._routers = self._routers or self._made(InnerModules({}, LayerFilter(), ModuleKind.ROUTERS, 1), [])
         self._routers.take(name, given, experts)
 
-    def _made(self, modules: InnerModules | None, counting: list[Counting]) -> Routers:
+    def _made(self, modules: InnerModules, counting: list[Counting]) -> Routers:
         stage = self._stage
         routers = Routers(
             modules=modules, counting=counting, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox,

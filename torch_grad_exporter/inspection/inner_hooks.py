@@ -158,7 +158,7 @@ class SampledHooks:
         modules, self.folded, self.compiled = selected.by_root.get(number, ()), selected.folded, selected.compiled
         if called_from_compiled(sys._getframe(1)):
             self.compiled += len(modules)
-        else:
+        elif modules:
             self._hooks.arm(root, modules)
         if self.compiled > self._reported:
             warn(self._warning, self.compiled)

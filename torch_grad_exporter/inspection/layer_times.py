@@ -316,19 +316,13 @@ class LayerTimer(Inspection, ForwardObserver):
 
 
 def own_nodes(outputs: Iterable[Any], first: int, last: int, taken: set[int]) -> tuple[list[Any], list[Any]]:
-    """Find the nodes that a call has made: those with a number from `first` up to `last`, that excluded.
+    """Find the nodes that a call has made: those with a number from `first` up to `last`, that excluded, but not in `taken`.
 
     The backward goes through many nodes one after the other, from the outputs to the lowest number, so only these ends are hooked.
-
-    Args:
-        outputs: The nodes that made what the call has returned.
-        first: The number of the call's first node.
-        last: The number of the node that is made next.
-        taken: Nodes of inner calls, which are left out; those that are found are added.
+    Those that are found are added to `taken`.
 
     Returns:
-        The nodes before which the call's backward begins or goes on, and those after which it is over; none if there are too many
-        to visit.
+        The nodes before which the call's backward begins or goes on, and those after which it is over; none if there are too many.
     """
     own: dict[int, Any] = {}
     seen: set[int] = set()

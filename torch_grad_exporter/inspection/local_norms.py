@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -70,49 +69,12 @@ class NoiseScale:
         return ratio if math.isfinite(ratio) else None
 
 
-class ObservedBatches:
-    """Training examples per round, from what the user observes: which round an observed number belongs to is unknown.
-
-    Counted are the rounds from one observation to another, and the examples of all observations but the first.
-    """
-
-    def __init__(self) -> None:
-        self.observed = False  # whether there was an observation: then that is the source
-        self._samples = self._rounds = 0.0
-        self._since = 0  # rounds since the last observation
-
-    def add(self, samples: float) -> None:
-        """Take an observed number of examples."""
-        rounds, self._since = self._since if self.observed else 0, 0
-        self.observed = True
-        self._rounds += rounds
-        if self._rounds and samples >= 0 and math.isfinite(samples):
-            self._samples += samples
-        if self._rounds > BATCHES_REMEMBERED:
-            self._rounds, self._samples = self._rounds / 2, self._samples / 2
-
-    def rounds_over(self, rounds: int) -> None:
-        """Count rounds that are over."""
-        self._since += rounds
-
-    @property
-    def size(self) -> float | None:
-        """Training examples per round, None while it is unknown."""
-        return self._samples / self._rounds if self._rounds >= BATCHES_ENOUGH and self._samples > 0 else None
-
-
 @dataclass(frozen=True, slots=True)
 class LocalValues:
     """Of one optimizer's parameters, the local norm of the last sample and the noise scale; None where unknown."""
 
     norm: float | None
     noise_scale: float | None
-
-
-class _LastMeasurement(NamedTuple):
-    round: int
-    measured: LocalMeasurement
-    norms: FloatArray
 
 
 class LocalNormTotals:
@@ -123,42 +85,54 @@ class LocalNormTotals:
 
     def __init__(self) -> None:
         self.values: Mapping[int, LocalValues] = {}  # by the number of the optimizer
-        self._batches = ObservedBatches()
-        self._last: _LastMeasurement | None = None
+        self._last: tuple[int, LocalMeasurement, FloatArray] | None = None  # the number of its round, and its norms
         self._scales: dict[int, NoiseScale] = {}
+        # Which round an observed number of examples belongs to is unknown. Counted are the rounds from one observation to another,
+        # and the examples of all observations but the first.
+        self._samples = self._rounds = 0.0
+        self._since = 0  # rounds since the last observation
+        self._observed = False  # whether there was one: then that is the source
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Take what was measured in the last backward of a round, which may be nothing."""
         self._last = None
         if isinstance(record.data, LocalMeasurement):
-            self._last = _LastMeasurement(record.round, record.data, np.concatenate([np.zeros(0), *values]))
+            self._last = record.round, record.data, np.concatenate([np.zeros(0), *values])
 
     def observed(self, name: str, value: float) -> None:
         """Take a number of training examples."""
-        if name == "samples":
-            self._batches.add(value)
+        if name != "samples":
+            return
+        self._rounds += self._since if self._observed else 0
+        self._since, self._observed = 0, True
+        if self._rounds and value >= 0 and math.isfinite(value):
+            self._samples += value
+        if self._rounds > BATCHES_REMEMBERED:
+            self._rounds, self._samples = self._rounds / 2, self._samples / 2
 
     def rounds_over(self, rounds: int) -> None:
         """Count rounds that are over."""
-        self._batches.rounds_over(rounds)
+        self._since += rounds
 
     def counted(self, sample: CountedSample) -> None:
         """Make the sample the last one of what the stepping optimizers own."""
         norms, last = {number: local.norm for number, local in self.values.items()}, self._last
-        if last is None or last.round != sample.sample.read.round or sample.sample.read.at_step:
+        if last is None or last[0] != sample.sample.read.round or sample.sample.read.at_step:
             norms |= dict.fromkeys(norms.keys() & sample.shown)
         else:
             for number in sample.shown:
-                mine = (sample.owners == number) & last.measured.reduced
+                mine = (sample.owners == number) & last[1].reduced
                 if (mine & sample.sample.present).any():
                     if UNOWNED in norms and number != UNOWNED and len(norms) == 1:
                         norms, self._scales = {}, {number: self._scales[UNOWNED]}
-                    norms[number] = self._enter(sample, number, mine, last)
+                    norms[number] = self._enter(sample, number, mine, *last[1:])
         self.values = {number: LocalValues(norm, self._scales[number].value) for number, norm in norms.items()}
 
-    def _enter(self, counted: CountedSample, number: int, mine: BoolArray, last: _LastMeasurement) -> float | None:
+    def _enter(
+        self, counted: CountedSample, number: int, mine: BoolArray, measured: LocalMeasurement, norms: FloatArray
+    ) -> float | None:
         """Return the local norm of an optimizer's parameters, and add it to the noise scale."""
-        sample, positions, norms = counted.sample, last.measured.positions, last.norms
+        sample, positions = counted.sample, measured.positions
         # Parameters that had a gradient other than zero before the round's first backward.
         dirty = np.zeros(len(mine), dtype=np.bool_)
         dirty[-1 - positions[(positions < 0) & (norms != 0)]] = True
@@ -167,10 +141,12 @@ class LocalNormTotals:
             return None
         local = length(norms[(positions >= 0) & mine[positions]]) / (sample.scale * sample.divisor * sample.read.divisor)
         reduced = length(sample.norms[mine & sample.present])
-        parts, batch = last.measured.micro_batches, self._batches.size
-        batch = last.measured.samples if not self._batches.observed else batch and batch / parts
+        parts, batch = measured.micro_batches, float(measured.samples) if measured.samples is not None else None
+        if self._observed:
+            known = self._rounds >= BATCHES_ENOUGH and self._samples > 0
+            batch = self._samples / self._rounds / parts if known else None
         if batch is not None and number in counted.newly_sized:
             # The sizes of the other ranks are unknown here, and assumed to be equal. A sum over micro-batches, of losses that the
             # loop has divided or not, is compared with as many times the first.
-            scale.add((parts * local) ** 2, reduced * reduced, batch=batch, whole=batch * parts * last.measured.ranks)
+            scale.add((parts * local) ** 2, reduced * reduced, batch=batch, whole=batch * parts * measured.ranks)
         return local if parts == 1 else None

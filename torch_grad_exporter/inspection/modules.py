@@ -82,11 +82,7 @@ class ModuleKind(enum.Enum):
 class InnerModules:
     """The wanted modules of the models, found again whenever a module came or went. Holds the models weakly.
 
-    Args:
-        models: The models by name.
-        layers: Accepts the names of the wanted modules.
-        kind: Which of these.
-        most: Labels at most; beyond, modules share them like layers do.
+    Beyond `most` labels modules share them like layers do.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module], layers: LayerFilter, kind: ModuleKind, most: int) -> None:

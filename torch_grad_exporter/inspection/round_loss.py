@@ -40,8 +40,6 @@ class ReturnedLoss:
     """A loss that a model has returned; as a hook of that tensor it notes that a backward passes through.
 
     Attributes:
-        value: The loss.
-        model: The number of the model.
         whole: Whether it was divided by the items of the whole round.
         number: Of the round at that moment.
         first: Whether no backward of that round came before.

@@ -82,19 +82,13 @@ def found_in(models: Mapping[str, torch.nn.Module], layers: LayerFilter, most: i
 class Routers(Inspection, ForwardObserver):
     """The inspection of routers. Belongs to the training thread; `take` may be called from any.
 
-    Args:
-        modules: The routers to hook, None for those that the user gives alone.
-        counting: Modules that count tokens by themselves.
-        hooks: See `InnerHooks`.
-        cost: Is charged with what the measurements take.
-        mailbox: Gets the record of each sampled round.
-        sampled: Whether the round of a forward that begins now is sampled.
+    `modules`: the routers to hook; `sampled`: whether the round of a forward that begins now is sampled.
     """
 
     def __init__(
         self,
         *,
-        modules: InnerModules | None,
+        modules: InnerModules,
         counting: list[Counting],
         hooks: Hooks,
         cost: SampleCost,
@@ -103,7 +97,7 @@ class Routers(Inspection, ForwardObserver):
     ) -> None:
         self._cost, self._counting = cost, counting
         self._sender, self._timed = VectorSender(SOURCE, mailbox), SomeTimed(cost)
-        self._hooks = None if modules is None else SampledHooks(modules, hooks, SOURCE, self, COMPILED)
+        self._hooks = SampledHooks(modules, hooks, SOURCE, self, COMPILED)
         self._lock = threading.Lock()
         self._names: set[str] = set()
         self._warned = False
@@ -155,17 +149,24 @@ class Routers(Inspection, ForwardObserver):
         sampled &= root.training  # else it is an evaluation, with gradients as they may be
         if sampled and self._before is None and self._counting and not capturing_graph():
             self._before = self._counters()
-        if self._hooks is not None and self._hooks.due(sampled=sampled):
+        if self._hooks.due(sampled=sampled):
             self._hooks.arm(root)
 
+    @torch.no_grad()
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Count what forwards have shown until now as part of the round."""
         if not current.sampled:
             self._pending.clear()
             return
         self._confirm(current.number)
-        if self._before is not None and not capturing_graph():
-            self._counted = self._since(self._before)
+        if self._before is None or capturing_graph():
+            return
+        self._counted = {}
+        for key, now in self._counters().items():
+            if key in self._before:
+                counts, then = now.counts, self._before[key].counts
+                # All that a counter has where it was cleared meanwhile.
+                self._counted[key] = Load(torch.where((counts >= then).all(), counts - then, counts))
 
     def step_began(self, current: ArmedRound, optimizer: int) -> None:  # noqa: ARG002
         """Count what the loop has given since the backward."""
@@ -176,9 +177,8 @@ class Routers(Inspection, ForwardObserver):
         self._sampled, self._trains = sampled, None
         self._pending.clear()
         self._before = None
-        if self._hooks is not None:
-            self._hooks.round_over()
-            self._hooks.disarm()
+        self._hooks.round_over()
+        self._hooks.disarm()
 
     def round_over(self, number: int, *, kept: bool) -> None:
         """Send what the round has shown to the host, if it is to be shown."""
@@ -194,8 +194,7 @@ class Routers(Inspection, ForwardObserver):
         self._sampled, self._before = False, None
         self._pending.clear()
         self._loads, self._counted = {}, {}
-        if self._hooks is not None:
-            self._hooks.disarm()
+        self._hooks.disarm()
 
     # Hooks
 
@@ -234,16 +233,6 @@ class Routers(Inspection, ForwardObserver):
                 load = Load(values.reshape(-1).to(wide(values.device), copy=True))
                 counters[LayerKey(layer, values.device, len(load.counts))] = load
         return counters
-
-    @torch.no_grad()
-    def _since(self, before: Mapping[LayerKey, Load]) -> dict[LayerKey, Load]:
-        """Return what the counters have counted since; all that they have where they were cleared meanwhile."""
-        since: dict[LayerKey, Load] = {}
-        for key, now in self._counters().items():
-            if key in before:
-                then = before[key].counts
-                since[key] = Load(torch.where((now.counts >= then).all(), now.counts - then, now.counts))
-        return since
 
     @torch.no_grad()
     def _send(self, number: int, loads: Mapping[LayerKey, Load]) -> None:

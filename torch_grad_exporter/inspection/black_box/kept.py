@@ -45,12 +45,9 @@ LARGE = f"the batch is larger than {BATCH_BYTES >> 20} MiB"
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeptTensor:
-    """A tensor of a batch: a copy, or the one that the model was given.
+    """A tensor of a batch: a copy, or the one that the model was given, without its graph; None once it is dropped.
 
-    Attributes:
-        place: Where it is, such as `args.0`.
-        tensor: It, without its graph; None once it is dropped.
-        version: How often the given one had been written to when the forward began; None for a copy.
+    `place`: such as `args.0`. `version`: how often a given one had been written to when the forward began; None for a copy.
     """
 
     place: str
@@ -65,16 +62,13 @@ class KeptTensor:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeptBatch:
-    """What a root was given in one forward.
+    """What a root was given in one forward, as plain containers with a `KeptTensor` for each tensor.
 
     Attributes:
         number: Of the forward; the first is 0.
         step: Optimizer steps before it.
         root: Name of the model.
         states: The random states when it began.
-        args: Plain containers with a `KeptTensor` for each tensor.
-        kwargs: Likewise.
-        tensors: All of these.
         left_out: By the place, why something is absent.
         nbytes: The memory that it keeps.
         round: In which its gradients were read, or would have been; -1 while that is unknown.

@@ -37,17 +37,8 @@ class Box:
     title: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """A graph. `arrows`: from one box to another by their numbers, as gradients go. `apart`: boxes that are not in the graph."""
-
-    boxes: tuple[Box, ...]
-    arrows: tuple[tuple[int, int], ...]
-    apart: tuple[Box, ...] = ()
-
-
-def draw(judge: Judge, rows: Sequence[Row]) -> Drawing:
-    """Return the graph of what was seen; it keeps nothing of it."""
+def draw(judge: Judge, rows: Sequence[Row]) -> str:
+    """Return the graph of what was seen for a page, and what is not in it; gradients go along the arrows."""
     nodes = judge.graph.below(judge.graph.roots)
     named = {id(named.parameter): number for number, named in enumerate(judge.parameters)}
     boxes, modules = {}, {}
@@ -66,8 +57,10 @@ def draw(judge: Judge, rows: Sequence[Row]) -> Drawing:
         (number[groups[node]], number[groups[following]]): None
         for node in nodes for following in followers(node) if following in boxes
     }  # fmt: skip
-    drawn = tuple(_folded(group, inside) if isinstance(group, str) else inside[0] for group, inside in members.items())
-    return Drawing(drawn, tuple(arrow for arrow in arrows if arrow[0] != arrow[1]), _apart(judge, rows, nodes))
+    drawn = [_folded(group, inside) if isinstance(group, str) else inside[0] for group, inside in members.items()]
+    graph = f"<div class='graph'>{_svg(drawn, [arrow for arrow in arrows if arrow[0] != arrow[1]])}</div>"
+    apart = _apart(judge, rows, nodes)
+    return graph + (f"<h2>Not in the graph</h2><div class='graph'>{_svg(apart, (), columns=5)}</div>" if apart else "")
 
 
 def _box(node: Node, judge: Judge, named: dict[int, int]) -> tuple[Box, str]:
@@ -100,7 +93,7 @@ def _folded(label: str, inside: Sequence[Box]) -> Box:
     return Box(label, worst, f"{len(inside)} operations and parameters")
 
 
-def _apart(judge: Judge, rows: Sequence[Row], nodes: Sequence[Node]) -> tuple[Box, ...]:
+def _apart(judge: Judge, rows: Sequence[Row], nodes: Sequence[Node]) -> list[Box]:
     """Return a box for each layer and reason of parameters that are not in the graph, though they are not frozen."""
     inside = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
     counts: dict[tuple[str, str], int] = {}
@@ -110,10 +103,10 @@ def _apart(judge: Judge, rows: Sequence[Row], nodes: Sequence[Node]) -> tuple[Bo
             counts[row.layer, why] = counts.get((row.layer, why), 0) + 1
     boxes = [Box(layer, GradientState.MISSING, f"{count} parameters: {why}") for (layer, why), count in counts.items()]
     rest = [Box("(more)", GradientState.MISSING, f"{len(boxes) - BOXES} layers more")] if len(boxes) > BOXES else []
-    return (*boxes[:BOXES], *rest)
+    return boxes[:BOXES] + rest
 
 
-def svg(boxes: Sequence[Box], arrows: Sequence[tuple[int, int]], columns: int | None = None) -> str:
+def _svg(boxes: Sequence[Box], arrows: Sequence[tuple[int, int]], columns: int | None = None) -> str:
     """Return the picture: boxes in ranks, each below all that lead to it. `columns`: side by side in a grid instead."""
     if not boxes:
         return "<p>There is no graph.</p>"
@@ -171,7 +164,7 @@ class Explanation:
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
-    _drawing: Drawing = field(default=Drawing((), ()), repr=False)
+    _graph: str = field(default="", repr=False)
 
     def __getitem__(self, parameter: str) -> Row:
         """Return the row of a parameter by its name; raises `KeyError`."""
@@ -209,9 +202,6 @@ class Explanation:
         Raises:
             OSError: The file cannot be written.
         """
-        apart = ""
-        if self._drawing.apart:
-            apart = f"<h2>Not in the graph</h2><div class='graph'>{svg(self._drawing.apart, (), columns=5)}</div>"
         page = (
             "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
             "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -219,7 +209,7 @@ class Explanation:
             f"<h1>Why a parameter has no gradient</h1>{self._table(self.rows)}"
             "<h2>The graph, from the loss down to the parameters</h2>"
             "<p>Red: the gradient there is missing, zero everywhere, or not finite. A box says more under the mouse.</p>"
-            f"<div class='graph'>{svg(self._drawing.boxes, self._drawing.arrows)}</div>{apart}</body></html>\n"
+            f"{self._graph}</body></html>\n"
         )
         write_output(Path(path), page.encode())
 

@@ -119,9 +119,8 @@ class Graph:
         roots: Where backwards began, in order.
         trained: The parameters that required a gradient when one began.
         arrived: The state of what arrived at each parameter, by number; of several gradients the best, unless one is not finite.
-        turns: In the order of the backward.
         states: The worst of what arrived at each node; only of nodes that ran.
-        failures: Its own failures, and those of what watches the forward; none reaches the user's function.
+        failures: Of watching, none of which reaches the user's function.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:

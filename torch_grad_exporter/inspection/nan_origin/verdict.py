@@ -22,16 +22,10 @@ _SCALED = "; a gradient scaler skips such a step, which is routine as long as it
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The place where NaN or Inf began.
+    """The place where NaN or Inf began: the layer, or "batch", "loss" or "unknown"; the label `pass`; "nan" or "inf".
 
-    Attributes:
-        layer: The module, or "batch", "loss" or "unknown".
-        stage: The label `pass`.
-        kind: "nan" or "inf".
-        step: Optimizer steps before it.
-        text: A sentence.
-        parameter: The full name of the parameter or buffer, if it is one.
-        routine: A gradient scaler skips such steps, and causes them by its search for the largest scale.
+    `step`: optimizer steps before it. `parameter`: the full name of the parameter or buffer, if it is one. `routine`: a gradient
+    scaler skips such steps, and causes them by its search for the largest scale.
     """
 
     layer: str
