@@ -22,7 +22,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
-from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
+from torch_grad_exporter.inspection.inner_hooks import Args, ForwardObserver, InnerHooks, Kwargs
 from torch_grad_exporter.inspection.measuring import KEPT, SomeTimed, VectorSender, by_device
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.metrics.families import FloatArray
@@ -150,7 +150,7 @@ class AttentionProbe(Inspection, ForwardObserver):
         self._handle = root.register_forward_hook(self._root_left, always_call=True)  # also where the forward raises
         self._hooks.arm(root, self._modules.selected().by_root.get(id(root), ()))
 
-    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:  # noqa: ARG002
         """The forward of a module of the root begins."""
         self._running.append((label, module))
 

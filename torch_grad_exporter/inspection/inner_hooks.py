@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,12 +21,16 @@ from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, captur
 from torch_grad_exporter.torch_compat.compiler import called_from_compiled, something_is_compiled
 from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
 
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+EMPTY: Kwargs = MappingProxyType({})
+
 
 class ForwardObserver:
     """What the engine calls around the forwards that count. A user overrides the methods that it needs."""
 
-    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is about to run. The arguments are empty for the root of an armed round."""
+    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """A module is about to run."""
 
     def left(self, label: str, module: torch.nn.Module, output: object) -> None:
         """A module has returned. Not called for one that has raised."""
@@ -51,8 +57,8 @@ class InnerHooks:
         self._inside = False  # whether a forward of a root is running
         self._thread = -1
 
-    def arm(self, root: torch.nn.Module, modules: tuple[InnerModule, ...]) -> None:
-        """Follow the forward of a root that is about to begin, and those of its modules."""
+    def arm(self, root: torch.nn.Module, modules: tuple[InnerModule, ...], args: Args = (), kwargs: Kwargs = EMPTY) -> None:
+        """Follow the forward of a root that is about to begin, with these arguments, and those of its modules."""
         number = id(root)
         self._inside, self._thread = True, threading.get_ident()
         if self._armed.get(number) is not modules:
@@ -60,7 +66,7 @@ class InnerHooks:
             self._armed[number] = modules
         # Called here, since PyTorch has listed the root's own hooks for this forward before.
         if (inner := self._followed(root)) is not None:
-            self._observer.entered(inner.label, root, (), {})
+            self._observer.entered(inner.label, root, args, kwargs)
 
     def follow(self, modules: tuple[InnerModule, ...]) -> None:
         """Follow every forward of these modules until `disarm`, whatever calls them."""
@@ -96,10 +102,10 @@ class InnerHooks:
             handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             handles.append(module.register_forward_hook(self._after, with_kwargs=True))
 
-    def _entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _entered(self, module: torch.nn.Module, args: Args, kwargs: Kwargs = EMPTY) -> None:
         # A root was reported by `arm`. Its hook may be one of an earlier forward, which PyTorch calls without keyword arguments.
         if id(module) not in self._armed and (inner := self._followed(module)) is not None:
-            self._observer.entered(inner.label, module, args, kwargs or {})
+            self._observer.entered(inner.label, module, args, kwargs)
 
     def _left(self, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
         if (inner := self._followed(module)) is not None:

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_grad_exporter.arguments import check_whole, near, shown, some
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks, Removable
 from torch_grad_exporter.errors import ErrorLog, warn
-from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
+from torch_grad_exporter.inspection.inner_hooks import Args, ForwardObserver, InnerHooks, Kwargs
 from torch_grad_exporter.inspection.modules import InnerModule
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import clean, joined
@@ -256,9 +256,9 @@ class _Recorder(AbstractContextManager[Calls], ForwardObserver):
         if error[0] is None:
             self._log_absent()
 
-    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002 - of `ForwardObserver`
+    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:  # noqa: ARG002 - of `ForwardObserver`
         """Keep the inputs of a call."""
-        recorded = (mapped(args, self._slot), mapped(kwargs, self._slot)) if self._calls.has_room(CALL) else None
+        recorded = (mapped(args, self._slot), mapped(dict(kwargs), self._slot)) if self._calls.has_room(CALL) else None
         self._running.append((module, recorded))
 
     def left(self, label: str, module: torch.nn.Module, output: object) -> None:

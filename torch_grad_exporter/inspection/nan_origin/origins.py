@@ -18,7 +18,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import inform, warn
-from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
+from torch_grad_exporter.inspection.inner_hooks import Args, ForwardObserver, InnerHooks, Kwargs
 from torch_grad_exporter.inspection.measuring import VectorSender
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
@@ -199,8 +199,7 @@ class NanOrigin(Inspection, ForwardObserver):
         visible = VisibleModules.of(root, next((name for model, name in self._names if model() is root), ""))
         with torch.no_grad():
             recording.begin(visible)
-        self._hooks.arm(root, tuple(visible.modules))
-        recording.called_with(args, kwargs)
+        self._hooks.arm(root, tuple(visible.modules), args, kwargs)
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Send what was recorded up to now."""
@@ -221,7 +220,7 @@ class NanOrigin(Inspection, ForwardObserver):
 
     # Hooks
 
-    def entered(self, label: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Record that a module is called."""
         if self._recording is not None:
             start = self._clock.clock()

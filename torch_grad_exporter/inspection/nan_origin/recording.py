@@ -19,6 +19,7 @@ import torch
 
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.distributed.identity import group_size
+from torch_grad_exporter.inspection.inner_hooks import Args, Kwargs
 from torch_grad_exporter.inspection.modules import VisibleModules, hides_its_inside
 from torch_grad_exporter.inspection.nan_origin.tape import (
     LEAF,
@@ -73,13 +74,7 @@ class Recording:
             self._flag_held(visible)
             self.tape.before |= self._gradients()
 
-    def called_with(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Flag what the root that has just been entered was called with."""
-        if self._stack:
-            self.tape.roots.append(self._stack[-1][1])
-            self._flag(self._stack[-1][1], (args, kwargs) if kwargs else args, output=False)
-
-    def enter(self, module: torch.nn.Module, label: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def enter(self, module: torch.nn.Module, label: str, args: Args, kwargs: Kwargs) -> None:
         """Note that a module is called."""
         tape, key = self.tape, id(module)
         if self._visible is None or len(tape.calls) >= CALLS:
@@ -91,9 +86,11 @@ class Recording:
         kind, compiled = type(uncompiled(module)).__name__, hides_its_inside(module)
         tape.calls.append(TapedCall(label, kind, parent, number, key, module.training, hidden, compiled))
         call = len(tape.calls) - 1
+        if parent == -1:
+            tape.roots.append(call)
         self._stack.append((key, call))
         tape.began.append((next_sequence(), call))
-        self._flag(call, (args, kwargs) if kwargs else args, output=False)
+        self._flag(call, (args, dict(kwargs)) if kwargs else args, output=False)
 
     def leave(self, module: torch.nn.Module, output: object) -> bool:
         """Note that a module has returned; return whether it was the root. Calls that have raised within it end with it."""
