@@ -19,11 +19,10 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import KEPT, LayerRows
+from torch_grad_exporter.inspection.measuring import KEPT, LayerRows, dense, first_of
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, Tallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies
-from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.store.records import Inspected, Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of
@@ -117,6 +116,63 @@ FORWARDS = 64
 COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it again"
 
 
+# Modules whose channels come before this many dimensions of space.
+_SPATIAL: dict[type[torch.nn.Module], int] = {
+    kind: dims
+    for dims, kinds in enumerate(
+        (
+            (torch.nn.Conv1d, torch.nn.ConvTranspose1d, torch.nn.MaxPool1d, torch.nn.AvgPool1d, torch.nn.AdaptiveAvgPool1d),
+            (torch.nn.Conv2d, torch.nn.ConvTranspose2d, torch.nn.MaxPool2d, torch.nn.AvgPool2d, torch.nn.AdaptiveAvgPool2d),
+            (torch.nn.Conv3d, torch.nn.ConvTranspose3d, torch.nn.MaxPool3d, torch.nn.AvgPool3d, torch.nn.AdaptiveAvgPool3d),
+        ),
+        start=1,
+    )
+    for kind in kinds
+}
+
+_CHANNELS_SECOND = (
+    torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, torch.nn.GroupNorm,
+    torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d, torch.nn.LocalResponseNorm,
+)  # fmt: skip
+_FEATURES_LAST = (
+    torch.nn.Linear, torch.nn.Bilinear, torch.nn.LayerNorm, torch.nn.Embedding, torch.nn.EmbeddingBag,
+    torch.nn.MultiheadAttention, torch.nn.RNNBase,
+)  # fmt: skip
+
+
+class UnitDims:
+    """Along which dimension the units of outputs lie. Where a module's class does not show it, the last output of that shape does.
+
+    So the ReLU after a convolution has channels, and the one after a linear layer features, whatever their dimensions.
+    """
+
+    MOST = 256  # shapes that are remembered
+
+    def __init__(self) -> None:
+        self._known: dict[torch.Size, int] = {}
+
+    def of(self, module: torch.nn.Module, output: torch.Tensor) -> int | None:
+        """Return the dimension, None if the output has fewer than two, so that its elements may be examples."""
+        dims = output.dim()
+        if dims < 2:
+            return None
+        unit_dim = self._by_class(module, dims)
+        if unit_dim is None:
+            return self._known.get(output.shape, 1 if dims >= 4 else dims - 1)
+        if len(self._known) >= self.MOST:
+            self._known.clear()
+        self._known[output.shape] = unit_dim
+        return unit_dim
+
+    def _by_class(self, module: torch.nn.Module, dims: int) -> int | None:
+        for kind, spatial in _SPATIAL.items():
+            if isinstance(module, kind):
+                return max(0, dims - 1 - spatial)
+        if isinstance(module, _CHANNELS_SECOND):
+            return 1
+        return dims - 1 if isinstance(module, _FEATURES_LAST) else None
+
+
 @dataclass(slots=True, eq=False)
 class _PendingForward:
     """What a forward of a model has shown. `hooked`: a backward through it shows; `old`: a step came since."""
@@ -198,7 +254,7 @@ class Activations(Inspection, ForwardObserver):
 
     # Hooks
 
-    def left(self, label: str, module: torch.nn.Module, output: object) -> None:
+    def left(self, label: str, module: torch.nn.Module, output: object, call: object) -> None:  # noqa: ARG002
         """Measure the output of a module."""
         start = self._cost.now()
         tensor = first_of(output)

@@ -22,7 +22,7 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
-from torch_grad_exporter.inspection.inner_hooks import Args, ForwardObserver, InnerHooks, Kwargs
+from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.measuring import KEPT, SomeTimed, VectorSender, by_device
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.metrics.families import FloatArray
@@ -118,7 +118,6 @@ class AttentionProbe(Inspection, ForwardObserver):
         self._sender, self._timed = VectorSender(SOURCE, mailbox), SomeTimed(cost)
         fused, eager = (hooks.guarded(SOURCE, called) for called in (self._attention_called, self._softmax_called))
         self._observed = ObservedFunction("scaled_dot_product_attention", fused), ObservedFunction("softmax", eager)
-        self._running: list[tuple[str, torch.nn.Module]] = []  # the modules whose forwards run, with their names, the root first
         self._handle: Removable | None = None
         self._root_left = hooks.guarded(SOURCE, self._over)
         self._on_backward = hooks.guarded(SOURCE, _Call.backward_came)
@@ -134,7 +133,7 @@ class AttentionProbe(Inspection, ForwardObserver):
         """Observe attention in the forward of a sampled round."""
         if not sampled:
             self._pending = []
-        if self._running:  # it is called within the forward of another root
+        if self._hooks.running:  # it is called within the forward of another root
             return
         self._end()
         if not sampled or not BACKWARDS_ARE_SEEN or within_transform() or capturing_graph():
@@ -149,15 +148,6 @@ class AttentionProbe(Inspection, ForwardObserver):
             return
         self._handle = root.register_forward_hook(self._root_left, always_call=True)  # also where the forward raises
         self._hooks.arm(root, self._modules.selected().by_root.get(id(root), ()))
-
-    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:  # noqa: ARG002
-        """The forward of a module of the root begins."""
-        self._running.append((label, module))
-
-    def left(self, label: str, module: torch.nn.Module, output: object) -> None:  # noqa: ARG002
-        """It has returned; those within it that have raised are over as well."""
-        while self._running and self._running.pop()[1] is not module:
-            pass
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Count what forwards have shown as part of the round."""
@@ -198,7 +188,7 @@ class AttentionProbe(Inspection, ForwardObserver):
 
     def _over(self, *_: object) -> None:
         """The forward of the root has returned or raised."""
-        self._running = []
+        self._hooks.running = []
         for observed in self._observed:
             observed.end()
 
@@ -234,12 +224,12 @@ class AttentionProbe(Inspection, ForwardObserver):
         if graph_task() != -1 or within_transform() or capturing_graph() or len(self._pending) + len(self._confirmed) >= CALLS:
             return
         start = self._cost.now()
-        name, module = self._running[-1] if self._running else ("", None)
-        if module is not None and self._layers.accepts(name):
+        running = self._hooks.running[-1] if self._hooks.running else None
+        if running is not None and self._layers.accepts(running.label):
             with torch.no_grad(), self._timed.measuring(first.device):
-                values = measure(module)
+                values = measure(running.module)
             if values is not None:
-                call = _Call(name, values)
+                call = _Call(running.label, values)
                 call.hooked = not compiles_backwards() and on_node_of(first, functools.partial(self._on_backward, call))
                 self._pending.append(call)
         self._cost.spent(start, sampled=True)

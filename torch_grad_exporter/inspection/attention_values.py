@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from torch_grad_exporter.inspection.tensors import dense
+from torch_grad_exporter.inspection.measuring import dense
 from torch_grad_exporter.statistics.device import wide
 
 # Query rows of each head that are computed, at most.

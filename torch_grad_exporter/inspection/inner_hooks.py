@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,14 +26,23 @@ Kwargs = Mapping[str, Any]
 EMPTY: Kwargs = MappingProxyType({})
 
 
+class RunningCall(NamedTuple):
+    """A call of a module that runs. `of`: what the observer keeps of it."""
+
+    label: str
+    module: torch.nn.Module
+    of: Any
+
+
 class ForwardObserver:
     """What the engine calls around the forwards that count. A user overrides the methods that it needs."""
 
-    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A module is about to run."""
+    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:  # noqa: ARG002
+        """A module is about to run; return what to keep of the call."""
+        return None
 
-    def left(self, label: str, module: torch.nn.Module, output: object) -> None:
-        """A module has returned. Not called for one that has raised."""
+    def left(self, label: str, module: torch.nn.Module, output: object, call: Any) -> None:  # noqa: ANN401 - what was kept
+        """A module has returned; not called for one that has raised. `call`: what `entered` has returned, None without it."""
 
     def repeated(self) -> None:
         """A module begins or returns within a backward, as in the second forward of a checkpoint."""
@@ -54,19 +63,20 @@ class InnerHooks:
         self._handles: dict[int, list[Removable]] = {}  # by the `id` of the root
         self._armed: dict[int, tuple[InnerModule, ...]] = {}  # likewise
         self._modules: dict[int, InnerModule] = {}  # by the `id` of the module
+        self.running: list[RunningCall] = []  # the innermost last
         self._inside = False  # whether a forward of a root is running
         self._thread = -1
 
     def arm(self, root: torch.nn.Module, modules: tuple[InnerModule, ...], args: Args = (), kwargs: Kwargs = EMPTY) -> None:
         """Follow the forward of a root that is about to begin, with these arguments, and those of its modules."""
         number = id(root)
-        self._inside, self._thread = True, threading.get_ident()
+        self._inside, self._thread, self.running = True, threading.get_ident(), []
         if self._armed.get(number) is not modules:
             self._set(number, modules, root)
             self._armed[number] = modules
         # Called here, since PyTorch has listed the root's own hooks for this forward before.
         if (inner := self._followed(root)) is not None:
-            self._observer.entered(inner.label, root, args, kwargs)
+            self.running.append(RunningCall(inner.label, root, self._observer.entered(inner.label, root, args, kwargs)))
 
     def follow(self, modules: tuple[InnerModule, ...]) -> None:
         """Follow every forward of these modules until `disarm`, whatever calls them."""
@@ -75,7 +85,7 @@ class InnerHooks:
 
     def disarm(self) -> None:
         """Remove all hooks; idempotent, from any thread."""
-        self._inside = False
+        self._inside, self.running = False, []
         handles, self._handles = self._handles, {}
         self._armed, self._modules = {}, {}
         for handle in [handle for of_root in handles.values() for handle in of_root]:
@@ -105,11 +115,16 @@ class InnerHooks:
     def _entered(self, module: torch.nn.Module, args: Args, kwargs: Kwargs = EMPTY) -> None:
         # A root was reported by `arm`. Its hook may be one of an earlier forward, which PyTorch calls without keyword arguments.
         if id(module) not in self._armed and (inner := self._followed(module)) is not None:
-            self._observer.entered(inner.label, module, args, kwargs)
+            self.running.append(RunningCall(inner.label, module, self._observer.entered(inner.label, module, args, kwargs)))
 
     def _left(self, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
         if (inner := self._followed(module)) is not None:
-            self._observer.left(inner.label, module, output)
+            kept = None
+            if any(call.module is module for call in self.running):
+                while (call := self.running.pop()).module is not module:
+                    pass  # a call that has raised within this one
+                kept = call.of
+            self._observer.left(inner.label, module, output, kept)
         if id(module) in self._armed and graph_task() == -1:
             self._inside = False
 
@@ -170,6 +185,11 @@ class SampledHooks:
             warn(self._warning, self.compiled)
             self._reported = self.compiled
         return True
+
+    @property
+    def running(self) -> list[RunningCall]:
+        """The calls that run, the innermost last."""
+        return self._hooks.running
 
     def round_over(self) -> None:
         """Count the models that had their first forward in this round as known."""

@@ -52,7 +52,6 @@ FORWARD, BACKWARD = "forward", "backward"
 class TimedCall:
     """A call of a layer, on the timeline of its device; the nodes that it makes are numbered from `first` on."""
 
-    module: int
     layer: str
     line: Timeline[Pass]
     first: int
@@ -150,9 +149,7 @@ class LayerTimer(Inspection, ForwardObserver):
         self._hook_began = 0.0
         host = Timeline[Pass](events.of_host(lambda: self._hook_began - clock.own_seconds, HOST_MOMENTS))
         self._by_device: dict[torch.device, Timeline[Pass] | None] = {torch.device("cpu"): host}
-        # The calls that run, the inner ones last, and the numbers of the nodes of those that are over within the outermost.
-        self._open: list[TimedCall] = []
-        self._taken: set[int] = set()
+        self._taken: set[int] = set()  # the numbers of the nodes of calls that are over within the outermost
         self._calls = 0
         self._on = False  # whether the current round is sampled
         self._follows_backwards = True
@@ -164,7 +161,7 @@ class LayerTimer(Inspection, ForwardObserver):
     def forward_began(self, root: torch.nn.Module, _args: object, _kwargs: object, *, sampled: bool) -> None:
         """Hook the model's layers for a sampled round, if this forward is not part of compiled code."""
         self._on = self._hooks.due(sampled=sampled)
-        self._open, self._taken = [], set()
+        self._taken = set()
         for line in self._lines():  # a forward or backward that has raised left it open
             line.forget()
         if self._on and self._hooks.arm(root):
@@ -197,7 +194,7 @@ class LayerTimer(Inspection, ForwardObserver):
         """Remove all hooks; the next forward sets those that it needs."""
         self._hooks.round_over()
         self._hooks.disarm()
-        self._open, self._taken, self._calls, self._on = [], set(), 0, sampled
+        self._taken, self._calls, self._on = set(), 0, sampled
         if not sampled:
             for line in self._lines():
                 line.restart()
@@ -206,8 +203,7 @@ class LayerTimer(Inspection, ForwardObserver):
     def release(self) -> None:
         """Remove all hooks and forget what is not known yet; idempotent, from any thread."""
         self._hooks.disarm()
-        self._on = False
-        self._open, self._taken = [], set()
+        self._on, self._taken = False, set()
 
     # Timelines
 
@@ -251,29 +247,27 @@ class LayerTimer(Inspection, ForwardObserver):
 
     # Forwards
 
-    def entered(self, label: str, module: torch.nn.Module, args: object, kwargs: object) -> None:  # noqa: ARG002 - of `ForwardObserver`
+    def entered(self, label: str, module: torch.nn.Module, args: object, kwargs: object) -> TimedCall | None:  # noqa: ARG002 - of `ForwardObserver`
         """Begin to time a layer on its device."""
         start = self._cost.now()
         line = self._line_of(module)
         if line is None:
-            return
+            return None
         self._calls += 1
         if self._calls > CALLS:
             line.lose()
-            return
-        call = TimedCall(id(module), label, line, next_sequence())
-        self._open.append(call)
+            return None
+        call = TimedCall(label, line, next_sequence())
         self._hook_began = start
         line.enter((call, FORWARD))
         self._cost.spent(start, sampled=True)
+        return call
 
-    def left(self, label: str, module: torch.nn.Module, output: object) -> None:  # noqa: ARG002 - of `ForwardObserver`
+    def left(self, label: str, module: torch.nn.Module, output: object, call: TimedCall | None) -> None:  # noqa: ARG002 - likewise
         """End the time of a layer's forward, and hook the nodes that it has made."""
         start = self._cost.now()
-        if not any(call.module == id(module) for call in self._open):
+        if call is None:
             return
-        while (call := self._open.pop()).module != id(module):
-            pass  # a call that has raised within this one
         self._leave(call, start)
         if self._follows_backwards:
             outputs = (tensor.grad_fn for tensor in differentiable(output))
@@ -283,14 +277,15 @@ class LayerTimer(Inspection, ForwardObserver):
                 node.register_prehook(functools.partial(self._before, call))
             for node in last:
                 node.register_hook(functools.partial(self._after, call))
-        if not self._open:
+        if not self._hooks.running:
             self._taken = set()
         self._cost.spent(start, sampled=True)
 
     def _leave(self, call: TimedCall, start: float) -> None:
         """Time the innermost call that runs on this device, from the beginning of the running hook on."""
         self._hook_began = start
-        call.line.enter(next(((around, FORWARD) for around in reversed(self._open) if around.line is call.line), None))
+        around = (running.of for running in reversed(self._hooks.running) if running.of is not None)
+        call.line.enter(next(((other, FORWARD) for other in around if other.line is call.line), None))
 
     # Backwards
 

@@ -1,8 +1,10 @@
-"""What inspections share: vectors on their way to the host, times of measurements, rows by layer, and whose turn a layer is."""
+"""What inspections share: tensors to measure, their way to the host, rows by layer, and whose turn a layer is."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -12,8 +14,10 @@ import torch
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.metrics.families import REMOVED, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.torch_compat.tensors import local
 
 # Measurements of a sample that are timed on devices; each stands for all since the one before.
 TIMED = 16
@@ -24,7 +28,54 @@ KEPT = 8
 # Layers, and elements of parameters, that a sample covers at most; one layer at least.
 LAYERS, ELEMENTS = 8, 1 << 24
 
+# Tensors of an input or output that are looked at, and items that are visited, at most: it may be a cache of thousands.
+TENSORS, VISITED = 16, 64
+
 Item = TypeVar("Item")
+
+
+def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in what a module got or gave, with their place in it; containers are searched level by level.
+
+    An object of the user's own is searched as well, but not those within it.
+    """
+    if isinstance(value, torch.Tensor):
+        yield "", value
+        return
+    count = 0
+    known = isinstance(value, dict | list | tuple)
+    level: deque[tuple[str, object]] = deque([("", value if known else getattr(value, "__dict__", None))])
+    for _ in range(VISITED):
+        if not level or count == TENSORS:
+            return
+        where, item = level.popleft()
+        if isinstance(item, torch.Tensor):
+            count += 1
+            yield where, item
+        elif isinstance(item, dict | list | tuple):
+            inside = item.items() if isinstance(item, dict) else enumerate(item)
+            level.extend((f"{where}.{key}" if where else str(key), part) for key, part in itertools.islice(inside, VISITED))
+
+
+def first_of(output: object) -> torch.Tensor | None:
+    """Return the first floating-point or complex tensor in a module's output."""
+    return next((tensor for _, tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()), None)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a tensor, plain, real and without its graph; the magnitudes of a complex one.
+
+    None if it is empty or its elements cannot be measured: sparse, quantised or nested tensors, subclasses other than a DTensor,
+    and a DTensor of partial sums.
+    """
+    if is_partial(tensor):
+        return None
+    part = local(tensor).detach()
+    if type(part) not in (torch.Tensor, torch.nn.Parameter) or part.layout is not torch.strided:
+        return None
+    if part.is_quantized or part.device.type == "meta" or part.numel() == 0:
+        return None
+    return part.abs() if part.is_complex() else part
 
 
 class VectorSender:

@@ -235,7 +235,6 @@ class _Recorder(AbstractContextManager[Calls], ForwardObserver):
         self._around = InnerHooks(self._hooks, "forward_hook", self)
         self._tensor_hooks: list[tuple[GuardedHook, Removable]] = []
         self._slots: Any = WeakTensorKeyDictionary()
-        self._running: list[tuple[torch.nn.Module, tuple[Any, Any] | None]] = []
 
     def __enter__(self) -> Calls:
         first: dict[int, InnerModule] = {}
@@ -256,19 +255,15 @@ class _Recorder(AbstractContextManager[Calls], ForwardObserver):
         if error[0] is None:
             self._log_absent()
 
-    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:  # noqa: ARG002 - of `ForwardObserver`
-        """Keep the inputs of a call."""
-        recorded = (mapped(args, self._slot), mapped(dict(kwargs), self._slot)) if self._calls.has_room(CALL) else None
-        self._running.append((module, recorded))
+    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:  # noqa: ARG002 - of `ForwardObserver`
+        """Keep the inputs of a call, if there is room."""
+        return (mapped(args, self._slot), mapped(dict(kwargs), self._slot)) if self._calls.has_room(CALL) else None
 
-    def left(self, label: str, module: torch.nn.Module, output: object) -> None:
-        """Add the call. Above it in the stack are those whose forward has raised."""
-        while self._running:
-            entered, recorded = self._running.pop()
-            if entered is module:
-                if recorded is not None:
-                    self._calls.add(label, Call(label, *recorded, mapped(output, self._slot)))
-                return
+    def left(self, label: str, module: torch.nn.Module, output: object, call: Any) -> None:  # noqa: ANN401, ARG002 - likewise
+        """Add the call."""
+        if call is not None:
+            inputs, keywords = call
+            self._calls.add(label, Call(label, inputs, keywords, mapped(output, self._slot)))
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
         """Return a slot with a copy; the same one for a tensor that was not written to since."""

@@ -21,10 +21,9 @@ from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import SomeTimed, VectorSender, by_device
+from torch_grad_exporter.inspection.measuring import SomeTimed, VectorSender, by_device, dense
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind, named_modules
 from torch_grad_exporter.inspection.router_loads import Load, SentLoad, check, entropies_of, load_of, read
-from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.records import Mailbox
@@ -199,7 +198,7 @@ class Routers(Inspection, ForwardObserver):
     # Hooks
 
     @torch.no_grad()
-    def left(self, label: str, module: torch.nn.Module, output: object) -> None:
+    def left(self, label: str, module: torch.nn.Module, output: object, call: object) -> None:  # noqa: ARG002
         """Count the tokens in what a router has returned."""
         start = self._cost.now()
         if (known := read(output)) is None:

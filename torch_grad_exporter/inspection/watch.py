@@ -20,10 +20,9 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.inspection.measuring import VectorSender, by_device, without_autocast
+from torch_grad_exporter.inspection.measuring import VectorSender, by_device, dense, without_autocast
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies
-from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.records import Inspected, Mailbox

@@ -16,8 +16,7 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.black_box.kept import SOURCE, WRITTEN, BatchRing, KeptBatch, random_states
-from torch_grad_exporter.inspection.measuring import VectorSender, by_device
-from torch_grad_exporter.inspection.tensors import dense
+from torch_grad_exporter.inspection.measuring import VectorSender, by_device, dense
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.records import Inspected, Mailbox

@@ -220,21 +220,28 @@ class NanOrigin(Inspection, ForwardObserver):
 
     # Hooks
 
-    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> int | None:
         """Record that a module is called."""
-        if self._recording is not None:
-            start = self._clock.clock()
-            self._recording.enter(module, label, args, kwargs)
-            self._cost.spent(start, sampled=self._sampled)
+        if self._recording is None:
+            return None
+        start = self._clock.clock()
+        call = self._recording.enter(module, label, args, kwargs, self._around())
+        self._cost.spent(start, sampled=self._sampled)
+        return call
 
-    def left(self, label: str, module: torch.nn.Module, output: object) -> None:  # noqa: ARG002 - of `ForwardObserver`
+    def left(self, label: str, module: torch.nn.Module, output: object, call: int | None) -> None:  # noqa: ARG002 - of `ForwardObserver`
         """Record what a module has returned; behind the root, hook the graph."""
-        if self._recording is not None:
+        if self._recording is not None and call is not None:
             start = self._clock.clock()
-            if self._recording.leave(module, output):
+            self._recording.leave(call, output, self._around())
+            if not self._hooks.running:
                 self._hooks.disarm()
                 self._recording.hook_graph()
             self._cost.spent(start, sampled=self._sampled)
+
+    def _around(self) -> int:
+        """Return the innermost running call that is recorded, -1 for none."""
+        return next((running.of for running in reversed(self._hooks.running) if running.of is not None), -1)
 
     def _gradients(self, arrives: bool, recording: Recording, node: int, gradients: tuple[Any, ...], _got: object = None) -> None:
         start = self._clock.clock()

@@ -20,6 +20,7 @@ import torch
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.distributed.identity import group_size
 from torch_grad_exporter.inspection.inner_hooks import Args, Kwargs
+from torch_grad_exporter.inspection.measuring import tensors_in
 from torch_grad_exporter.inspection.modules import VisibleModules, hides_its_inside
 from torch_grad_exporter.inspection.nan_origin.tape import (
     LEAF,
@@ -33,7 +34,6 @@ from torch_grad_exporter.inspection.nan_origin.tape import (
     TensorPlace,
     Value,
 )  # fmt: skip
-from torch_grad_exporter.inspection.tensors import tensors_in
 from torch_grad_exporter.model.names import clean, joined, uncompiled
 from torch_grad_exporter.torch_compat.autograd import graph_task, next_sequence, number_of, operation, started_from, version_of
 from torch_grad_exporter.torch_compat.modules import parameters_in
@@ -57,7 +57,6 @@ class Recording:
         self._arrives, self._passes = arrives, passes
         self._task = -1
         self._leaves: dict[int, int] = {}  # numbers of parameters and buffers by identity
-        self._stack: list[tuple[int, int]] = []  # running calls: the `id` of the module, and the call's number
         self._times: dict[int, int] = {}  # calls of each module
         self._known: dict[tuple[int, int, int], int] = {}  # slots of values of the graph, by node, output and version
         self._outputs: list[torch.Tensor] = []  # of calls of the running forward; the walk through the graph begins there
@@ -69,41 +68,32 @@ class Recording:
     def begin(self, visible: VisibleModules) -> None:
         """Begin the forward of a root. Flag all parameters, buffers and gradients that it has, once for each root."""
         again = self._root is not None and self._root() is visible.root
-        self._visible, self._root, self._stack, self._outputs = visible, weakref.ref(visible.root), [], []
+        self._visible, self._root, self._outputs = visible, weakref.ref(visible.root), []
         if not again:
             self._flag_held(visible)
             self.tape.before |= self._gradients()
 
-    def enter(self, module: torch.nn.Module, label: str, args: Args, kwargs: Kwargs) -> None:
-        """Note that a module is called."""
+    def enter(self, module: torch.nn.Module, label: str, args: Args, kwargs: Kwargs, parent: int) -> int | None:
+        """Note that a module is called, within another call or -1; return the number of the call, None if there are too many."""
         tape, key = self.tape, id(module)
         if self._visible is None or len(tape.calls) >= CALLS:
             tape.full = True
-            return
+            return None
         self._times[key] = number = self._times.get(key, 0) + 1
-        parent = self._stack[-1][1] if self._stack else -1
         hidden = tuple(self._visible.hidden.get(key, ()))
         kind, compiled = type(uncompiled(module)).__name__, hides_its_inside(module)
         tape.calls.append(TapedCall(label, kind, parent, number, key, module.training, hidden, compiled))
         call = len(tape.calls) - 1
         if parent == -1:
             tape.roots.append(call)
-        self._stack.append((key, call))
         tape.began.append((next_sequence(), call))
         self._flag(call, (args, dict(kwargs)) if kwargs else args, output=False)
+        return call
 
-    def leave(self, module: torch.nn.Module, output: object) -> bool:
-        """Note that a module has returned; return whether it was the root. Calls that have raised within it end with it."""
-        key = id(module)
-        if not any(running == key for running, _ in self._stack):
-            return False
-        while True:
-            ended, call = self._stack.pop()
-            if ended == key:
-                break
-        self.tape.began.append((next_sequence(), self._stack[-1][1] if self._stack else -1))
+    def leave(self, call: int, output: object, parent: int) -> None:
+        """Note that a call has returned to another one or -1."""
+        self.tape.began.append((next_sequence(), parent))
         self._flag(call, output, output=True)
-        return not self._stack
 
     def _flag_held(self, visible: VisibleModules) -> None:
         for path, module in visible.root.named_modules():
