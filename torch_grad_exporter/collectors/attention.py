@@ -52,7 +52,7 @@ class AttentionCollector:
         """Yield the families of the last sampled rounds."""
         if self._totals is None:
             return
-        layers = self._totals.snapshot()
+        layers = self._totals.rows
         for spec, value in _VALUES.items():
             yield self._rows.by_label(spec, {layer: value(row) for layer, row in layers.items()})
 

@@ -36,7 +36,7 @@ class OptimizerStateCollector:
         """Yield the families of the last sampled steps."""
         if self._totals is None:
             return
-        layers = self._totals.snapshot()
+        layers = self._totals.rows
         yield self._rows.by_label(OPTIMIZER_RMS_RATIO, {layer: row.rms_ratio for layer, row in layers.items()})
         yield self._rows.by_label(OPTIMIZER_SIGNAL_RATIO, {layer: row.signal_ratio for layer, row in layers.items()})
 

@@ -58,7 +58,7 @@ class RouterCollector:
 
     def collect(self) -> Iterator[Family]:
         """Yield the families of the last samples."""
-        if not (layers := self._totals.snapshot()):
+        if not (layers := self._totals.rows):
             return
         for spec, value in _VALUES.items():
             yield self._rows.by_label(spec, {layer: value(row) for layer, row in layers.items()})

@@ -57,11 +57,14 @@ class LayerAttention:
 
 
 class AttentionTotals:
-    """The values by layer. Belongs to the worker, but for `snapshot`."""
+    """The values by layer, without those of layers that were not called for a while.
+
+    Belongs to the worker, but for `rows`, which is replaced and never changed.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._rows: Mapping[str, LayerAttention] = {}
+        self.rows: Mapping[str, LayerAttention] = {}
         self._samples = 0
         self._labels: dict[str, str] = {}  # of all modules that were seen
 
@@ -75,12 +78,8 @@ class AttentionTotals:
         for name, row in zip(record.data, np.concatenate(values).reshape(-1, WIDTH), strict=True):
             calls.setdefault(self._labels[name], []).append(row)
         number = self._samples = self._samples + 1
-        recent = {layer: row for layer, row in self._rows.items() if number - row.sample < KEPT}
-        self._rows = recent | {label: _row(np.array(several), number) for label, several in calls.items()}
-
-    def snapshot(self) -> Mapping[str, LayerAttention]:
-        """Return the values by layer, without those of layers that were not called for a while. From any thread."""
-        return self._rows
+        recent = {layer: row for layer, row in self.rows.items() if number - row.sample < KEPT}
+        self.rows = recent | {label: _row(np.array(several), number) for label, several in calls.items()}
 
 
 def _row(calls: FloatArray, sample: int) -> LayerAttention:

@@ -160,10 +160,10 @@ class LayerState:
 
 
 class StateTotals:
-    """The last values by layer. Belongs to the worker, but for `snapshot`."""
+    """The last values of the layers that exist. Belongs to the worker, but for `rows`, which is replaced and never changed."""
 
     def __init__(self) -> None:
-        self._rows: Mapping[str, LayerState] = {}
+        self.rows: Mapping[str, LayerState] = {}
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Take the values before one step. What is not finite, as in a step that a gradient scaler leaves out, is left out."""
@@ -180,8 +180,4 @@ class StateTotals:
             for at, layer in enumerate(layers.tolist())
             if table.shown[layer] and np.isfinite(rms[at]) and np.isfinite(signal[at])
         }
-        self._rows = {layer: row for layer, row in {**self._rows, **rows}.items() if layer in table.layers}
-
-    def snapshot(self) -> Mapping[str, LayerState]:
-        """Return the values of the layers that exist. From any thread."""
-        return self._rows
+        self.rows = {layer: row for layer, row in {**self.rows, **rows}.items() if layer in table.layers}

@@ -145,24 +145,25 @@ class RouterLoads:
 
 
 class RouterTotals:
-    """The loads by layer. Belongs to the worker, but for `snapshot`."""
+    """The loads of layers that had tokens in the last samples. Belongs to the worker, but for `rows`, which is replaced only."""
 
     def __init__(self) -> None:
         self._windows: dict[str, deque[FloatArray]] = {}
-        self._rows: Mapping[str, RouterLoads] = {}
+        self.rows: Mapping[str, RouterLoads] = {}
         self._samples = 0
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
         """Take the counts of a round. Counts that are none, such as negative ones, leave their layer as it was."""
         assert isinstance(record.data, tuple)  # noqa: S101 - only `Routers` sends records of this name
         self._samples += 1
-        rows, vector = dict(self._rows), np.concatenate(values)
+        vector = np.concatenate(values)
+        rows = {layer: row for layer, row in self.rows.items() if self._samples - row.sample < KEPT}
         for part in record.data:
             counts, (entropies, *_), vector = np.split(vector, [part.experts, part.experts + 1])
             if counts.min() >= 0 and 0 < counts.sum() < np.inf:
                 entropy = float(entropies) / part.tokens if part.tokens and math.isfinite(entropies) else None
                 rows[part.layer] = self._row(part.layer, counts, entropy)
-        self._rows = rows
+        self.rows = rows
 
     def _row(self, layer: str, counts: FloatArray, entropy: float | None) -> RouterLoads:
         window = self._windows.setdefault(layer, deque(maxlen=WINDOW))
@@ -183,8 +184,3 @@ class RouterTotals:
             ratios={expert: float(ratios[expert]) for expert in ends},
             sample=self._samples,
         )
-
-    def snapshot(self) -> dict[str, RouterLoads]:
-        """Return the layers that had tokens in the last samples. From any thread."""
-        rows, samples = self._rows, self._samples
-        return {layer: row for layer, row in rows.items() if samples - row.sample < KEPT}
