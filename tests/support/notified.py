@@ -18,7 +18,7 @@ from tests.support.tools import FOREVER, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Notification, Notifier
 from torch_grad_exporter.actions.notify import notify
-from torch_grad_exporter.actions.notify.job import Job
+from torch_grad_exporter.actions.notify.notify import Job
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.rules import Alert, Problem, Rule
 

@@ -11,8 +11,7 @@ from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
-from torch_grad_exporter.actions.notify.job import Job
-from torch_grad_exporter.actions.notify.notify import Notify
+from torch_grad_exporter.actions.notify.notify import Job, Notify
 from torch_grad_exporter.actions.rollback.state import TrainingState
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.build.inspecting import InspectionTotals

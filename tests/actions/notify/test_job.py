@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Webhook
-from torch_grad_exporter.actions.notify.job import GONE_SECONDS, Job
+from torch_grad_exporter.actions.notify.notify import GONE_SECONDS, Job
 from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.rules import Problem
 
@@ -34,7 +34,7 @@ class Ranks:
         self.clock = Clock()
         self.stores = [JobStore(connect or (lambda: shared)) for _ in range(ranks)]
         self.ranks = [
-            Judged(Webhook(there.url), rank=rank, job=Job(store, rank, ranks, clock=self.clock, started=rank))
+            Judged(Webhook(there.url), rank=rank, job=Job(store, rank, ranks, clock=self.clock))
             for rank, store in enumerate(self.stores)
         ]
 
@@ -91,8 +91,8 @@ def test_reports_of_an_ended_process_are_ignored() -> None:
     active = {("LossSpike", "warning", None): notification()}
     for rank in (0, 1):
         for _ in range(3):
-            Job(store, rank, 2, clock=clock, started=1).exchange(active)
-    first, second = (Job(store, rank, 2, clock=clock, started=2) for rank in (0, 1))
+            Job(store, rank, 2, clock=clock).exchange(active)
+    first, second = (Job(store, rank, 2, clock=clock) for rank in (0, 1))
     assert first.exchange({}) == {}
     store.publish("notify/0", b"[1, 3, []]")  # as it was before the restart
     clock.time = GONE_SECONDS - 1
