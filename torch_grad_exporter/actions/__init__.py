@@ -3,19 +3,9 @@
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import ScaleLearningRate, Stop
 from torch_grad_exporter.actions.act.trigger import Event
-from torch_grad_exporter.actions.clip import (
-    AGC,
-    AutoClip,
-    Clipper,
-    LayerScale,
-    MaxNorm,
-    MaxValue,
-    Plateau,
-    SkipAbove,
-    SkipNonFinite,
-    TooManySkippedSteps,
-    ZClip,
-)
+from torch_grad_exporter.actions.clip.clipper import Clipper
+from torch_grad_exporter.actions.clip.policies import AGC, AutoClip, LayerScale, MaxNorm, MaxValue, Plateau, ZClip
+from torch_grad_exporter.actions.clip.skipping import SkipAbove, SkipNonFinite, TooManySkippedSteps
 from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.actions.notify.notification import Notification
 from torch_grad_exporter.actions.notify.notifiers import Alertmanager, Log, Notifier, Webhook

@@ -15,16 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch_grad_exporter.arguments import check_number, shown
 from torch_grad_exporter.model.optimizers import Optimizers
 
-# What schedulers keep in the parameter groups of an optimizer and compute learning rates from, in addition to `lr`.
-OF_GROUPS = ("initial_lr", "max_lr", "swa_lr")
+Schedulers = Sequence[weakref.ref[Any]]
 
-# What they keep themselves: a list with a number for each group.
-OF_SCHEDULERS = ("base_lrs", "max_lrs")
+# What schedulers compute learning rates from, in addition to `lr`: in the parameter groups of an optimizer, and in themselves as a
+# list with a number for each group.
+OF_GROUPS, OF_SCHEDULERS = ("initial_lr", "max_lr", "swa_lr"), ("base_lrs", "max_lrs")
 
 OF_ONE_CYCLE = "min_lr"  # what OneCycleLR keeps in the groups as well; others may use the name for something else
 LEAST = "eta_min"  # what those that follow a cosine keep: one number for all groups, towards which learning rates go
-
-Schedulers = Sequence[weakref.ref[Any]]
 
 
 def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> Schedulers:
@@ -33,19 +31,14 @@ def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> Schedulers:
     Goes through all objects of the process: an optimizer does not know its schedulers.
     """
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
-    schedulers: list[weakref.ref[Any]] = []
-    kinds = _with_subclasses(LRScheduler) | _with_subclasses(ReduceLROnPlateau)
-    for candidate in gc.get_objects():
-        # By the type: `isinstance` would ask objects of others for their class; and there are many.
-        if type(candidate) in kinds:
-            theirs = getattr(getattr(candidate, "optimizer", None), "param_groups", ())
-            if any(id(group) in groups for group in theirs):
-                schedulers.append(weakref.ref(candidate))
-    return schedulers
-
-
-def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+    kinds: list[type[Any]] = [LRScheduler, ReduceLROnPlateau]
+    for kind in kinds:  # which grows meanwhile
+        kinds += kind.__subclasses__()
+    exact = frozenset(kinds)
+    # By the type: `isinstance` would ask objects of others for their class; and there are many.
+    found = [candidate for candidate in gc.get_objects() if type(candidate) in exact]
+    pairs = [(each, getattr(getattr(each, "optimizer", None), "param_groups", ())) for each in found]
+    return [weakref.ref(scheduler) for scheduler, theirs in pairs if any(id(group) in groups for group in theirs)]
 
 
 def scale(optimizers: Sequence[torch.optim.Optimizer], schedulers: Schedulers, factor: float, min_lr: float) -> None:
@@ -68,12 +61,15 @@ def scale(optimizers: Sequence[torch.optim.Optimizer], schedulers: Schedulers, f
 def _scale_group(group: dict[str, Any], factor: float, min_lr: float, tensors: dict[int, torch.Tensor]) -> float:
     """Scale a group. Returns the factor of its bases. `tensors`: those that are scaled, which groups may share."""
     before = group["lr"]
-    if id(before) not in tensors:
-        group["lr"] = _scaled(before, factor, min_lr)
-    if isinstance(before, torch.Tensor):
+    if not isinstance(before, torch.Tensor):
+        group["lr"] = max(before * factor, min(before, min_lr)) if factor < 1 else before * factor
+        factor = group["lr"] / before if before > 0 else factor
+    elif id(before) not in tensors:
         tensors[id(before)] = before
-    elif before > 0:
-        factor = group["lr"] / before
+        with torch.no_grad():
+            wanted = before * factor
+            # In place: a captured or compiled step reads this tensor.
+            before.copy_(torch.maximum(wanted, before.clamp(max=min_lr)) if factor < 1 else wanted)
     for name in OF_GROUPS:
         if group.get(name) is not None:
             group[name] = _times(group[name], factor)
@@ -95,17 +91,7 @@ def _scale_scheduler(scheduler: Any, factors: dict[int, float]) -> None:  # noqa
                 group[OF_ONE_CYCLE] = _times(group[OF_ONE_CYCLE], factor)
 
 
-def _scaled(rate: Any, factor: float, min_lr: float) -> Any:  # noqa: ANN401 - a number or a tensor, as the optimizer has it
-    if not isinstance(rate, torch.Tensor):
-        return max(rate * factor, min(rate, min_lr)) if factor < 1 else rate * factor
-    with torch.no_grad():
-        wanted = rate * factor
-        if factor < 1:
-            wanted = torch.maximum(wanted, rate.clamp(max=min_lr))
-        return rate.copy_(wanted)  # in place: a captured or compiled step reads this tensor
-
-
-def _times(value: Any, factor: float) -> Any:  # noqa: ANN401 - as above
+def _times(value: Any, factor: float) -> Any:  # noqa: ANN401 - a number or a tensor, as the optimizer has it
     # Never in place: what a scheduler keeps may be the optimizer's own tensor.
     return value.detach() * factor if isinstance(value, torch.Tensor) else value * factor
 

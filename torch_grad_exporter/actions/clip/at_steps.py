@@ -49,11 +49,7 @@ class _StepHook:
 
     def __init__(self, action: Callable[..., Arguments | None]) -> None:
         self._action: Callable[..., Arguments | None] | None = action
-        self._uncompiled: Callable[..., Arguments | None] | None = action
-
-    def connect(self) -> None:
-        """Keep the compiler out of the action. Imports the compiler, as making an optimizer does."""
-        self._uncompiled = torch.compiler.disable(self._action)  # type: ignore[no-untyped-call]
+        self._uncompiled = torch.compiler.disable(action)  # type: ignore[no-untyped-call]
 
     def disconnect(self) -> None:
         """Do nothing from now on."""
@@ -114,8 +110,6 @@ class ClipAtSteps:
 
     def start(self) -> None:
         """Set the hooks. Those of the capture must be there already: what they read is not clipped yet."""
-        for hook in (self._begins, self._clips, self._ends):
-            hook.connect()
         self._handles = [register_optimizer_step_pre_hook(self._begins)]
         if any(policy.skips for policy in self._options.clip):  # only what they leave has to be undone
             self._handles.append(register_optimizer_step_post_hook(self._ends))  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.actions.clip.fixed import MaxValue
 from torch_grad_exporter.actions.clip.gradients import Gradients, NormMeter, gradients_of
 from torch_grad_exporter.actions.clip.parameters import ParameterSet, ParameterTracker
+from torch_grad_exporter.actions.clip.policies import MaxValue
 from torch_grad_exporter.actions.clip.policy import Decision, GradientNorms, Memory, NoClipping, NormGroups, Policy, policy_name
 from torch_grad_exporter.actions.clip.skipping import InRowLimit, SkipNonFinite
 from torch_grad_exporter.errors import Guard

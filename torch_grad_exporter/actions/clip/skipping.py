@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.distributed as dist
 
-from torch_grad_exporter.actions.clip.fixed import MaxNorm
+from torch_grad_exporter.actions.clip.policies import MaxNorm
 from torch_grad_exporter.actions.clip.policy import Decision, GradientNorms, Memory, NormGroups, Policy, finite
 from torch_grad_exporter.arguments import check_number, check_whole, shown
 from torch_grad_exporter.store.host_transfer import HostTransfer, Ticket
