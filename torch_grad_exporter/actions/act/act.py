@@ -62,9 +62,9 @@ class Act:
     Args:
         judge: Judges the run.
         runner: Runs what changes the training.
-        reports: Where it reports what becomes of conditions and actions.
+        reports: Takes what becomes of conditions and actions.
         samples: The values of each sample, for windows; None if nothing shows them.
-        clock: Seconds.
+        clock: Returns seconds.
         loop: The class of the thread that judges.
     """
 

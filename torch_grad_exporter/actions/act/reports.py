@@ -22,8 +22,8 @@ class ActionReports:
     """Reports what becomes of conditions and actions. From any thread.
 
     Args:
-        errors: Where failures are counted.
-        totals: What became of actions, by their names.
+        errors: Counts failures.
+        totals: Counts what became of actions.
         clock: Counts optimizer steps.
         now: Returns Unix time.
     """

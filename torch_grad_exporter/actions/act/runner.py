@@ -34,10 +34,10 @@ class StepActionRunner:
 
     Args:
         training: What actions change.
-        reports: Where it reports what became of them.
+        reports: Takes what becomes of them.
         job: The ranks that act together, None for a single process.
-        spent: Is given the moment of `time.perf_counter` since which a step was kept waiting.
-        clock: Seconds, for cooldowns.
+        spent: Takes the moment of `time.perf_counter` since which a step was kept waiting.
+        clock: Returns seconds, for cooldowns.
     """
 
     def __init__(
@@ -61,12 +61,9 @@ class StepActionRunner:
         self._lock = threading.RLock()
         self._hook: GuardedHook | None = None
         self._handle: Removable | None = None
-        # The graph task of the last backward in which an optimizer has stepped.
-        self._task = -1
-        # Whether a hook has seen a step since the user last reported one.
-        self._hooked = False
-        # Whether an optimizer has stepped within the step of another one that is not over.
-        self._inner = False
+        self._task = -1  # that of the last backward in which an optimizer has stepped
+        self._hooked = False  # whether a hook has seen a step since the user last reported one
+        self._inner = False  # whether an optimizer has stepped within the step of another one that is not over
         # Steps since the first action, by optimizer, and those that no hook has seen.
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._reported = 0
@@ -147,11 +144,7 @@ class StepActionRunner:
     def ask(self, trigger: StepTrigger, problems: Sequence[Problem] = ()) -> None:
         """Let an action run at the end of the next step, or of the one that rank 0 decides on. Raises what preparing raises.
 
-        On the thread that evaluates.
-
-        Args:
-            trigger: The action.
-            problems: Those of its rule.
+        On the thread that evaluates. `problems`: those of its rule.
         """
         if self._decisions is None:
             self._check_alone(trigger.action)

@@ -109,19 +109,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a step action may change.
+    """What a step action may change: what trains the models, and what knows of it.
 
     Attributes:
-        optimizers: Those that train the models.
         stop: Set once `exporter.should_stop` is true.
-        layers: Freezes layers.
-        worker: Has the norms of layers.
         state: What goes back to a copy.
-        clock: Counts steps.
         rounds: Numbers rounds: optimizers share one that step after the same backward.
-        rollbacks: Where it is reported what went back.
-        ranks: The ranks of the job.
-        ranks_here: Those that share this host.
+        ranks, ranks_here: The ranks of the job, and those of them that share this host.
     """
 
     optimizers: Optimizers
@@ -139,11 +133,8 @@ class Training:
 class StepAction:
     """An action that runs at the end of an optimizer's step. In a job of several ranks all run it after the same step."""
 
-    # Whether it knows by itself when it is due: `exporter.on(action)`.
-    has_cause = False
-
-    # Whether `step_over` is called after each step.
-    each_step = False
+    has_cause = False  # whether it knows by itself when it is due: `exporter.on(action)`
+    each_step = False  # whether `step_over` is called after each step
 
     # Whether ranks that differ in it train different models. If not, any rank may ask for it, and a late rank does it late.
     changes_weights = True
@@ -151,10 +142,7 @@ class StepAction:
     def check(self, training: Training, rule: Rule | None, *, own: bool) -> None:
         """Raise what is wrong with the call of `on`, before anything is registered.
 
-        Args:
-            training: What it will change.
-            rule: The rule on which it acts, None for a condition.
-            own: Whether it acts by itself.
+        `rule`: that on which it acts, None for a condition; `own`: it acts by itself.
         """
 
     def begin(self, training: Training, *, own: bool = False) -> None:
@@ -165,22 +153,16 @@ class StepAction:
         raise NotImplementedError
 
     def judged(self, _values: Values, *, holds: bool) -> bool:
-        """Return whether to act. In the background, at each evaluation on the rank that judges.
+        """Return whether to act, by the values of now. In the background, at each evaluation on the rank that judges.
 
-        Args:
-            _values: The values of now.
-            holds: Whether the cause holds.
+        `holds`: whether the cause does.
         """
         return holds
 
     def choose(self, _training: Training, _problems: Sequence[Problem]) -> str | None:
         """Return what exactly to do, which all ranks are given; None if there is nothing to do.
 
-        In the background, on rank 0.
-
-        Args:
-            _training: What it changes.
-            _problems: Those of its rule.
+        In the background, on rank 0. `_problems`: those of its rule.
         """
         return ""
 

@@ -62,12 +62,10 @@ class BlackBoxRecorder:
     Args:
         folder: Of this run and rank.
         about: The process and its options, as JSON can hold them.
-        ring: The batches.
-        suspects: Which of them are needed.
+        ring, suspects: The batches, and which of them are needed.
         view: The history, and what was wrong.
         origins: What `nan_origin` has found, None if it is off.
-        capture: Counts samples.
-        clock: Counts steps.
+        capture, clock: Count samples and steps.
         guard: Of each box.
         journal: Takes each box as an event, None for nothing.
     """

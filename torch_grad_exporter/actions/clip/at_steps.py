@@ -71,12 +71,7 @@ class _StepHook:
 class ClipAtSteps:
     """Clips from `start` until `close`; hooks run on the threads that train.
 
-    Args:
-        options: The user's choice.
-        models: The models by name.
-        errors: Counts failures.
-        named: The optimizers that the user has named.
-        capture: Learns of each optimizer whose gradients were clipped.
+    `named`: the optimizers that the user has named; `capture`: learns of each optimizer whose gradients were clipped.
     """
 
     def __init__(

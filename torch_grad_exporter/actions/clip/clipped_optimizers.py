@@ -32,13 +32,10 @@ class ClippedOptimizer:
     """An optimizer's clipping, from its first step on.
 
     Attributes:
-        tracker: Its parameters.
         flag: Makes it skip a step, if it is fused.
         removed: Makes it skip a step otherwise.
-        name: Its name, empty before its first step.
-        clipping: Its clipping, None before its first step.
+        name, clipping: Empty and None before its first step.
         handle: The hook right before its step.
-        report_due: The time of the next report.
         judged: The number of the last loss by which a step of it was judged.
     """
 
@@ -54,11 +51,6 @@ class ClippedOptimizer:
 
 class ClippedOptimizers:
     """Holds models and optimizers weakly. Optimizers may come and go on any thread, and step on those that train.
-
-    Args:
-        models: The models by name.
-        named: The optimizers that the user has named.
-        guard: Takes failures of reports.
 
     Attributes:
         saved: By name, what an optimizer that has not stepped yet goes on with.

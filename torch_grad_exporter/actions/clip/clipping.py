@@ -149,7 +149,7 @@ class Clipping:
     """Clips all gradients of its parameters at each call. Never reads a value.
 
     Args:
-        tracker: The parameters.
+        tracker: Has the parameters.
         policies: Those that skip steps, then at most one that changes gradients, see `checked_clip`.
         dry_run: The candidates, which change nothing.
         foreach: See `Gradients`.

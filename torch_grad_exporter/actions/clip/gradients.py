@@ -28,7 +28,6 @@ class Gradients:
     """This rank's parts of the gradients of a step.
 
     Attributes:
-        parts: The gradients.
         positions: The position of each one's parameter.
         foreach: Whether to use operations on many tensors at once, None for wherever that is possible.
         scale: The loss scale by which gradients are still multiplied, None for none.
@@ -224,12 +223,7 @@ class NormMeter:
 
 
 class _Reduction:
-    """Adds squares up over ranks.
-
-    Args:
-        groups: For each position of the vector, the process groups that share it.
-        device: The device of the vector.
-    """
+    """Adds squares up over ranks. `groups`: for each position of the vector, the process groups that share it."""
 
     def __init__(self, groups: Sequence[Sequence[Any]], device: torch.device) -> None:
         shared: dict[int, tuple[Any, list[int]]] = {}

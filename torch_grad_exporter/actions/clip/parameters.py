@@ -32,11 +32,7 @@ class ClippedParameter:
     """A parameter, or this rank's part of it.
 
     Attributes:
-        name: Its name in the model.
-        layer: The layer that it belongs to.
-        parameter: The tensor that has the gradient.
         layout: How units lie in it, None if it is one unit.
-        units: The number of units.
         sharding: The process groups whose ranks have different parts of it.
     """
 
@@ -96,13 +92,9 @@ def clipped_parameter(name: str, layer: str, parameter: torch.Tensor, module: to
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSet:
-    """Parameters by position, layers by index, and the layer of each parameter.
+    """Parameters by position, the names of layers by index, and the index of each parameter's layer.
 
     Attributes:
-        entries: What is known of each parameter.
-        parameters: The tensors.
-        layers: The names of the layers.
-        layer_of: The index of each parameter's layer.
         lazy: Whether a parameter has no shape yet.
         sharded: Whether ranks have different parts of a parameter.
     """
@@ -131,10 +123,7 @@ class ParameterTracker:
     An optimizer that owns copies of all parameters, such as those of a model in half precision, is clipped in the copies: they have
     its gradients.
 
-    Args:
-        models: The models by name.
-        optimizer: The optimizer whose parameters are clipped, None for all parameters.
-        fixed: Parameters that do not belong to a model.
+    `fixed`: parameters that do not belong to a model.
     """
 
     def __init__(

@@ -29,13 +29,7 @@ class NothingLeftError(RuntimeError):
 
 
 class FrozenLayers:
-    """What is frozen of one exporter's models. `freeze` and `look` are for the training thread, all else for any.
-
-    Args:
-        index: The layers.
-        optimizers: Those that train the models.
-        labels: Where it reports what is frozen.
-    """
+    """What is frozen of one exporter's models. `freeze` and `look` are for the training thread, all else for any."""
 
     def __init__(self, index: LayerIndex, optimizers: Optimizers, labels: FrozenLabels) -> None:
         self._index = index
@@ -208,11 +202,7 @@ def emptied(
     A loss that needs no gradient raises in its backward, and a GradScaler at an optimizer without gradients. Optimizers of one
     parameter each, such as those that step within the backward, are used without a GradScaler.
 
-    Args:
-        index: The layers.
-        optimizers: Those that train the models.
-        left: The `id` of each parameter that would be trained.
-        now: The `id` of each parameter that is trained now.
+    `left`, `now`: the `id` of each parameter that would be trained, and that is trained now.
     """
     of_models: dict[int, set[int]] = {}
     for tracked in index.table.tracked:

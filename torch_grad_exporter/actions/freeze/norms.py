@@ -56,12 +56,7 @@ class NormWindow:
 
 
 class LayerNorms:
-    """The windows of all layers that are trained. For one thread.
-
-    Args:
-        after: Steps of a window.
-        worker: Has the samples, which are read from now on.
-    """
+    """The windows of all layers that are trained, from now on. For one thread. `after`: steps of a window."""
 
     def __init__(self, after: int, worker: Worker) -> None:
         self._after = after

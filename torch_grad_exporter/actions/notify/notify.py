@@ -56,11 +56,7 @@ Active = Mapping[Key, Notification]
 class Job:
     """This rank's part in the notifications of a job. For one thread.
 
-    Args:
-        store: The store that the ranks share.
-        rank: This rank.
-        world_size: The number of ranks.
-        clock: Returns seconds.
+    `store`: that which the ranks share; `clock`: returns seconds.
     """
 
     def __init__(self, store: JobStore, rank: int, world_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -186,15 +182,12 @@ class Notify:
     Args:
         notifiers: What sends.
         live: Judges the run.
-        run: The name of the run.
-        rank: This process' rank.
-        steps: Counts optimizer steps.
         totals: Counts what is sent.
         errors: Counts failures.
+        run, rank, steps: Name the run and this process, and count optimizer steps.
         job: The other ranks, None if there are none.
         rules: The rules that are judged.
-        clock: Returns seconds.
-        now: Returns Unix time.
+        clock, now: Return seconds, and Unix time.
     """
 
     def __init__(

@@ -27,14 +27,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 class Sink:
     """Sends in order what it is offered, from `start` until `close`, and retries for a limited time.
 
-    `offer` is for one thread.
-
-    Args:
-        name: Its name in metrics and log lines.
-        notifier: What sends.
-        totals: Counts what is sent, failed and dropped.
-        errors: Counts failed tries, and logs the first one.
-        clock: Returns seconds.
+    `offer` is for one thread. `name`: as in metrics and log lines; `totals`: counts what is sent, failed and dropped; `errors`:
+    counts failed tries, and logs the first one; `clock`: returns seconds.
     """
 
     def __init__(

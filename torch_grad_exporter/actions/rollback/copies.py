@@ -75,8 +75,6 @@ class HostCopy:
         shown: The same step in the whole training, as metrics and messages have it.
         at: When, by `time.monotonic`.
         state: Where its tensors belong.
-        tensors: The tensors on the host.
-        layout: Of those.
         size: The bytes that they take.
         events: One for each CUDA device, after which its tensors are there.
     """

@@ -200,13 +200,7 @@ class PackedState:
 
 
 class TrainingState:
-    """The state of one exporter's models and of what trains them. For the training thread.
-
-    Args:
-        index: The layers of the models.
-        optimizers: Those that train the models.
-        loss_scale: Knows the gradient scaler.
-    """
+    """The state of one exporter's models and of what trains them. For the training thread."""
 
     def __init__(self, index: LayerIndex, optimizers: Optimizers, loss_scale: LossScale) -> None:
         self._index = index
