@@ -89,7 +89,7 @@ class Act:
         self._due = -math.inf
         self._started = self._closed = False
         guard = reports.errors.boundary(SOURCE, "judging")
-        self._loop = loop("act", self._in_turn, guard=guard, pause=self._until_due, last=lambda: self.evaluate(last=True))
+        self._loop = loop("act", self._in_turn, guard=guard, pause=self._pause, last=lambda: self.evaluate(last=True))
         self._actions = ActionQueue(reports, clock)
 
     def on(self, what: object, action: object, *, name: str | None, for_: object, cooldown: object) -> Handle:
@@ -177,7 +177,7 @@ class Act:
 
     # The thread that judges
 
-    def _until_due(self) -> float:
+    def _pause(self) -> float:
         return self._due - self._clock() if self._triggers else math.inf
 
     def _in_turn(self) -> None:

@@ -253,17 +253,14 @@ class JobDecisions:
         number = int(wish) if wanted is None else wanted.number
         trigger = self._triggers.get(number)
         what, choice = ("", None) if trigger is None else (trigger.what, trigger.choice)
-        decision = JobDecision(number, what, choice or "", self._lease())
+        with self._changed:
+            gaps = [after - before for before, after in itertools.pairwise(self._times)]
+        # Two at least: where a step takes seconds, the last read has begun before it ended.
+        lease = max(2, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 2
+        decision = JobDecision(number, what, choice or "", lease)
         self._asked_at = self._clock()
         self._publish(decision)
         return decision
-
-    def _lease(self) -> int:
-        with self._changed:
-            times = [*self._times]
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        # Two at least: where a step takes seconds, the last read has begun before it ended.
-        return max(2, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 2
 
     def _answer(self, decision: JobDecision) -> None:
         """Prepare, and report to rank 0 that this rank can do it, or why not."""

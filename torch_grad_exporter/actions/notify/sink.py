@@ -51,7 +51,7 @@ class Sink:
         self._give_up_at = math.inf
         self._logged = False
         guard = errors.boundary(SOURCE, limit=None)
-        self._loop = BackgroundLoop(f"notify-{name}", self.work, guard=guard, pause=self._pause, last=self._flush)
+        self._loop = BackgroundLoop(f"notify-{name}", self.work, guard=guard, pause=self._pause, last=self.work)
 
     @property
     def idle(self) -> bool:
@@ -91,14 +91,8 @@ class Sink:
     # The thread
 
     def work(self) -> None:
-        """Send what is due, until a try fails that may succeed later. Called by its thread, and by tests."""
-        while not self.idle and self._clock() >= self._due and not self._loop.stopping:
-            if not self._send():
-                break
-
-    def _flush(self) -> None:
-        """The end: one try for each, as long as the receiver answers."""
-        while not self.idle and self._left() > 0:
+        """Send what is due, at the end everything, until a try fails that may succeed later. For its thread, and for tests."""
+        while not self.idle and (self._left() > 0 if self._loop.stopping else self._clock() >= self._due):
             if not self._send():
                 break
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 
 from torch_grad_exporter.collectors.gradients import GRAD_GLOBAL_NORM_SPIKES, GRAD_NONFINITE_STEPS, GRAD_SAMPLE_STEP
 from torch_grad_exporter.collectors.training import TRAIN_LOSS_NONFINITE, TRAIN_LOSS_SPIKES
@@ -69,7 +68,10 @@ class FaultSigns:
             self._answered, self.reason = True, None
             self._signs.clear()
         self._answered = self._answered and given is not None
-        counts = {reason: _count(values, reason) for reason in COUNTERS}
+        counts = {
+            reason: sum(count for labels, count in values.rows(spec) if not ("outcome" in spec.labels and "skipped" in labels))
+            for reason, (spec, _) in COUNTERS.items()
+        }
         before, self._before = self._before, counts
         if restart is not None and sampled <= restart:
             return
@@ -83,16 +85,10 @@ class FaultSigns:
             self._signs.popleft()
         if not self._signs:
             self.well = sampled
-        self.reason = next(self._reasons(), None) if self._own else None if self._answered else given
-
-    def _reasons(self) -> Iterator[str]:
-        totals: Counter[str] = Counter()
-        for _, reason, count in self._signs:
-            totals[reason] += int(count)
-        return (reason for reason, (_, least) in COUNTERS.items() if totals[reason] >= least)
-
-
-def _count(values: Values, reason: str) -> float:
-    spec, _ = COUNTERS[reason]
-    skipped = "outcome" in spec.labels
-    return sum(value for labels, value in values.rows(spec) if not (skipped and labels[spec.labels.index("outcome")] == "skipped"))
+        if self._own:
+            totals: Counter[str] = Counter()
+            for _, reason, count in self._signs:
+                totals[reason] += int(count)
+            self.reason = next((reason for reason, (_, least) in COUNTERS.items() if totals[reason] >= least), None)
+        else:
+            self.reason = None if self._answered else given
