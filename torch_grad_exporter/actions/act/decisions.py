@@ -28,9 +28,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.act.trigger import StepTrigger
+from torch_grad_exporter.actions.act.trigger import SOURCE, ActionReports, StepTrigger
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.store import JobStore, StoreError
 from torch_grad_exporter.lifecycle import BackgroundLoop
@@ -68,7 +67,7 @@ class JobDecision:
 
     trigger: int
     what: str
-    choice: str
+    choice: Any
     lease: int
     step: int | None = None
     refused: str = ""
@@ -137,7 +136,7 @@ class JobDecisions:
         """Take part in decisions about an action."""
         self._triggers = {**self._triggers, trigger.number: trigger}
 
-    def want(self, trigger: StepTrigger, choice: str) -> None:
+    def want(self, trigger: StepTrigger, choice: object) -> None:
         """Ask for an action: rank 0 decides on it, another rank reports it to rank 0."""
         trigger.choice = choice
         self._loop.wake()
@@ -257,7 +256,7 @@ class JobDecisions:
             gaps = [after - before for before, after in itertools.pairwise(self._times)]
         # Two at least: where a step takes seconds, the last read has begun before it ended.
         lease = max(2, math.ceil(LEASE_SECONDS / max(statistics.median(gaps), FASTEST))) if gaps else 2
-        decision = JobDecision(number, what, choice or "", lease)
+        decision = JobDecision(number, what, choice, lease)
         self._asked_at = self._clock()
         self._publish(decision)
         return decision

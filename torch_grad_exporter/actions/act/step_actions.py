@@ -97,7 +97,6 @@ def _times(value: Any, factor: float) -> Any:  # noqa: ANN401 - a number or a te
 
 
 if TYPE_CHECKING:
-    from torch_grad_exporter.actions.act.measurements import Measurements
     from torch_grad_exporter.actions.freeze.layers import FrozenLayers
     from torch_grad_exporter.actions.rollback.state import TrainingState
     from torch_grad_exporter.capture.progress import StepClock
@@ -148,25 +147,21 @@ class StepAction:
     def begin(self, training: Training, *, own: bool = False) -> None:
         """Be in use from now on. On the thread that calls `on`; raises what prevents it."""
 
-    def holds(self, _measurements: Measurements) -> bool:
-        """Return whether it is due by itself, at an evaluation, if it `has_cause`."""
-        raise NotImplementedError
-
     def judged(self, _values: Values, *, holds: bool) -> bool:
         """Return whether to act, by the values of now. In the background, at each evaluation on the rank that judges.
 
-        `holds`: whether the cause does.
+        `holds`: whether the cause does; true if it acts by itself.
         """
         return holds
 
-    def choose(self, _training: Training, _problems: Sequence[Problem]) -> str | None:
-        """Return what exactly to do, which all ranks are given; None if there is nothing to do.
+    def choose(self, _training: Training, _problems: Sequence[Problem]) -> Any:  # noqa: ANN401 - each action's own
+        """Return what exactly to do, as JSON can hold it, which all ranks are given; None if there is nothing to do.
 
         In the background, on rank 0. `_problems`: those of its rule.
         """
         return ""
 
-    def prepare(self, _training: Training, _choice: str) -> Any:  # noqa: ANN401 - each action's own
+    def prepare(self, _training: Training, _choice: Any) -> Any:  # noqa: ANN401 - as above
         """Return what `act` needs. In the background on each rank, a little before the step; raises what prevents it."""
         return None
 
@@ -211,7 +206,7 @@ class ScaleLearningRate(StepAction):
         self.factor = check_number(f"factor={shown(factor)}", factor, above=0.0, example=0.5)
         self.min_lr = check_number(f"min_lr={shown(min_lr)}", min_lr, example=1e-6)
 
-    def prepare(self, training: Training, _choice: str) -> Any:  # noqa: ANN401 - weak references
+    def prepare(self, training: Training, _choice: object) -> Any:  # noqa: ANN401 - weak references
         """Return the schedulers, for which it goes through all objects of the process."""
         return schedulers_of([optimizer for _, optimizer in training.optimizers.numbered()])
 

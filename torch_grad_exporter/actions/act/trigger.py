@@ -1,19 +1,26 @@
-"""Trigger: one call of `exporter.on`, which joins a rule or a condition with an action."""
+"""Trigger: one call of `exporter.on`, which joins a rule or a condition with an action; and the reports of what becomes of it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction
 from torch_grad_exporter.arguments import check_number, near, shown
-from torch_grad_exporter.errors import Guard, contained
+from torch_grad_exporter.capture.progress import StepClock, active_trace
+from torch_grad_exporter.collectors.outcomes import ActionMark, ActionOutcome, ActionTotals
+from torch_grad_exporter.errors import LIMIT, ErrorLog, Guard, contained, warn, without_addresses
 from torch_grad_exporter.rules import RULES, Problem, Rule, Values
 from torch_grad_exporter.rules.catalogue import promql_only
+from torch_grad_exporter.store.journal import JournalEvent
+
+SOURCE = "action"  # of the failures of actions and conditions
 
 FOR, COOLDOWN = 0.0, 600.0  # the defaults of `on`, in seconds
 
@@ -117,9 +124,9 @@ class Trigger:
 
     def holds(self, values: Values, now: float) -> bool:
         """Return whether the condition holds with these values. Raises what it raises. NaN, which is unknown, does not hold."""
+        if self.condition is None:  # the action knows by itself
+            return True
         self.measurements.begin(values, now)
-        if self.condition is None:
-            return False
         result = contained(self.condition, self.measurements)
         return bool(result) and not (isinstance(result, float) and math.isnan(result))
 
@@ -140,18 +147,80 @@ class StepTrigger(Trigger):
     each: Guard = field(init=False)
     number: int = field(init=False)
     what: str = field(init=False)
-    choice: str | None = None
+    choice: Any = None
     pending: bool = False
 
     @property
     def by_itself(self) -> bool:
         """Whether the action is its own cause."""
-        return self.condition == self.action.holds
+        return self.rule is None and self.condition is None
 
     def acted(self, now: float) -> None:
         """Begin the cooldown, unless the action knows by itself when it is due again."""
         if not self.by_itself:
             self.timing.acted(now)
+
+
+# What becomes of it
+
+
+class ActionReports:
+    """Reports what becomes of conditions and actions. From any thread.
+
+    Args:
+        errors: Counts failures.
+        totals: Counts what became of actions.
+        clock: Counts optimizer steps.
+        now: Returns Unix time.
+    """
+
+    def __init__(self, errors: ErrorLog, totals: ActionTotals, clock: StepClock, now: Callable[[], float] = time.time) -> None:
+        self.errors = errors
+        self.totals = totals
+        self.now = now
+        self._clock = clock
+        self._logged: set[object] = set()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._clock.number
+
+    def guard(self, name: str) -> Guard:
+        """Return a guard of the user's code, which disables it after ten failures in a row."""
+        key = object()  # several may have the same name
+        gave_up = functools.partial(self.errors.gave_up, f"{SOURCE} ({name})")
+        return Guard(lambda error: self.failed(name, error, key), limit=LIMIT, gave_up=gave_up)
+
+    def failed(self, name: str, error: Exception, key: object = None) -> None:
+        """Count a failure, and log the first one of the name, or of the key."""
+        if (key or name) in self._logged:
+            self.errors.count(SOURCE, error)
+            return
+        self._logged.add(key or name)
+        reason = f"{type(error).__name__}: {without_addresses(str(error))}"
+        self.errors.report(SOURCE, RuntimeError(f"{name}: {reason}; further failures of it are only counted"))
+
+    def disabled(self, name: str, reason: object) -> None:
+        """Count and log what is disabled at once: a condition that can never be judged, an action in which ranks differ."""
+        self.errors.report(SOURCE, RuntimeError(f"{name}: {reason}; it is switched off"))
+
+    def note(self, trigger: Trigger, outcome: ActionOutcome) -> None:
+        """Count the outcome of an action, and mark it on the live page."""
+        self.totals.count(trigger.counted, outcome)
+        if outcome is ActionOutcome.DROPPED:
+            return
+        changes_training = isinstance(trigger, StepTrigger)
+        action = repr(trigger.action) if changes_training else trigger.counted
+        mark = ActionMark(self.now(), self.steps, trigger.name, action, outcome.value)
+        self.totals.marks.add(mark, trigger.counted)
+        if (journal := self.totals.journal) is not None:
+            severity = "info" if outcome is ActionOutcome.DONE and not changes_training else "warning"
+            text = f"{mark.name}: {action} {mark.result} at step {mark.step}"
+            facts = {"action": action, "condition": mark.name, "result": mark.result}
+            journal.add(JournalEvent(mark.time, "torch.action", severity, text, {**facts, "step": mark.step}, active_trace()))
+        if changes_training and outcome is ActionOutcome.DONE:
+            warn("%s: %s changed the training at step %d", trigger.name, action, self.steps)
 
 
 # The arguments of `on`
@@ -163,7 +232,7 @@ def cause_and_action(what: object, action: object, timing: Timing) -> tuple[Rule
         for name, value, default in (("for_", timing.for_, FOR), ("cooldown", timing.cooldown, COOLDOWN)):
             if value != default:
                 raise ValueError(f"{name}={value:g}: {what!r} knows by itself when it is due; leave {name} out")
-        return None, what.holds, what
+        return None, None, what
     if action is None:
         raise TypeError(
             f"action=None: what is to be done on {what!r}? Only Freeze(...) and Rollback(...) need no cause: "

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_grad_exporter.actions.act.measurements import Measurements
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
-from torch_grad_exporter.actions.freeze.norms import LayerNorms
+from torch_grad_exporter.actions.freeze.layers import FrozenLayers, LayerNorms, NothingLeftError
 from torch_grad_exporter.arguments import check_number, check_whole, near, shown, some
 from torch_grad_exporter.errors import BusyError, warn
-from torch_grad_exporter.rules import Problem, Rule
+from torch_grad_exporter.rules import Problem, Rule, Values
 
 THRESHOLD, AFTER, REVIVE = 1e-3, 100, 1000  # the defaults
 VERSION = 1  # of the state
@@ -158,11 +155,11 @@ class Freeze(StepAction):
 
     # The thread that judges
 
-    def holds(self, _measurements: Measurements) -> bool:
-        """Return whether a layer that can be frozen has a mean norm below the threshold."""
+    def judged(self, _values: Values, *, holds: bool) -> bool:
+        """Return whether the cause holds, or by itself whether a layer that can be frozen has a mean norm below the threshold."""
         layers, norms = self._layers, self._norms
         if layers is None or norms is None:
-            return False
+            return holds and layers is not None
         revived = {self._revived.popleft() for _ in range(len(self._revived))}
         try:
             # One rank alone does not know the norm of a layer of which it has a part.
@@ -175,8 +172,8 @@ class Freeze(StepAction):
         self._due = {name: mean for name, mean in due.items() if name in trained and (not self.layers or self.layers.search(name))}
         return bool(self._due)
 
-    def choose(self, _training: Training, problems: Sequence[Problem]) -> str | None:
-        """Return the names of the layers, as JSON."""
+    def choose(self, _training: Training, problems: Sequence[Problem]) -> list[str] | None:
+        """Return the names of the layers."""
         layers = self._layers
         if layers is None:
             return None
@@ -195,12 +192,11 @@ class Freeze(StepAction):
                     raise
                 wanted.pop()  # the layer with the largest norm stays
             else:
-                return json.dumps([*planned]) if planned else None
+                return [*planned] or None
         return None
 
-    def prepare(self, _training: Training, choice: str) -> list[str]:
+    def prepare(self, _training: Training, wanted: list[str]) -> list[str]:
         """Return the layers to freeze. Raises `RuntimeError` if that would harm the training."""
-        wanted: list[str] = json.loads(choice)
         if self._layers is not None:
             self._layers.plan(wanted)
             self._layers.refuse()
