@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import io
@@ -20,7 +19,7 @@ from tests.support.models import Perceptron, batch
 from tests.support.scrape import OFF, errors, value, values
 from tests.support.torch_hooks import all_hooks, optimizer_hooks
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.actions import AGC, AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, SkipAbove, SkipNonFinite, ZClip
+from torch_grad_exporter.actions import AGC, AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, SkipNonFinite, ZClip
 
 POLICIES: dict[str, tuple[Any, Callable[[], Any]]] = {
     "MaxNorm": (MaxNorm(0.1), lambda: references.MaxNorm(0.1)),
@@ -484,33 +483,6 @@ def test_a_memory_in_a_captured_step_is_refused(options: dict[str, Any], clips: 
         optimizer.step()
         assert (norm_of(model) < 1.1e-3) is clips
         assert errors(exporter) == ({} if clips else {"clip": 1})
-
-
-# SkipAbove
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_skip_above(fused: bool) -> None:
-    """A step above the limit changes neither weights nor momenta, and counts as skipped."""
-    torch.manual_seed(0)
-    model = Perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    with start(model, clip=SkipAbove(1.0)) as exporter:
-        for step in range(7):
-            optimizer.zero_grad()
-            (model(batch()).square().mean() * (1000 if step % 2 else 0.1)).backward()
-            before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-            optimizer.step()
-            after = model.state_dict(), optimizer.state_dict()["state"]
-            changed = not all(torch.equal(after[0][name], before[0][name]) for name in after[0])
-            assert changed is (step % 2 == 0)
-            if step % 2:
-                moments = zip(after[1].values(), before[1].values(), strict=True)
-                assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in moments)
-        assert not hasattr(optimizer, "found_inf")
-        assert errors(exporter) == {}
-        assert value(exporter, "torch_train_skipped_steps_total") == 3
-        assert value(exporter, "torch_train_steps_total", optimizer="AdamW") == 4
 
 
 # What is remembered

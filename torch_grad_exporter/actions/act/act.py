@@ -88,14 +88,10 @@ class Act:
         clock: Callable[[], float] = time.monotonic,
         loop: type[BackgroundLoop] = BackgroundLoop,
     ) -> None:
-        self._judge = judge
-        self._runner = runner
-        self._reports = reports
-        self._samples = samples
-        self._clock = clock
+        self._judge, self._runner, self._reports, self._samples, self._clock = judge, runner, reports, samples, clock
         self._triggers: tuple[Trigger, ...] = ()
         self._lock = threading.RLock()
-        self._episodes: Episodes | None = None
+        self._episodes = Episodes(RULES)
         self._due = -math.inf
         self._started = self._closed = False
         guard = reports.errors.boundary(SOURCE, "judging")
@@ -125,24 +121,20 @@ class Act:
             conditions=self._reports.guard(f"the condition {name}"),
             actions=self._reports.guard(f"the action {action_name} on {name}"),
         )
-        with self._lock:
-            self._check_open()  # it may have been closed meanwhile
-            if isinstance(trigger, StepTrigger):
-                self._runner.add(trigger)
-            try:
+        try:
+            with self._lock:
+                self._check_open()  # it may have been closed meanwhile
+                if isinstance(trigger, StepTrigger):
+                    self._runner.add(trigger)
                 if not self._started:
                     self._loop.start()
                     self._started = True
-            except RuntimeError:  # no thread can be started
-                self.remove(trigger)
-                raise
-            if rule is not None and self._episodes is None:
-                self._episodes = Episodes(RULES)
-            self._triggers = (*self._triggers, trigger)
-            self._loop.wake()  # only now: the thread would go back to sleep for good if it found no trigger
-        try:
+                if not self._triggers:
+                    self._episodes = Episodes(RULES)
+                self._triggers = (*self._triggers, trigger)
+                self._loop.wake()  # only now: the thread would go back to sleep for good if it found no trigger
             self._check_open()  # or just now, by a signal's handler
-        except RuntimeError:
+        except RuntimeError:  # also if no thread can be started
             self.remove(trigger)
             raise
         return Handle(self, trigger)
@@ -157,8 +149,6 @@ class Act:
         trigger.measurements.forget()
         with self._lock:
             self._triggers = tuple(other for other in self._triggers if other is not trigger)
-            if not any(other.rule for other in self._triggers):
-                self._episodes = None
         if isinstance(trigger, StepTrigger):
             self._runner.remove(trigger)
 
@@ -171,7 +161,7 @@ class Act:
             limit, since = HURRIED_SECONDS if hurried else CLOSE_SECONDS, self._clock()
             self._loop.close(limit / 2)
             self._actions.close(max(0.0, limit - (self._clock() - since)))
-        self._triggers, self._episodes = (), None  # they hold the user's functions, and these his models
+        self._triggers = ()  # they hold the user's functions, and these his models
 
     def after_fork_in_child(self) -> None:
         """Do nothing in the child: the threads are the parent's."""
@@ -209,13 +199,12 @@ class Act:
                 triggers.append(trigger)
         if not triggers:
             return
-        episodes = self._episodes
         try:
             judged = self._judge.judged(last=last)
         except BusyError:  # others are busy with the same values: the next evaluation has them
             return
         now = self._clock()
-        active = {} if episodes is None else episodes.judge(judged.problems, now, last=last)
+        active = self._episodes.judge(judged.problems, now, last=last)
         for trigger in triggers:
             problems = tuple(episode.problem for (alert, _, _), episode in active.items() if alert == trigger.rule)
             if trigger.rule is not None:

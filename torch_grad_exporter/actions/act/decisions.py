@@ -85,10 +85,7 @@ class JobDecisions:
     """
 
     def __init__(self, job: JobOfRanks, training: Training, reports: ActionReports, clock: Callable[[], float]) -> None:
-        self._job = job
-        self._training = training
-        self._reports = reports
-        self._clock = clock
+        self._job, self._training, self._reports, self._clock = job, training, reports, clock
         self._base = ""
         self._session = "" if job.rank else secrets.token_hex(8)
         self._triggers: Mapping[int, StepTrigger] = {}

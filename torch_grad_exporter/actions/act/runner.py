@@ -48,12 +48,8 @@ class StepActionRunner:
         spent: Callable[[float], object] = float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._training = training
-        self._reports = reports
-        self._job = job
+        self._training, self._reports, self._job, self._spent, self._clock = training, reports, job, spent, clock
         self._decisions = None if job is None else JobDecisions(job, training, reports, clock)
-        self._spent = spent
-        self._clock = clock
         self._triggers: tuple[StepTrigger, ...] = ()
         self._numbers = itertools.count()
         self._ready: deque[tuple[StepTrigger, Any]] = deque()
