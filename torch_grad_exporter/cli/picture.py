@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator
 from torch_grad_exporter.collectors.outcomes import ActionMark
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
-from torch_grad_exporter.outputs.live.saved import BoolArray, Grid, Lines, Saved, Status
+from torch_grad_exporter.outputs.live.saved import BoolArray, Grid, Lines, Saved
 
 # Inches: the width, a panel, all that is written around panels, a row of the heatmap with a name, and the heatmap's limits.
 # Above `HIGHEST` it is only as high as to have a pixel for each layer.
@@ -86,7 +86,10 @@ def drawn(run: Saved, quantity: str, view: str, moments: Sequence[str] = (), val
         actions = [action for action in saved.actions(run) if first <= action.step <= last]
         notes += _actions(below, actions)
         figure.align_ylabels(below)
-        figure.suptitle(_title(saved.status(run)), fontsize=11)
+        status = saved.status(run)
+        rank = f"rank {status.rank}" + (f" of {status.world_size}" if status.world_size > 1 else "")
+        state = f"{status.state or 'state unknown'}" + ("" if status.step is None else f" at step {status.step:.0f}")
+        figure.suptitle(f"Run {short(status.run, 80)}, {rank}: {state}", fontsize=11)
         figure.supxlabel(textwrap.fill("".join(f"{note}. " for note in notes), 190), x=0.01, ha="left", fontsize=7.5)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph", UserWarning)  # the font may lack a script: boxes
@@ -241,12 +244,6 @@ def _actions(panels: Sequence[Axes], actions: Sequence[ActionMark]) -> list[str]
         f"{short(action.name)}: {short(action.action)} {action.result} at step {action.step}" for action in actions[-NAMED_ACTIONS:]
     ]
     return [f"Dashed: {', '.join([*earlier, *named])}"]
-
-
-def _title(status: Status) -> str:
-    rank = f"rank {status.rank}" + (f" of {status.world_size}" if status.world_size > 1 else "")
-    state = f": {status.state or 'state unknown'}" + ("" if status.step is None else f" at step {status.step:.0f}")
-    return f"Run {short(status.run, 80)}, {rank}{state}"
 
 
 def short(name: str, most: int = 40) -> str:

@@ -52,15 +52,12 @@ def check(target: Target) -> None:
     if path.is_dir():
         raise UserError(f"{target.name!r} is a directory; name the script in it, or a module with -m")
     if not path.exists():
-        raise UserError(f"there is no script {target.name!r}{_near(path)}")
+        near = f"; for a module say -m {path.name}" if not path.suffix and "/" not in str(path) else ""
+        if not path.suffix and path.with_suffix(".py").exists():
+            near = f"; there is {str(path.with_suffix('.py'))!r}"
+        raise UserError(f"there is no script {target.name!r}{near}")
     if not os.access(path, os.R_OK):
         raise UserError(f"the script {target.name!r} cannot be read")
-
-
-def _near(path: Path) -> str:
-    if not path.suffix and path.with_suffix(".py").exists():
-        return f"; there is {str(path.with_suffix('.py'))!r}"
-    return f"; for a module say -m {path.name}" if not path.suffix and "/" not in str(path) else ""
 
 
 def _check_module(name: str) -> None:

@@ -78,7 +78,10 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
     check_names(terms.fail_on, {rule.name for rule in judged.rules if rule.judged})
     if terms.tolerances and terms.baseline is None:
         raise UserError(f"tolerance {next(iter(terms.tolerances))!r}: there is no baseline to compare with")
-    about = _about(saved, judged)
+    run = status(saved)
+    steps = "steps unknown" if run.step is None else times(run.step)
+    extent = f"{steps}, {times(judged.samples, 'sample')}, {duration(judged.seconds)}, {run.state or 'state unknown'}"
+    about = f"run {run.run}, rank {run.rank} of {run.world_size}: {extent}"
     if judged.samples == 0:
         return RunVerdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
     problems: dict[str, list[Wrong]] = {}
@@ -107,16 +110,6 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
         about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None,
         "" if has_loss else "the loss was not judged: the training has to call exporter.observe(loss=loss)",
     )  # fmt: skip
-
-
-def _about(saved: Saved, judged: RunJudgement) -> str:
-    run = status(saved)
-    steps = "steps unknown" if run.step is None else times(run.step)
-    extent = f"{steps}, {times(judged.samples, 'sample')}, {duration(judged.seconds)}, {run.state or 'state unknown'}"
-    return f"run {run.run}, rank {run.rank} of {run.world_size}: {extent}"
-
-
-# By the rules
 
 
 def _of_rule(rule: JudgedRule, judged: RunJudgement, problems: Sequence[Wrong], fail_on: Collection[str]) -> VerdictRow:

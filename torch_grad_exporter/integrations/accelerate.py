@@ -132,10 +132,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         scaler = getattr(accelerator, "scaler", None)
         self._session.begin(models or {}, step=self._step, trainer=accelerator, knows_step=False, grad_scaler=scaler)
         if accelerator is not None and self._saving is None:
-            self._saving = accelerator.register_save_state_pre_hook(self._saves)
-
-    def _saves(self, *_: object) -> None:
-        self._session.during(self._session.checkpointing)
+            self._saving = accelerator.register_save_state_pre_hook(lambda *_: self._session.during(self._session.checkpointing))
 
     def _prepared(self) -> Models | None:
         """Return the models that the accelerator has prepared, without what it has wrapped around them."""

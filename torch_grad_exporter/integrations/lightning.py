@@ -114,14 +114,16 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
         self._session.end()
 
     def _batch_over(self, trainer: Trainer, module: LightningModule, outputs: object, batch: object) -> None:
-        size = _size(batch)
+        # The first dimension of its tensors; None if they disagree, or there are none.
+        parts = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+        size = batch_size(parts, batch if isinstance(batch, Mapping) else {})
         if self._knows_size is None:
             self._knows_size = size is not None
-        loss = _loss(outputs)
-        if loss is not None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
             # What the trainer has divided by the batches of a round, it shows divided.
             batches = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            self._losses.add(loss if batches == 1 else loss * batches)
+            self._losses.add(loss if batches == 1 else loss.detach() * batches)
         if self._knows_size:
             self._samples += size or 0
         steps = trainer.global_step
@@ -153,16 +155,3 @@ def _steps_before(trainer: Trainer) -> int:
     if len(trainer.optimizers) <= 1:
         return int(trainer.global_step)
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def _size(batch: object) -> int | None:
-    """Return the examples in a batch, the first dimension of its tensors; None if they disagree, or there are none."""
-    if isinstance(batch, Mapping):
-        return batch_size((), batch)
-    return batch_size(tuple(batch) if isinstance(batch, list | tuple) else (batch,), {})
-
-
-def _loss(outputs: object) -> torch.Tensor | None:
-    """Return the loss in what the trainer passes on of a `training_step`."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None

@@ -52,7 +52,7 @@ def trained_roots(
     """
     owned = {id(parameter) for module in known for parameter in _parameters_of(module) if parameter.requires_grad}
     for optimizer in optimizers:
-        owned |= _or(set(), _owned_by, optimizer)
+        owned |= _or(set(), lambda each: {id(p) for group in each.param_groups for p in group["params"]}, optimizer)
     everything = {id(module): module for module in (*modules, *known)}
     nothing: Mapping[str, torch.nn.Module | None] = {}
     children = (_or(nothing, children_in, module) for module in everything.values())
@@ -64,10 +64,6 @@ def trained_roots(
 def _parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     # By PyTorch's method: one of the module's own may be for something else.
     return _or([], lambda: [*torch.nn.Module.parameters(module)])
-
-
-def _owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:

@@ -94,7 +94,7 @@ class Outputs:
         if options.textfile_dir:
             guard = self._errors.boundary("textfile", limit=None)
             path = text_file(options.textfile_dir, rank.run, rank.number)
-            self._last_values = LastValues(path, self._rendered, guard)
+            self._last_values = LastValues(path, lambda: self._renderer.render(self._scrape(), Format.TEXT), guard)
             guard(self._last_values.start)
         for settings in push:
             failure = caught(self._start_push, settings, journal)
@@ -104,9 +104,6 @@ class Outputs:
             self._server = self._serve(options.port, web_config)
         if self._server is not None:
             self._errors.boundary("discovery", limit=None)(self._announcement.start, self._server.port, self._server.scheme)
-
-    def _rendered(self) -> bytes:
-        return self._renderer.render(self._scrape(), Format.TEXT)
 
     def _start_push(self, settings: PushSettings, journal: Journal | None) -> None:
         labels, labels_on = self._rank.labels, self._options.labels_on

@@ -71,7 +71,8 @@ class MetricsServer:
         listeners = open_listeners(addr, ports)
         self.port: int = listeners[0].getsockname()[1]
         self.scheme = "https" if web_config is not None and web_config.current.tls is not None else "http"
-        self.open_to_all = (web_config is None or not web_config.authenticates) and not all(map(_is_loopback, listeners))
+        hosts = [ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]) for listener in listeners]
+        self.open_to_all = (web_config is None or not web_config.authenticates) and not all(host.is_loopback for host in hosts)
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_exception_handler(self._loop_failed)
@@ -229,8 +230,3 @@ def _listener(family: int, address: tuple[Any, ...], *, dualstack_ipv6: bool = F
     listener = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dualstack_ipv6)
     listener.setblocking(False)
     return listener
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    """Return whether only this host can connect."""
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

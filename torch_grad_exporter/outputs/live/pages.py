@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
@@ -119,18 +119,16 @@ def _query(text: str) -> Mapping[str, str]:
         raise WrongQueryError(error) from None
 
 
-def _quantity(query: Mapping[str, str], there: Sequence[str]) -> str:
-    quantity = query.get("quantity", "norm")
-    if quantity not in there:
-        raise WrongQueryError("quantity is one of " + ", ".join(there))
-    return quantity
+def _one_of(query: Mapping[str, str], name: str, default: str, known: Collection[str]) -> str:
+    value = query.get(name, default)
+    if value not in known:
+        raise WrongQueryError(f"{name} is one of {', '.join(known)}")
+    return value
 
 
 def _window(query: Mapping[str, str]) -> Window:
     """Return which records are wanted."""
-    view = query.get("view", "recent")
-    if view not in VIEWS:
-        raise WrongQueryError("view is recent or whole")
+    view = _one_of(query, "view", "recent", VIEWS)
     given = [query.get(name, "0") for name in ("since", "stride")]
     if not all(re.fullmatch(r"[0-9]{1,4000}", text) for text in given):
         raise WrongQueryError("since and stride are whole numbers from 0 on")
@@ -141,7 +139,7 @@ def _window(query: Mapping[str, str]) -> Window:
 ANSWERS: Mapping[str, Callable[[Live, Mapping[str, str]], Json]] = {
     "status": lambda live, _: live.status(),
     "run": lambda live, query: live.run(_window(query)),
-    "layers": lambda live, query: live.layers(_quantity(query, live.quantities), _window(query)),
+    "layers": lambda live, query: live.layers(_one_of(query, "quantity", "norm", live.quantities), _window(query)),
     "layer": lambda live, query: live.layer(query.get("name", "")),
     "problems": lambda live, _: live.wrong_now(),
     "values": lambda live, query: live.values(_window(query)),

@@ -81,7 +81,7 @@ class View:
         journal: Journal | None = None,
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
-        self._host, self._clock, self._families = host, clock, sample_families
+        self._clock, self._families = clock, sample_families
         self._gradients = GradientMoments(dead_from, quantities)
         self._inside = None if activations is None else ActivationMoments(activations)
         self._samples, self._inner = deque[tuple[float, Moment]](), deque[tuple[float, Moment]]()
@@ -90,7 +90,7 @@ class View:
         self._problems = Record(journal=journal)
         self._cursor = host.cursor(singles=PLACED)
         self._each = host.each_sample(self._cursor, self._sampled, RECENT)
-        self.history = History(self._moment, now=time.time, quantities=quantities)
+        self.history = History(lambda: host.read_as(self._cursor, self._present), now=time.time, quantities=quantities)
         inner = None if activations is None else History(self._moment_inside, now=time.time, quantities=ACTIVATIONS)
         values = History(LoggedMoments(logged).take, now=time.time, quantities=LOGGED, together=Together.MEAN)
         self.live = Live(
@@ -135,9 +135,6 @@ class View:
         self._guard(self._problems.of_sample, moment.samples, moment.steps, self._families)
         self._samples.append((at, moment))
         self._look_inside(at, moment)
-
-    def _moment(self) -> Moment:
-        return self._host.read_as(self._cursor, self._present)
 
     def _present(self, reading: Reading) -> Moment:
         by_step = self._each.left > 0

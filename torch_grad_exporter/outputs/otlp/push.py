@@ -27,7 +27,6 @@ from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import TRAIN_STEP_DURATION
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import ErrorLog, caught, inform, warn
-from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp.delivery import (
     LAST_SECONDS,
     SOURCE,
@@ -97,7 +96,11 @@ class Push(DeliveryLoop):
         now, last = time.monotonic(), self.stopping
         self._due = max(self._due, now - self._settings.interval) + self._settings.interval  # missed exports are not made up for
         self._at = max(time.time_ns(), self._at)  # if the clock is set back, the time of the export before
-        families = [family if self._as_it_is(family) else replace(family, exponential=None) for family in self._scrape()]
+        # Rules and dashboards read the buckets, sum and count of step durations, which a receiver would not have.
+        families = [
+            replace(family, exponential=None) if family.spec is TRAIN_STEP_DURATION or not self._settings.exponential else family
+            for family in self._scrape()
+        ]
         portions = self._points.portions(self._deltas.of(families, at=self._at), self._at)
         failures: list[Exception] = []
         while (last or not self.stopping) and (portion := next(portions, None)) is not None:
@@ -119,10 +122,6 @@ class Push(DeliveryLoop):
                 self._deltas.arrived(family, rows)
         if failures and (last or not self.stopping):  # else closing the connection may be why
             self._errors.report_first(SOURCE, failures[0])
-
-    def _as_it_is(self, family: Family) -> bool:
-        # Rules and dashboards read the buckets, sum and count of step durations, which a receiver would not have.
-        return family.exponential is None or (self._settings.exponential and family.spec is not TRAIN_STEP_DURATION)
 
 
 class LogPush(DeliveryLoop):
