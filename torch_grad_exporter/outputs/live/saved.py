@@ -22,11 +22,8 @@ VERSION = 1
 # The codes of a value that is not finite, and of 0 on a logarithmic scale. The code 0 stands for no value.
 NONFINITE, ZERO = 65535, 1
 
-# Records and bins, rules, actions; and cells of a heatmap, at most: far more than `History` and others keep.
-MOST_ROWS, MOST_CELLS = 10_000, 2_000_000
-
-# Characters of a name or a sentence.
-LONGEST = 2**16
+# Records and bins, rules, actions; cells of a heatmap; and characters of a text, at most: far more than `History` and others keep.
+MOST_ROWS, MOST_CELLS, LONGEST = 10_000, 2_000_000, 2**16
 
 Saved = dict[str, Any]
 BoolArray = NDArray[np.bool_]
@@ -160,11 +157,15 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
         values, infinite = np.where(np.isfinite(raw), raw, np.nan), np.isinf(raw)
     else:
         values, infinite = _decoded(answer, shape)
+    flags: BoolArray = np.zeros(shape, dtype=bool)
+    if text := answer.get("nonfinite"):
+        packed = np.frombuffer(_bytes(text, -(-flags.size // 8)), dtype=np.uint8)
+        flags = np.unpackbits(packed, count=flags.size).astype(bool)
     return Grid(
         layers,
         steps,
         values,
-        infinite | _flags(answer.get("nonfinite") or "", shape),
+        infinite | flags.reshape(shape).T,
         int(answer["stride"]),
         answer["scale"] == "log",
         frozenset(_text(name) for name in _list(answer.get("sharded") or [], "sharded", most=MOST_CELLS)),
@@ -237,13 +238,7 @@ def check(saved: Saved) -> None:
 
 def _made(kind: type[_Made], content: Mapping[str, object]) -> _Made:
     """Return a dataclass with the values of its fields, checked by their types."""
-    read: Any = {
-        "str": _text,
-        "bool": bool,
-        "int": lambda value: int(_finite([value], "a field")[0]),
-        "float": lambda value: float(_finite([value], "a field")[0]),
-        "tuple[str, ...]": _texts,
-    }
+    read: Any = {"str": _text, "bool": bool, "int": lambda value: int(_number(value)), "float": _number, "tuple[str, ...]": _texts}
     values: dict[str, Any] = {}
     for field in fields(kind):
         name, _, optional = str(field.type).partition(" | ")
@@ -252,12 +247,8 @@ def _made(kind: type[_Made], content: Mapping[str, object]) -> _Made:
     return kind(**values)
 
 
-def _flags(text: str, shape: tuple[int, int]) -> BoolArray:
-    count = shape[0] * shape[1]
-    if not text:
-        return np.zeros(shape[::-1], dtype=bool)
-    packed = np.frombuffer(_bytes(text, -(-count // 8)), dtype=np.uint8)
-    return np.unpackbits(packed, count=count).reshape(shape).T.astype(bool)
+def _number(content: object) -> float:
+    return float(_finite([content], "a field")[0])
 
 
 def _steps(answer: Saved) -> FloatArray:

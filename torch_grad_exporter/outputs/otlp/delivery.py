@@ -7,7 +7,6 @@ failed, which is where a failure gets its text from.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import importlib
 import netrc  # noqa: F401 - requests imports it in its first request, which no background thread may be the one to do
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.cookiejar import DefaultCookiePolicy
-from typing import Any, Protocol
+from typing import Any
 
 import requests
 from google.protobuf.message import DecodeError
@@ -70,16 +69,6 @@ class RejectedError(Exception):
     """A request that has arrived, but not all of its points or records were accepted: it must not be sent again."""
 
 
-class _Exporter(Protocol):
-    """An exporter of OpenTelemetry, of metrics or of log records."""
-
-    def export(self, data: Any, /) -> enum.Enum:  # noqa: ANN401 - each its own
-        """Returns `SUCCESS` or `FAILURE`."""
-
-    def shutdown(self) -> None:
-        """Ends it."""
-
-
 class Delivery:
     """The way to one receiver. To be used by one thread at a time, but for `close`.
 
@@ -97,7 +86,6 @@ class Delivery:
             package = "grpc" if self._session is None else "http"
             exporter = getattr(importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.{module}"), name)
             mute("opentelemetry", "urllib3")
-            self._exporter: _Exporter
             if self._session is not None:
                 self._exporter = exporter(settings.endpoint, headers=settings.headers, timeout=seconds, session=self._session)
             else:
