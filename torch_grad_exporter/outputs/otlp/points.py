@@ -46,9 +46,9 @@ WIDTH = 160
 # UCUM's signs of the units that end a metric's name.
 UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J"}
 
-# Points of one request, at most: encoded in about 30 ms by code that other threads can interrupt, and a few hundred kB. Where a
-# receiver refuses requests as too large, they are halved down to about `LEAST`.
-POINTS, LEAST = 2_000, 30
+# Points of one request, at most: encoded in about 15 ms by code that other threads can interrupt, and less than the 1 MB that nginx
+# lets through.
+POINTS = 1_000
 
 # The smallest and the largest observation of a histogram, which are not kept; in the SDK's types they are never absent.
 UNKNOWN: Any = None
@@ -70,8 +70,7 @@ class Points:
     Where a family has a label of the same name as a constant one, the family's own is sent; one with an empty value is left out, as
     it means no label. A failure to encode a metric costs that metric alone.
 
-    `most`: points that the receiver accepts in one request, as far as known. `attributes`: of the process. `start`: of cumulative
-    numbers, in nanoseconds since 1970, like all times here.
+    `attributes`: of the process. `start`: of cumulative numbers, in nanoseconds since 1970, like all times here.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Points:
         start: int,
     ) -> None:
         self._constant_labels, self._deltas, self._errors, self._start = constant_labels, deltas, errors, start
-        self.most = POINTS
         self._resource = resource(attributes)
         self._attributes: WeakKeyDictionary[LabelRows, dict[tuple[str, ...], list[Attributes]]] = WeakKeyDictionary()
 
@@ -95,31 +93,19 @@ class Points:
         """
         ordered = sorted((family for group in by_spec(families).values() for family in group), key=_by_layer)
         for _, alike in itertools.groupby(ordered, key=_by_layer):
-            yield from self._filled(((family, slice(0, len(family.row_numbers))) for family in alike), at)
-
-    def halved(self, portion: Portion, at: int) -> Iterator[Portion] | None:
-        """Return a request that was refused as too large in smaller ones, as all later requests are; None if it is small."""
-        if self.most < 2 * LEAST:
-            return None
-        self.most //= 2
-        return self._filled(portion.rows, at)
-
-    def _filled(self, pieces: Iterable[tuple[Family, slice]], at: int) -> Iterator[Portion]:
-        """Yield requests that are as large as the receiver accepts."""
-        rows: list[tuple[Family, slice]] = []
-        room = self.most
-        for family, piece in pieces:
-            start = piece.start
-            while start < piece.stop:
-                end = min(piece.stop, start + room)
-                rows.append((family, slice(start, end)))
-                room -= end - start
-                start = end
-                if not room:
-                    yield self._portion(rows, at)
-                    rows, room = [], self.most
-        if rows:
-            yield self._portion(rows, at)
+            rows: list[tuple[Family, slice]] = []
+            room = POINTS
+            for family in alike:
+                start, count = 0, len(family.row_numbers)
+                while start < count:
+                    end = min(count, start + room)
+                    rows.append((family, slice(start, end)))
+                    room, start = room - (end - start), end
+                    if not room:
+                        yield self._portion(rows, at)
+                        rows, room = [], POINTS
+            if rows:
+                yield self._portion(rows, at)
 
     def _portion(self, rows: Iterable[tuple[Family, slice]], at: int) -> Portion:
         encoded = [(self._guarded(family, piece, at), (family, piece)) for family, piece in rows]

@@ -8,7 +8,6 @@ forked child and waits 30 seconds at the end, so only its exporter is used.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import platform
@@ -26,7 +25,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import TRAIN_STEP_DURATION
 from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.errors import ErrorLog, caught, inform, warn
+from torch_grad_exporter.errors import ErrorLog, caught, inform
 from torch_grad_exporter.outputs.otlp.delivery import (
     LAST_SECONDS,
     SOURCE,
@@ -37,7 +36,7 @@ from torch_grad_exporter.outputs.otlp.delivery import (
     TooLargeError,
 )
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.outputs.otlp.points import POINTS, SCOPE, Points, resource, text
+from torch_grad_exporter.outputs.otlp.points import SCOPE, Points, resource, text
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.store.journal import MOST, Journal, JournalEvent
 from torch_grad_exporter.store.records import TraceIds
@@ -108,12 +107,6 @@ class Push(DeliveryLoop):
                 failures.append(TimeoutError("there was no time left for all of the last export"))
                 break
             failure = caught(way.send, portion.data)
-            if isinstance(failure, TooLargeError):
-                if self._points.most == POINTS:
-                    warn("otlp: requests are too large, smaller ones follow: %s", failure)
-                if (smaller := self._points.halved(portion, self._at)) is not None:
-                    portions = itertools.chain(smaller, portions)
-                    continue
             if failure is not None:
                 failures.append(failure)
             if failure is not None and not isinstance(failure, RejectedError):
@@ -143,7 +136,6 @@ class LogPush(DeliveryLoop):
         self._resource = resource(attributes)
         self._waiting: deque[ReadableLogRecord] = deque(maxlen=MOST)
         self._taken, self._accepted, self._due = True, False, 0.0
-        self._most = TOGETHER  # records that the receiver accepts in one request, as far as is known
         super().__init__(settings, errors, min(LOOK_SECONDS, settings.interval))
 
     def start(self) -> None:
@@ -157,13 +149,10 @@ class LogPush(DeliveryLoop):
             return
         self._waiting.extend(map(self._record, self._journal.take()))
         while self._waiting and self._taken:
-            batch = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(TOGETHER, len(self._waiting)))]
             failure = caught(way.send, batch)
             if failure is None:
-                self._accepted, self._most = True, min(TOGETHER, 2 * self._most)
-            elif isinstance(failure, TooLargeError) and len(batch) > 1:  # one of them may be large, so later ones grow again
-                self._waiting.extendleft(reversed(batch))
-                self._most = len(batch) // 2
+                self._accepted = True
             elif isinstance(failure, NotTakenError) and not self._accepted:
                 self._taken = False
                 self._errors.report(SOURCE, NotTakenError(WITHOUT_LOGS % (without_password(self._settings.endpoint), failure)))
