@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from torch_grad_exporter.metrics.exponential import Exponential
-from torch_grad_exporter.metrics.families import REMOVED, BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, Spec
+from torch_grad_exporter.metrics.families import REMOVED, BoolArray, Family, FloatArray, IntArray, Kind, Spec
 
 
 class Deltas:
@@ -17,6 +17,7 @@ class Deltas:
 
     A row of a counter that is older than the exporter begins with its second export: its count before the first one is in no
     difference. The arrived counts of removed layers become those of their remainder, so that all differences add up to the totals.
+    Exemplars come with each export, new or not.
 
     Args:
         kinds: The kinds of metrics that are differences; the others pass as they are.
@@ -72,22 +73,16 @@ class Deltas:
             present &= known
         goes_on = known & (before[:, :-1] <= now[:, :-1]).all(axis=1)  # else it began again
         added = np.subtract(now, before, out=now.copy(), where=goes_on[:, None])
-        exponential, exemplars = family.exponential, family.exemplars
+        exponential = family.exponential
         if exponential is not None:
             earlier = [row.exponential if subtract else {} for row, subtract in zip(rows, goes_on.tolist(), strict=True)]
             exponential = Exponential.of([_increase(*both) for both in zip(exponential, earlier, strict=True)])
-        if exemplars is not None:
-            exemplars = tuple(
-                {bucket: exemplar for bucket, exemplar in own.items() if row.exemplars.get(bucket) != exemplar}
-                for own, row in zip(exemplars, rows, strict=True)
-            )
         difference = replace(
             family,
             values=added[:, :-1].reshape(family.values.shape),
             sums=None if family.sums is None else added[:, -1],
             present=present,
             exponential=exponential,
-            exemplars=exemplars,
         )
         self._sent[difference] = _SentRows(family, rows, now, at, np.flatnonzero(present), since)
         return difference
@@ -101,7 +96,6 @@ class _Arrived:
     since: int
     known: bool = False
     exponential: Mapping[int, int] = field(default_factory=dict)
-    exemplars: Mapping[int, Exemplar] = field(default_factory=dict)
 
 
 # The rows of a metric, until their layer is removed.
@@ -126,8 +120,6 @@ class _SentRows:
             row.known, row.numbers, row.since = True, self.numbers[place], self.at
             if self.family.exponential is not None:
                 row.exponential = self.family.exponential[place]
-            if self.family.exemplars is not None:
-                row.exemplars = self.family.exemplars[place]
 
 
 def _fold_removed(table: _Table, layer: int, now: Mapping[tuple[str, ...], FloatArray]) -> None:
