@@ -82,7 +82,11 @@ class ScriptExporter:
         self._exporter: Exporter | None = None
         self.error: BaseException | None = None
         self._over, self._replacements, self._process = False, 0, os.getpid()
-        self.log = _log()
+        # On standard error, however the script sets up its logging; of a node's ranks only the first reports.
+        self.log = logging.getLogger("torch_grad_exporter.run")
+        self.log.propagate = False
+        self.log.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.ERROR)
+        self.log.handlers[:] = [logging.StreamHandler(sys.__stderr__)]
         self._attachment = Attachment(self)
         self._attachment.arm()
         atexit.register(self.close)
@@ -134,16 +138,6 @@ class ScriptExporter:
         except OSError as error:
             say(self.log, logging.ERROR, "%s", error)
         return file if file.exists() else None
-
-
-def _log() -> logging.Logger:
-    """Return a log on standard error, however the script sets up its logging; of a node's ranks only the first reports."""
-    log = logging.getLogger("torch_grad_exporter.run")
-    log.propagate = False
-    log.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.ERROR)
-    handler = logging.StreamHandler(sys.__stderr__)
-    log.handlers[:] = [handler]
-    return log
 
 
 def summary(status: Mapping[str, Any], wrong: Sequence[Wrong], saved: Path | None) -> str:

@@ -92,11 +92,11 @@ class GradExporterHandler(SessionOwner):
     def _iteration_completed(self, trainer: Engine) -> None:
         self._error = None
         self._iterations += 1
-        self._session.during(self._iteration_over, trainer)
+        self._session.during(self._report, trainer)
         if self._session.should_stop:
             trainer.terminate()
 
-    def _iteration_over(self, trainer: Engine) -> None:
+    def _report(self, trainer: Engine) -> None:
         self._losses.add(self._transform(trainer.state.output))
         if trainer.state.iteration % self._accumulated == 0:
             self._session.observe(loss=self._losses.round_over())

@@ -133,7 +133,10 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
         if stepped and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
             self._session.log_values(trainer.logged_metrics, _steps_before(trainer))
             if self._logs:
-                self._log(trainer)
+                values = self._session.logged()
+                trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+                for logger in trainer.loggers:  # as the trainer's own values
+                    logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _report(self, *, loss: bool) -> None:
         """Report what has come since the last report. `loss`: a step is over, whose loss is known now."""
@@ -142,12 +145,6 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
 
     def _log_values(self, trainer: Trainer) -> None:
         self._session.log_values(trainer.callback_metrics, _steps_before(trainer))
-
-    def _log(self, trainer: Trainer) -> None:
-        values = self._session.logged()
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as the trainer's own values
 
 
 def _steps_before(trainer: Trainer) -> int:

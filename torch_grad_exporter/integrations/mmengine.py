@@ -46,7 +46,9 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
             self._session.end(TrainingInterrupted())
         self._losses = RoundLosses()
         wrapper = runner.optim_wrapper
-        self._session.begin(runner.model, step=_steps_before(runner) or None, trainer=runner, **_known(wrapper))
+        # Several batches may share a step of the optimizer.
+        step = int(runner.iter // max(1, getattr(wrapper, "_accumulative_counts", 1)))
+        self._session.begin(runner.model, step=step or None, trainer=runner, **_known(wrapper))
 
     def before_train_epoch(self, runner: Any) -> None:
         """Report the epoch."""
@@ -107,11 +109,6 @@ def _known(wrapper: Any) -> dict[str, Any]:
         optimizers: dict[str, Any] = {"optimizers": {name: each.optimizer for name, each in wrappers.items()}}
         return optimizers | ({"grad_scaler": scalers[0]} if len(scalers) == 1 else {})
     return {"optimizers": wrapper.optimizer, "grad_scaler": getattr(wrapper, "loss_scaler", None)}
-
-
-def _steps_before(runner: Any) -> int:
-    """Return the steps of the optimizer in the iterations so far: several batches may share one."""
-    return int(runner.iter // max(1, getattr(runner.optim_wrapper, "_accumulative_counts", 1)))
 
 
 def _size(batch: object) -> int | None:

@@ -46,8 +46,23 @@ def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: A
         TypeError: As `start_exporter` does.
         ValueError: Likewise.
     """
-    context = _context()
-    return start(model, port, **{"run": _run(context), "rank": context.get_world_rank(), **options})
+    outside = "start_exporter() of torch_grad_exporter.integrations.ray was called outside of a training function of Ray Train; "
+    outside += "call it in train_func, or use torch_grad_exporter.start_exporter"
+    try:  # without a context some versions raise and others return one that knows nothing
+        context = ray.train.get_context()
+        rank = context.get_world_rank()
+    except RuntimeError as error:
+        raise RuntimeError(outside) from error
+    if rank is None:
+        raise RuntimeError(outside)
+    # All ranks and a restart share the name of the experiment; a trial among several has its own.
+    experiment = context.get_experiment_name() or "ray"
+    try:
+        trial = context.get_trial_name()
+    except DeprecationWarning:  # raised by newer versions, which have no trials
+        trial = None
+    run = experiment if not trial or trial == experiment else f"{experiment}/{trial}"
+    return start(model, port, **{"run": run, "rank": rank, **options})
 
 
 def report(metrics: Mapping[str, Any], **options: Any) -> None:
@@ -62,27 +77,3 @@ def report(metrics: Mapping[str, Any], **options: Any) -> None:
             if options.get("checkpoint") is not None:
                 saving.enter_context(exporter.checkpointing())
         ray.train.report(metrics, **options)
-
-
-def _context() -> Any:
-    """Return Ray's context of this worker. Without one some versions raise and others return one that knows nothing."""
-    outside = "start_exporter() of torch_grad_exporter.integrations.ray was called outside of a training function of Ray Train; "
-    outside += "call it in train_func, or use torch_grad_exporter.start_exporter"
-    try:
-        context = ray.train.get_context()
-        known = context.get_world_rank() is not None
-    except RuntimeError as error:
-        raise RuntimeError(outside) from error
-    if not known:
-        raise RuntimeError(outside)
-    return context
-
-
-def _run(context: Any) -> str:
-    """Return the name of the experiment, which all ranks and a restart share, and of a trial among several also its name."""
-    experiment = context.get_experiment_name() or "ray"
-    try:
-        trial = context.get_trial_name()
-    except DeprecationWarning:  # raised by newer versions, which have no trials
-        trial = None
-    return experiment if not trial or trial == experiment else f"{experiment}/{trial}"

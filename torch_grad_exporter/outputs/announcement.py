@@ -46,8 +46,16 @@ class Announcement:
     def start(self, port: int, scheme: str) -> None:
         """Begin to publish the server. Raises `RuntimeError` if no more threads can be started."""
         rank, identity = self.rank, self.rank.identity
+        # Another thread asks the name service, which may hang while the training waits here.
+        answers: list[str] = []
+        guard = self.errors.boundary("discovery", limit=None)
+        thread = BackgroundThread("address", lambda: guard(lambda: answers.append(address(self.addr, port, self.advertise))))
+        with contextlib.suppress(RuntimeError):  # no more threads can be started
+            thread.start()
+            thread.join(NAME_SECONDS)
+        served = answers[0] if answers else f"{distributed.hostname()}:{port}"
         target = ScrapeTarget(
-            address=self._address(port), scheme=scheme, run=rank.run, rank=rank.number, local_rank=identity.local_rank,
+            address=served, scheme=scheme, run=rank.run, rank=rank.number, local_rank=identity.local_rank,
             host=distributed.hostname(), labels=self.labels,
         )  # fmt: skip
         self._discovery = Discovery(
@@ -71,13 +79,3 @@ class Announcement:
         """Leave the entries to the parent."""
         if self._discovery is not None:
             self._discovery.after_fork_in_child()
-
-    def _address(self, port: int) -> str:
-        """Return the address of the server. Another thread asks the name service, which may hang while the training waits here."""
-        answers: list[str] = []
-        guard = self.errors.boundary("discovery", limit=None)
-        thread = BackgroundThread("address", lambda: guard(lambda: answers.append(address(self.addr, port, self.advertise))))
-        with contextlib.suppress(RuntimeError):  # no more threads can be started
-            thread.start()
-            thread.join(NAME_SECONDS)
-        return answers[0] if answers else f"{distributed.hostname()}:{port}"

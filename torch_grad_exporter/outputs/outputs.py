@@ -198,7 +198,11 @@ class Outputs:
             push.stop()
         if self._server is not None and not hurried:
             with contextlib.suppress(KeyboardInterrupt):  # which is meant for the waiting
-                self._linger()
+                if self._options.linger != "auto":  # for scrapes that show the end
+                    self._saw_end.wait(self._options.linger)
+                elif (seconds := self._scrapers.seconds_to_wait()) > 0:
+                    self._log(WAITS, math.ceil(seconds))
+                    self._scrapers.wait()
         deadline = time.monotonic() + CLOSE_SECONDS
         guard = self._errors.boundary("close", limit=None)
 
@@ -209,14 +213,6 @@ class Outputs:
         for output in (self._last_values, *self._pushes, self._server):
             if output is not None:
                 guard(output.close, left())
-
-    def _linger(self) -> None:
-        """Wait for scrapes that show the end."""
-        if self._options.linger != "auto":
-            self._saw_end.wait(self._options.linger)
-        elif (seconds := self._scrapers.seconds_to_wait()) > 0:
-            self._log(WAITS, math.ceil(seconds))
-            self._scrapers.wait()
 
     def after_fork_in_child(self) -> None:
         """Leave everything to the parent."""

@@ -158,7 +158,12 @@ class SharedScrape:
         """
         if self._waiting >= MAX_WAITING:
             raise BusyError("too many wait for a scrape that is still running")
-        if self._running is None or (self._running.done() and not self._is_young(self._running)):
+        if (running := self._running) is not None and running.done():
+            failed = running.cancelled() or running.exception() is not None
+            # What was scraped before the end of the run does not show it.
+            if failed or running.result()[1] != self._content.ended or self._clock() - self._finished >= MAX_AGE:
+                self._running = None
+        if self._running is None:
             self._running, self._bodies = asyncio.create_task(self._take()), {}
         scrape, key = self._running, (form, compressed)
         if key not in self._bodies:
@@ -169,12 +174,6 @@ class SharedScrape:
             return await asyncio.shield(self._bodies[key]), scrape.result()[1]
         finally:
             self._waiting -= 1
-
-    def _is_young(self, scrape: asyncio.Task[_Taken]) -> bool:
-        if scrape.cancelled() or scrape.exception() is not None:
-            return False
-        # What was scraped before the end of the run does not show it.
-        return scrape.result()[1] == self._content.ended and self._clock() - self._finished < MAX_AGE
 
     async def _take(self) -> _Taken:
         ended = self._content.ended  # before the values are taken

@@ -84,7 +84,12 @@ def load(section: TlsSection, directory: Path, files: WatchedFiles) -> Tls:
         # All certificates of the file are trusted, be it a root, an authority below one or a client's own: as in Go.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         _load_authorities(context, authority)
-    return Tls(context, _sans(section.client_allowed_sans, verify))
+    names = section.client_allowed_sans
+    if names is not None and verify is not ssl.CERT_REQUIRED:
+        raise ValueError("client_allowed_sans needs client_auth_type: RequireAndVerifyClientCert")
+    if names is not None and not names:
+        raise ValueError("client_allowed_sans is empty, so that no client could connect; name one, or remove the key")
+    return Tls(context, None if names is None else frozenset(names))
 
 
 def _pem(section: TlsSection, name: str, directory: Path, files: WatchedFiles) -> Pem | None:
@@ -138,16 +143,6 @@ def _verify_mode(kind: str, authority: Pem | None) -> ssl.VerifyMode:
     if authority is None and verify is not ssl.CERT_NONE:
         raise ValueError(f"client_auth_type {kind} needs client_ca_file, the CA whose certificates are accepted")
     return verify
-
-
-def _sans(names: list[str] | None, verify: ssl.VerifyMode) -> frozenset[str] | None:
-    if names is None:
-        return None
-    if verify is not ssl.CERT_REQUIRED:
-        raise ValueError("client_allowed_sans needs client_auth_type: RequireAndVerifyClientCert")
-    if not names:
-        raise ValueError("client_allowed_sans is empty, so that no client could connect; name one, or remove the key")
-    return frozenset(names)
 
 
 def _load_certificate(context: ssl.SSLContext, cert: Pem, key: Pem) -> None:

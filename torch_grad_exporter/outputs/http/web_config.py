@@ -138,7 +138,11 @@ class WebConfigFile:
     def _follow(self) -> None:
         if self._files.changed():
             loaded = self._load()
-            _refuse_weaker(self.path, self.current, loaded)
+            if (self.current.tls is None) is not (loaded.tls is None):
+                raise ValueError(f"{self.path}: TLS is not turned on or off while running; start the training again for that")
+            after = _protection(loaded)
+            if lost := [name for name, there in _protection(self.current).items() if there and not after[name]]:
+                raise ValueError(f"{self.path}: {', '.join(lost)} not removed while running; start the training again for that")
             self.current = loaded
             if self._refused:
                 self._refused = False
@@ -154,15 +158,6 @@ class WebConfigFile:
             raise ValueError(f"{self.path}: {needs}, and {error.name} is missing; pip install pyyaml msgspec bcrypt") from None
         self._files.begin()
         return web_yaml.parse(self.path, self._files)
-
-
-def _refuse_weaker(path: str, old: WebSettings, new: WebSettings) -> None:
-    """Raise ValueError if the new state protects less than the old one, or in another way."""
-    if (old.tls is None) is not (new.tls is None):
-        raise ValueError(f"{path}: TLS is not turned on or off while running; start the training again for that")
-    after = _protection(new)
-    if lost := [name for name, there in _protection(old).items() if there and not after[name]]:
-        raise ValueError(f"{path}: {', '.join(lost)} not removed while running; start the training again for that")
 
 
 def _protection(settings: WebSettings) -> dict[str, bool]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -173,7 +173,16 @@ class Live:
             "quantities": list(self.quantities),
             "values": 0 if self._logged is None else self._logged.samples,
             "actions": [asdict(action) for action in self._marks.latest()],
-            "ranks": list(self._others()),
+            "ranks": [
+                # As they have published themselves.
+                {
+                    "rank": int(of["rank"]),
+                    "host": of.get("host", ""),
+                    "url": f"{of.get('__scheme__', 'http')}://{group['targets'][0]}/",
+                }
+                for group in json.loads(self._targets())
+                if (of := group["labels"]).get("rank") != str(self._run.rank)
+            ],
         }
 
     def wrong_now(self) -> Json:
@@ -253,14 +262,6 @@ class Live:
 
     def _layer_now(self, values: Values, name: str) -> Json:
         return {**of_layer(values, name), "sharded": name in self._history.sharded}
-
-    def _others(self) -> Iterable[Json]:
-        """Yield the other ranks as links, as they have published themselves."""
-        for group in json.loads(self._targets()):
-            labels = group["labels"]
-            if labels.get("rank") != str(self._run.rank):
-                scheme = labels.get("__scheme__", "http")
-                yield {"rank": int(labels["rank"]), "host": labels.get("host", ""), "url": f"{scheme}://{group['targets'][0]}/"}
 
 
 class LatestScrape:

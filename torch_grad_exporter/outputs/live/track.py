@@ -102,19 +102,16 @@ class Track:
         if self._stride == 1 and end <= len(self._whole):
             self._whole[self.count : end] = records
             self.count = end
-        else:
-            for place in range(len(records)):
-                self._enter(records[place : place + 1])
-
-    def _enter(self, record: _Rows) -> None:
-        """Take a record into its bin."""
-        if self.count == len(self._whole) * self._stride:
-            self._halve()
-        place, within = divmod(self.count, self._stride)
-        if within:
-            self._merge(self._whole[place : place + 1], record)
-        self._whole[place : place + 1] = record
-        self.count += 1
+            return
+        for number in range(len(records)):
+            record = records[number : number + 1]
+            if self.count == len(self._whole) * self._stride:
+                self._halve()
+            place, within = divmod(self.count, self._stride)
+            if within:
+                self._merge(self._whole[place : place + 1], record)
+            self._whole[place : place + 1] = record
+            self.count += 1
 
     def _merge(self, earlier: _Rows, later: _Rows) -> None:
         """Merge the earlier rows into the later ones, elementwise; time and step of the later ones stay."""

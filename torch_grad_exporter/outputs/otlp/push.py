@@ -39,7 +39,6 @@ from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.outputs.otlp.points import SCOPE, Points, resource, text
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, without_password
 from torch_grad_exporter.store.journal import MOST, Journal, JournalEvent
-from torch_grad_exporter.store.records import TraceIds
 
 try:
     from opentelemetry.sdk._logs import ReadableLogRecord
@@ -170,10 +169,14 @@ class LogPush(DeliveryLoop):
                 attributes[name] = text(value)
             elif value is not None and math.isfinite(value):  # others are in the sentence; not every store can hold them
                 attributes[name] = value
+        # With this span or none, whatever this thread has inherited.
+        trace, own = map(int.from_bytes, event.trace or (b"", b""))
+        flags = TraceFlags(TraceFlags.SAMPLED if event.trace else TraceFlags.DEFAULT)
+        span = SpanContext(trace, own, is_remote=False, trace_flags=flags)
         record = LogRecord(
             timestamp=int(event.time * 1e9),
             observed_timestamp=time.time_ns(),
-            context=_context(event.trace),
+            context=set_span_in_context(NonRecordingSpan(span), Context()),
             severity_text=event.severity,
             severity_number=SEVERITIES[event.severity],
             body=text(event.text),
@@ -199,10 +202,3 @@ def identified(labels: Mapping[str, str], labels_on: Literal["series", "target"]
     detected = {key: value for key, value in OTELResourceDetector().detect().attributes.items() if value != ""}
     attributes = {**process, **detected, "run": labels["run"], "rank": labels["rank"]}
     return (labels, attributes) if labels_on == "series" else ({}, {**attributes, **labels})
-
-
-def _context(ids: TraceIds | None) -> Context:
-    """Return a context with this span or none, whatever this thread has inherited."""
-    trace, span = map(int.from_bytes, ids or (b"", b""))
-    flags = TraceFlags(TraceFlags.SAMPLED if ids else TraceFlags.DEFAULT)
-    return set_span_in_context(NonRecordingSpan(SpanContext(trace, span, is_remote=False, trace_flags=flags)), Context())

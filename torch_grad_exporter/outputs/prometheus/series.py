@@ -148,8 +148,7 @@ class RegistryCollector:
         return self._guard.result(self._metrics) or []
 
     def _metrics(self) -> list[Metric]:
-        groups = by_spec(self._scrape())
-        metrics = [self._filled(spec, groups[spec]) for spec in groups if spec in self._specs]
+        metrics = [self._filled(spec, members) for spec, members in by_spec(self._scrape()).items() if spec in self._specs]
         return [metric for metric in metrics if metric.samples]
 
     def _filled(self, spec: Spec, members: list[Family]) -> Metric:
@@ -159,17 +158,13 @@ class RegistryCollector:
             known, place = exemplars(family), itertools.count()
             for row, values in zip(labels(family, constant), table(family).tolist(), strict=True):
                 for (suffix, le), value in zip(columns(spec), values, strict=True):
-                    exemplar = _exemplar(known.get(next(place)))
+                    exemplar = None
+                    if (of := known.get(next(place))) is not None:
+                        ids = {"trace_id": of.trace_id.hex(), "span_id": of.span_id.hex()}
+                        exemplar = prometheus_client.samples.Exemplar(ids, of.value, of.at)
                     own = row if le is None else {**row, "le": le}
                     metric.add_sample(spec.name + suffix, own, value, exemplar=exemplar)
         return metric
-
-
-def _exemplar(exemplar: Exemplar | None) -> prometheus_client.samples.Exemplar | None:
-    if exemplar is None:
-        return None
-    labels = {"trace_id": exemplar.trace_id.hex(), "span_id": exemplar.span_id.hex()}
-    return prometheus_client.samples.Exemplar(labels, exemplar.value, exemplar.at)
 
 
 def _metric(spec: Spec) -> Metric:

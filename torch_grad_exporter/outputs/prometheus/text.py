@@ -19,7 +19,7 @@ import numpy as np
 from torch_grad_exporter import files
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.metrics.families import Exemplar, Family, LabelRows, Spec, by_spec
+from torch_grad_exporter.metrics.families import Family, LabelRows, Spec, by_spec
 from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.outputs.prometheus.protobuf import ProtobufRenderer
 
@@ -68,8 +68,9 @@ class Renderer:
         for place in np.flatnonzero(~np.isfinite(values)).tolist():
             numbers[place] = _NON_FINITE[numbers[place]]
         if form is Format.OPENMETRICS:
-            for place, exemplar in series.exemplars(family).items():
-                numbers[place] += _exemplar(exemplar)
+            for place, of in series.exemplars(family).items():  # after a bucket's number
+                trace, span = of.trace_id.hex(), of.span_id.hex()
+                numbers[place] += f' # {{trace_id="{trace}",span_id="{span}"}} {of.value!r} {of.at!r}'
         parts = [""] * (2 * len(numbers))
         parts[0::2] = prefixes
         parts[1::2] = numbers
@@ -121,12 +122,6 @@ def _header(spec: Spec, form: Format) -> str:
     help_line = f"# HELP {name} {_escape(spec.help, quotes=openmetrics)}\n"
     unit = series.unit(spec) if openmetrics else ""
     return f"{help_line}# TYPE {name} {spec.kind.value}" + (f"\n# UNIT {name} {unit}" if unit else "")
-
-
-def _exemplar(exemplar: Exemplar) -> str:
-    """Return the text after a bucket's number."""
-    trace, span = exemplar.trace_id.hex(), exemplar.span_id.hex()
-    return f' # {{trace_id="{trace}",span_id="{span}"}} {exemplar.value!r} {exemplar.at!r}'
 
 
 class LastValues(BackgroundLoop):
