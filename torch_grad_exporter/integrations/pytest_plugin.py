@@ -16,7 +16,6 @@ import pytest
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
-    from torch_grad_exporter.gate.verdict import Terms
     from torch_grad_exporter.start import Models
 
 
@@ -59,48 +58,31 @@ class GradHealth:
         Raises:
             UserError: A term cannot be judged; before the training if that is known then.
         """
-        from torch_grad_exporter import start_exporter  # noqa: PLC0415 - imports PyTorch
+        from torch_grad_exporter import start_exporter  # noqa: PLC0415 - imports PyTorch, like all that follow
+        from torch_grad_exporter.gate.limits import limit  # noqa: PLC0415
+        from torch_grad_exporter.gate.rows import table  # noqa: PLC0415
+        from torch_grad_exporter.gate.verdict import FAIL_ON, Terms, check_names, check_tolerance, verdict  # noqa: PLC0415
+        from torch_grad_exporter.outputs.live.fetch import loaded  # noqa: PLC0415
 
-        limits = {"max": max, "min": min, "peak": peak}
-        terms = _terms(fail_on, limits, baseline, tolerance)
+        chosen = FAIL_ON if fail_on is None else (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
+        check_names(chosen)
+        for name, share in (tolerance or {}).items():
+            check_tolerance(name, share)
+        given = [(kind, limits) for kind, limits in (("max", max), ("min", min), ("peak", peak)) if limits]
+        checked = [limit(kind, f"{metric}={value!r}") for kind, limits in given for metric, value in limits.items()]
+        terms = Terms(chosen, checked, None if baseline is None else loaded(baseline), tolerance or {})
         self._runs += 1
         path = self._folder / f"run-{self._runs}.json" if save is None else Path(save)
         with start_exporter(model, **{"port": None, "every": 1, **options}) as exporter:
             yield exporter
         path.resolve().unlink(missing_ok=True)
         exporter.save(path)
-        _judge(path, terms)
+        judged = verdict(loaded(path), terms)
+        if not judged.healthy:
+            pytest.fail(table(judged), pytrace=False)
 
 
 @pytest.fixture
 def grad_health(tmp_path_factory: pytest.TempPathFactory) -> GradHealth:
     """Fail the test unless what it trains in a `with` block of this fixture is healthy; see `GradHealth`."""
     return GradHealth(tmp_path_factory.mktemp("grad_health"))
-
-
-def _terms(
-    fail_on: Collection[str] | None,
-    limits: Mapping[str, Mapping[str, float] | None],
-    baseline: str | os.PathLike[str] | None,
-    tolerance: Mapping[str, float] | None,
-) -> Terms:
-    from torch_grad_exporter.gate.limits import limit  # noqa: PLC0415 - imports PyTorch
-    from torch_grad_exporter.gate.verdict import FAIL_ON, Terms, check_names, check_tolerance  # noqa: PLC0415
-    from torch_grad_exporter.outputs.live.fetch import loaded  # noqa: PLC0415
-
-    chosen = FAIL_ON if fail_on is None else (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
-    check_names(chosen)
-    for name, share in (tolerance or {}).items():
-        check_tolerance(name, share)
-    checked = [limit(kind, f"{metric}={value!r}") for kind, given in limits.items() for metric, value in (given or {}).items()]
-    return Terms(chosen, checked, None if baseline is None else loaded(baseline), tolerance or {})
-
-
-def _judge(path: Path, terms: Terms) -> None:
-    from torch_grad_exporter.gate.rows import table  # noqa: PLC0415 - imports PyTorch
-    from torch_grad_exporter.gate.verdict import verdict  # noqa: PLC0415
-    from torch_grad_exporter.outputs.live.fetch import loaded  # noqa: PLC0415
-
-    judged = verdict(loaded(path), terms)
-    if not judged.healthy:
-        pytest.fail(table(judged), pytrace=False)

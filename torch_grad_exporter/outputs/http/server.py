@@ -99,7 +99,7 @@ class MetricsServer:
         self._closed = True
         give_up_at = time.monotonic() + timeout
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._begin_end, timeout / 2)
+            self._loop.call_soon_threadsafe(self._end, timeout / 2)
         self._thread.join(timeout)
         self._workers.stop()
         self._workers.join(give_up_at - time.monotonic())
@@ -131,16 +131,18 @@ class MetricsServer:
                 self._clients.abandon()
                 self._tornado.close()
 
-    def _begin_end(self, grace: float) -> None:
-        self._ending = self._loop.create_task(self._end(grace))
-        self._ending.add_done_callback(lambda _: self._loop.stop())
+    def _end(self, grace: float) -> None:
+        async def end() -> None:
+            try:
+                await self._clients.end(grace)
+                waiting = asyncio.all_tasks() - {self._ending}  # for a scrape that hangs
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+            finally:
+                self._loop.stop()
 
-    async def _end(self, grace: float) -> None:
-        await self._clients.end(grace)
-        waiting = asyncio.all_tasks() - {self._ending}  # for a scrape that hangs
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        self._ending = self._loop.create_task(end())
 
     def _loop_failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -182,14 +182,22 @@ class History:
         for name in layers:
             self._column.setdefault(name, len(self._column))
         self._sharded = moments[-1].sharded
-        self._make_room()
+        width = len(self.quantities) * len(self._column)
+        if self._layers.width < width:  # a place in the track for each layer
+            fit = max(LEAST, LAYER_BYTES // max(4 * width + -(-width // 8), 1))
+            self._layers.shrink(min(RECENT, fit // 2), min(WHOLE, fit // 2 // 2 * 2))
+            self._layers.arrange(np.where(np.arange(width) < self._layers.width, np.arange(width), -1))
         shape, columns = (len(moments), len(self._column), len(self.quantities)), [self._column[name] for name in layers]
         values, flags = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
         for place, moment in enumerate(moments):
             values[place, columns] = moment.values
             if moment.nonfinite is not None:
                 flags[place, columns] = moment.nonfinite
-        steps = [self._step_of(moment) for moment in moments]
+        steps = []
+        for moment in moments:  # the step of the last sample; the present one if none followed it, or if it is unknown
+            sampled = moment.sample_step or 0
+            self._sample_step = sampled if sampled > self._sample_step else max(self._sample_step, moment.steps)
+            steps.append(self._sample_step)
         self._layers.extend(times, steps, values.reshape(len(moments), -1), flags.reshape(len(moments), -1))
         return steps
 
@@ -204,21 +212,6 @@ class History:
         columns = np.array(list(kept.values()), dtype=np.int64)[:, None] * width + np.arange(width)
         self._layers.arrange(columns.ravel())
         self._column = {name: column for column, name in enumerate(kept)}
-
-    def _make_room(self) -> None:
-        """Give each layer a place in the track."""
-        width = len(self.quantities) * len(self._column)
-        fit = max(LEAST, LAYER_BYTES // max(4 * width + -(-width // 8), 1))
-        recent, whole = min(RECENT, fit // 2), min(WHOLE, fit // 2 // 2 * 2)
-        if self._layers.width < width:
-            self._layers.shrink(recent, whole)
-            self._layers.arrange(np.where(np.arange(width) < self._layers.width, np.arange(width), -1))
-
-    def _step_of(self, moment: Moment) -> int:
-        """Return the step of the last sample; the present step if none followed it, or if it is unknown."""
-        sampled = moment.sample_step or 0
-        self._sample_step = sampled if sampled > self._sample_step else max(self._sample_step, moment.steps)
-        return self._sample_step
 
     def run(self, window: Window) -> Part:
         """Return the values of the run, `SCALARS`."""

@@ -36,7 +36,7 @@ from torch_grad_exporter.outputs.live.encoding import (
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
-from torch_grad_exporter.outputs.live.track import Part, Together, Track
+from torch_grad_exporter.outputs.live.track import Together, Track
 from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch, Wrong
 from torch_grad_exporter.rules.watch import OVER
 from torch_grad_exporter.store.records import TraceIds
@@ -192,8 +192,16 @@ class Live:
 
     def run(self, window: Window) -> Json:
         """Return `api/v1/run`."""
-        part = self._history.run(window)
-        return {**frame(part, window), **columns(self._clipped(part), SCALARS)}
+        part, newest = self._history.run(window), self._latest.newest
+        coefficient = None if newest is None else newest.one(GRAD_CLIP_COEFFICIENT)
+        if coefficient is None or coefficient <= LONGER:
+            # A record may have one of the norms without the other, which then came with the record before. The one before clipping
+            # is at least as large, unless something makes gradients longer.
+            values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
+            higher = np.isfinite(values[:, after]) & (values[:, norm] < values[:, after])
+            values[higher, norm] = values[higher, after]
+            part = replace(part, values=values)
+        return {**frame(part, window), **columns(part, SCALARS)}
 
     def values(self, window: Window) -> Json:
         """Return `api/v1/values`: those that the user logs, by name."""
@@ -245,20 +253,6 @@ class Live:
             "judged": judged(self._record),
             "metrics": metrics(values),
         }
-
-    def _clipped(self, part: Part) -> Part:
-        """Return the part with norms at least as large as those after clipping, unless something makes gradients longer.
-
-        A record may have one of the norms without the other, which then came with the record before.
-        """
-        newest = self._latest.newest
-        coefficient = None if newest is None else newest.one(GRAD_CLIP_COEFFICIENT)
-        if coefficient is not None and coefficient > LONGER:
-            return part
-        values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
-        higher = np.isfinite(values[:, after]) & (values[:, norm] < values[:, after])
-        values[higher, norm] = values[higher, after]
-        return replace(part, values=values)
 
     def _layer_now(self, values: Values, name: str) -> Json:
         return {**of_layer(values, name), "sharded": name in self._history.sharded}

@@ -76,7 +76,11 @@ class GradientMoments:
         }
         nonfinite = np.zeros((len(names), len(self._quantities)), dtype=np.bool_)
         nonfinite[:, self._flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
-        norms, spoiled_norms = self._of_samples(reading)
+        # One rank alone cannot know the norm of a gradient that is sharded.
+        whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.table.sharded.any())
+        global_norm, after = reading.gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
+        skipped_or_not = sum(float(gradients.totals[f"nonfinite_{outcome.value}"][0]) for outcome in Outcome) if whole else 0.0
+        norms, spoiled_norms = scalars(norm=global_norm, norm_after_clip=after), self._norms.of_scalar("norm", skipped_or_not)
         columns = _narrowed([values[name] for name in self._quantities]).T
         at = steps if step is None else step
         return Moment(gradients.samples, at, names, columns, norms, nonfinite, spoiled_norms, step, self._sharded)
@@ -92,15 +96,6 @@ class GradientMoments:
             captures, bad = np.concatenate([captures, more["captures"]]), np.concatenate([bad, more["nans"] + more["infs"]])
         new, spoiled = self._captured.since(names, captures.copy()), self._spoiled.since(names, bad)
         return new[: len(layer_values)], spoiled[: len(layer_values)]
-
-    def _of_samples(self, reading: Reading) -> tuple[Values, Flags]:
-        """Return the norms of the run, and which of them were not finite since the moment before."""
-        gradients = reading.snapshot.gradients
-        # One rank alone cannot know the norm of a gradient that is sharded.
-        whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.table.sharded.any())
-        norm, after = reading.gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
-        skipped_or_not = sum(float(gradients.totals[f"nonfinite_{outcome.value}"][0]) for outcome in Outcome) if whole else 0.0
-        return scalars(norm=norm, norm_after_clip=after), self._norms.of_scalar("norm", skipped_or_not)
 
     def _of_steps(self, reading: Reading, steps: int) -> tuple[Values, Flags]:
         """Return the other values of the run, and which were not finite since the moment before; without single values."""
