@@ -222,7 +222,8 @@ def _is_endpoint(text: str, protocol: Protocol) -> bool:
 
 def _receiver(endpoint: str) -> str:
     """Return scheme, host and port of an endpoint, which may be wrong."""
-    return re.sub(r"^([a-z]+://)?(?:[^/?#]*@)?([^/?#]*).*", r"\1\2", endpoint.lower(), flags=re.DOTALL)
+    receiver = re.sub(r"^([a-z]+://)?(?:[^/?#]*@)?([^/?#]*).*", r"\1\2", endpoint.lower(), flags=re.DOTALL)
+    return re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", receiver)
 
 
 def _with_path(endpoint: str, signal: Signal) -> str:
