@@ -208,9 +208,7 @@ class ClipAtSteps:
                 changed = ((args[0], wrapped, *args[2:]), kwargs) if in_args else (args, {**kwargs, "closure": wrapped})
         return changed
 
-    def _wrapped(
-        self, closure: Callable[..., Any], record: ClippedOptimizer, optimizer: torch.optim.Optimizer
-    ) -> Callable[..., Any]:
+    def _wrapped(self, closure: Callable[..., Any], record: ClippedOptimizer, optimizer: torch.optim.Optimizer) -> Any:  # noqa: ANN401 - as the closure
         """Return the closure, after whose backward gradients are clipped."""
 
         def clipped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the user's own
@@ -288,7 +286,8 @@ class ClipAtSteps:
     def _first_clipping(self, record: ClippedOptimizer, optimizer: torch.optim.Optimizer) -> Clipping:
         """Return the clipping of an optimizer at its first step, which goes on with what was loaded for it."""
         clipping = Clipping(record.tracker, self._options.clip, self._options.dry_run, counts=True, guards=self._candidate_guards)
-        saved = self._optimizers.begin(optimizer, record, clipping)
+        record.name, record.clipping = self._optimizers.name_of(optimizer), clipping
+        saved = self._optimizers.saved.pop(record.name, None)
         if saved is not None and self._options.raises:
             clipping.load(saved)
         elif saved is not None:

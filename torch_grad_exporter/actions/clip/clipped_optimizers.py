@@ -88,10 +88,20 @@ class ClippedOptimizers:
         """Return the clippings by name of the optimizer."""
         return {record.name: record.clipping for _, record in [*self._known.values()] if record.clipping is not None}
 
-    def begin(self, optimizer: torch.optim.Optimizer, record: ClippedOptimizer, clipping: Clipping) -> Mapping[str, Any] | None:
-        """Give an optimizer its name and clipping at its first step. Returns what was saved for it."""
-        record.name, record.clipping = self._name(optimizer), clipping
-        return self.saved.pop(record.name, None)
+    def name_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the user's name, else that of one that it replaces, else its class, numbered from the second of a class on."""
+        for name, reference in self._named.items():
+            if reference() is optimizer:
+                return name
+        for other, record in self.alive():
+            # A scheduler holds its optimizer in a cycle: if a loop makes both again, the earlier ones live on for a while.
+            if record.name and type(other) is type(optimizer) and owned_by(other) == owned_by(optimizer):
+                name = record.name
+                self._keep(record)
+                return name
+        kind, taken = type(optimizer).__name__, {record.name for _, record in [*self._known.values()]}
+        names = (kind if number == 1 else f"{kind}-{number}" for number in range(1, len(taken) + 2))
+        return next(name for name in names if name not in taken)
 
     def end(self) -> None:
         """Save the memories and report for the last time."""
@@ -137,18 +147,3 @@ class ClippedOptimizers:
             self.saved[name] = clipping.state(copied=False)
             if clipping.device.type == "cpu":  # this may be another thread, which makes no call of a device
                 self._send(name, clipping)
-
-    def _name(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the user's name, else that of one that it replaces, else its class, numbered from the second of a class on."""
-        for name, reference in self._named.items():
-            if reference() is optimizer:
-                return name
-        for other, record in self.alive():
-            # A scheduler holds its optimizer in a cycle: if a loop makes both again, the earlier ones live on for a while.
-            if record.name and type(other) is type(optimizer) and owned_by(other) == owned_by(optimizer):
-                name = record.name
-                self._keep(record)
-                return name
-        kind, taken = type(optimizer).__name__, {record.name for _, record in [*self._known.values()]}
-        names = (kind if number == 1 else f"{kind}-{number}" for number in range(1, len(taken) + 2))
-        return next(name for name in names if name not in taken)

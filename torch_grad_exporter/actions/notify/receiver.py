@@ -58,7 +58,7 @@ class Receiver:
             url, source = os.environ.get(variable, "").strip() or None, f"environment variable {variable}"
             if url is None:
                 raise ValueError(f"url=None: {_EXPECTED}; or give url_file=, or set the {source}")
-        self._url = None if url is None else _address(url, source)
+        self._url = "" if url is None else _address(url, source)
         self._current_url()
         mute("urllib3")
 
@@ -72,34 +72,30 @@ class Receiver:
                 since those of libraries contain the address.
         """
         seconds = min(self.timeout, seconds)
+        headers = {"User-Agent": AGENT, "Content-Type": kind, "Connection": "close", **self._headers}
         try:
             url = self._current_url()
         except ValueError as error:  # the file was right at the start
             raise SendError(str(error)) from None
         try:
-            self._post(with_path(url, path) if path else url, body, kind, seconds)
+            with unlogged(), requests.Session() as session:
+                user = requests.utils.get_auth_from_url(url)
+                chosen = any(name.lower() == "authorization" for name in headers)
+                # An authentication that changes nothing keeps a password of ~/.netrc out.
+                session.auth = user if any(user) and not chosen else lambda request: request
+                url = with_path(url, path) if path else url
+                # The status says all, so the content of the answer is not read.
+                with session.post(url, body, headers=headers, timeout=seconds, allow_redirects=False, stream=True) as response:
+                    return _check(response)
         except SendError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it may contain the address
             failed = _in_our_words(error, seconds)
-        else:
-            return
         raise failed  # outside of `except`, so that the library's error is not its context
-
-    def _post(self, url: str, body: bytes, kind: str, seconds: float) -> None:
-        headers = {"User-Agent": AGENT, "Content-Type": kind, "Connection": "close", **self._headers}
-        with unlogged(), requests.Session() as session:
-            user = requests.utils.get_auth_from_url(url)
-            chosen = any(name.lower() == "authorization" for name in headers)
-            # An authentication that changes nothing keeps a password of ~/.netrc out.
-            session.auth = user if any(user) and not chosen else lambda request: request
-            # The status says all, so the content of the answer is not read.
-            with session.post(url, body, headers=headers, timeout=seconds, allow_redirects=False, stream=True) as response:
-                _check(response)
 
     def _current_url(self) -> str:
         if self._file is None:
-            return self._url or ""
+            return self._url
         try:
             content = Path(self._file).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
