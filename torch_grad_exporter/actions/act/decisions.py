@@ -65,7 +65,7 @@ class JobOfRanks:
 class JobDecision:
     """What rank 0 has decided: open until it has a `step` or is `refused`, with the reason."""
 
-    trigger: int
+    number: int
     what: str
     choice: Any
     lease: int
@@ -191,9 +191,15 @@ class JobDecisions:
             self._reports.failed("the job's store" if bound is None else f"{bound.what}: the job's store", error)
 
     def _look(self) -> None:
-        """Do this rank's part in the next decision, and follow it once it is closed."""
+        """Do this rank's part in the next decision: make it, answer or close it, and follow it once it is closed."""
         begun = self._steps
-        decision = self._advanced()
+        decision, wish = self._read()
+        decision = decision or self._proposed(wish)
+        if decision is not None and decision.open:
+            self._answer(decision)
+            decision = self._closed(decision) if self._job.rank == 0 else decision
+        if decision is not None and decision.open:
+            decision = None
         trigger, late = None, False
         if decision is not None and self._considered == self._number:  # else it is that of an earlier start
             trigger = self._slot(decision)
@@ -210,17 +216,6 @@ class JobDecisions:
             self._number += 1
             if trigger is not None:
                 self._report(trigger, decision, late=late)
-
-    def _advanced(self) -> JobDecision | None:
-        """Return the next decision if it is closed; else make, answer or close it."""
-        decision, wish = self._read()
-        decision = decision or self._proposed(wish)
-        if decision is None or not decision.open:
-            return decision
-        self._answer(decision)
-        if self._job.rank == 0:
-            decision = self._closed(decision)
-        return None if decision.open else decision
 
     def _read(self) -> tuple[JobDecision | None, str]:
         """Return the next decision, if there is one, and on rank 0 the number of the action that another rank wants."""
@@ -273,7 +268,7 @@ class JobDecisions:
         """Prepare the action. Returns why this rank cannot do it, empty if it can."""
         trigger, rank = self._slot(decision), self._job.rank
         if trigger is None:
-            other = self._triggers.get(decision.trigger)
+            other = self._triggers.get(decision.number)
             mine = "no such action" if other is None else other.what
             return f"rank {rank} has {mine} where rank 0 has {decision.what or 'none'}"
         trigger.choice, trigger.pending = None, True
@@ -326,7 +321,7 @@ class JobDecisions:
             self._reports.note(trigger, ActionOutcome.FAILED)
 
     def _slot(self, decision: JobDecision) -> StepTrigger | None:
-        trigger = self._triggers.get(decision.trigger)
+        trigger = self._triggers.get(decision.number)
         return None if trigger is None or trigger.what != decision.what else trigger
 
     # The store
