@@ -128,7 +128,7 @@ class RoundLoss(Inspection):
         """Keep the loss in the output, if it is due."""
         # Where no backward is seen, which round this is shows only at its step.
         if self._detection.sees_backwards:
-            self._post(self._take_used())
+            self._take_used()
         first_forward, self._trained = not self._trained, True
         due = self._reading or self._rounds.next_is_sampled or self._clock.clock() - self._read_at > READ_SECONDS
         if not due:
@@ -147,7 +147,8 @@ class RoundLoss(Inspection):
     def round_stepped(self) -> None:
         """Post the loss of the round."""
         if self._pending or self._round is not None or self._observations.loss_given:
-            self._post([*self._take_used(), *self._end_round()])
+            self._take_used()
+            self._end_round()
         self._reading = self._trained = False
         self._given = max(0, self._given - 1)
         # A backward through a pending one may still come, but not after another step.
@@ -157,7 +158,8 @@ class RoundLoss(Inspection):
 
     def training_over(self) -> None:
         """Post the loss of a round without a step, if it is on the host."""
-        self._post([loss for loss in (*self._take_used(), *self._end_round()) if isinstance(loss, float)])
+        self._take_used(on_host=True)
+        self._end_round(on_host=True)
 
     def cleared(self) -> bool:
         """Return whether the gradients of the last backward were thrown away; raises nothing.
@@ -166,10 +168,6 @@ class RoundLoss(Inspection):
         """
         probes = self._detection.probes
         return bool(self._guard.result(lambda: not self._index.fully_sharded and probes.cleared()))
-
-    def _post(self, losses: list[LossValue]) -> None:
-        for loss in losses:
-            self._observations.post("loss", loss, step=self._clock.number)
 
     def _returned(self, loss: torch.Tensor, model: int, *, whole: bool, first_forward: bool) -> ReturnedLoss:
         current, seen = self._rounds.current, self._detection.sees_backwards
@@ -182,13 +180,14 @@ class RoundLoss(Inspection):
             returned.passes = self._clock.backward_passes
         return returned
 
-    def _take_used(self) -> list[LossValue]:
-        """Take the losses that backwards have passed through since the last call; return those of a round that is over by that."""
+    def _take_used(self, *, on_host: bool = False) -> None:
+        """Take the losses that backwards have passed through since the last call; end a round that is over by that."""
         if not self._pending and self._round is None:
-            return []
+            return
         number = self._rounds.current.number
         # A round may end without a step, or with one that no hook saw.
-        over = self._end_round() if self._round is not None and self._round.number != number else []
+        if self._round is not None and self._round.number != number:
+            self._end_round(on_host=on_host)
         pending, self._pending = self._pending, []
         for loss in pending:
             if loss.passes is not None:
@@ -199,15 +198,15 @@ class RoundLoss(Inspection):
                 self._round.add(loss)
             elif loss.passes is None:
                 self._pending.append(loss)
-        return over
 
-    def _end_round(self) -> list[LossValue]:
-        """End the round; return its loss, if there is one."""
+    def _end_round(self, *, on_host: bool = False) -> None:
+        """End the round; post its loss, if there is one, and with `on_host` only if it need not be copied from a device."""
         if self._observations.loss_given:
             self._observations.loss_given, self._given = False, 2
         over, self._round = self._round, None
         loss = None if over is None or self._given else over.loss()
-        return [] if loss is None else [loss]
+        if loss is not None and not (on_host and isinstance(loss, torch.Tensor)):
+            self._observations.post("loss", loss, step=self._clock.number)
 
 
 def _readable(loss: torch.Tensor) -> bool:

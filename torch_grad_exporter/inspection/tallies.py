@@ -169,7 +169,10 @@ _LARGEST = [LabelTally._fields.index(name) for name in ("peak", "kurtosis", "spr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTallies:
-    """The tallies of one device in a vector: rows, then peaks, zero units, kurtosis, spread and gradients. Arrays of shape (n,)."""
+    """The tallies of one device. The vector has their rows, peaks, zero units, kurtosis, spread and gradients, 0 without one.
+
+    Arrays of shape (n,).
+    """
 
     labels: tuple[str, ...]
     elements: IntArray
@@ -178,12 +181,8 @@ class PackedTallies:
 
     def unpacked(self, vector: FloatArray) -> FloatArray:
         """Return what the vector says, once it has arrived: shape (n, fields of `LabelTally`)."""
-        count = len(self.labels)
-        rows, rest = vector[: 4 * count].reshape(count, 4), vector[4 * count :]
-        gradients = np.zeros(count)
-        gradients[self.graded] = rest[4 * count :]
-        of_units = rest[: 4 * count].reshape(4, count).T
-        return np.column_stack((self.elements, self.units, rows, of_units, self.graded, gradients))
+        *measured, gradients = vector.reshape(9, -1)
+        return np.column_stack((self.elements, self.units, *measured, self.graded, gradients))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,24 +225,23 @@ def packed(labelled: Sequence[tuple[str, Tally]]) -> tuple[PackedTallies, torch.
     known = [(tally.peaks, label, tally) for label, tally in labelled if tally.peaks is not None]
     known.sort(key=lambda each: len(each[0]))
     tallies = [tally for _, _, tally in known]
-    parts = [torch.stack([tally.row() for tally in tallies]).reshape(-1)]
-    of_units = []
+    rows, of_units = torch.stack([tally.row() for tally in tallies], dim=1), []
     for _, several in itertools.groupby(known, key=lambda each: len(each[0])):
         group = [*several]
         peaks = torch.stack([peaks for peaks, _, _ in group])
         # Kurtosis of outlier features: He et al., "Understanding and minimising outlier features in transformer training" (2024).
-        nothing = torch.full_like(peaks[0], math.nan)
-        squares = torch.stack([nothing if tally.squares is None else tally.squares for _, _, tally in group])
+        unknown = torch.full_like(peaks[0], math.nan)
+        squares = torch.stack([unknown if tally.squares is None else tally.squares for _, _, tally in group])
         kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).square()
         median = squares.sort(dim=1).values[:, (squares.shape[1] - 1) // 2]  # `torch.median` may not be deterministic
         spread = (squares.amax(dim=1) / median).sqrt()
         of_units.append(torch.stack((peaks.amax(dim=1), (peaks == 0).sum(dim=1, dtype=peaks.dtype), kurtosis, spread)))
-    parts.append(torch.cat(of_units, dim=1).reshape(-1))
-    gradients = [tally.gradient() for tally in tallies if tally.gradients]
+    nothing = rows.new_zeros(1)
+    gradients = torch.cat([tally.gradient() if tally.gradients else nothing for tally in tallies])
     packing = PackedTallies(
         tuple(label for _, label, _ in known),
         np.array([tally.elements for tally in tallies], dtype=np.int64),
         np.array([tally.units for tally in tallies], dtype=np.int64),
         np.array([bool(tally.gradients) for tally in tallies], dtype=np.bool_),
     )
-    return packing, torch.cat([*parts, *gradients])
+    return packing, torch.cat([rows, torch.cat(of_units, dim=1), gradients[None]]).reshape(-1)
