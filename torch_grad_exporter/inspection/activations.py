@@ -19,7 +19,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import KEPT, LayerRows, dense, first_of
+from torch_grad_exporter.inspection.measuring import KEPT, LayerRows, dense, tensors_in
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, Tallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies
@@ -257,7 +257,8 @@ class Activations(Inspection, ForwardObserver):
     def left(self, label: str, module: torch.nn.Module, output: object, call: object) -> None:  # noqa: ARG002
         """Measure the output of a module."""
         start = self._cost.now()
-        tensor = first_of(output)
+        floats = (tensor for _, tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex())
+        tensor = next(floats, None)
         values = None if tensor is None else dense(tensor)
         if tensor is None or values is None:
             self._unmeasured.add(id(module))

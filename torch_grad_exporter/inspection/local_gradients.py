@@ -114,8 +114,7 @@ class LocalGradients(Inspection):
         self._norms: Norms = {}
         self._present: set[int] = set()
         self._table: ParameterTable
-        # The backward before, if what was measured is of this rank alone.
-        self._ready: tuple[Reduction, ParameterTable] | None = None
+        self._ready: LocalMeasurement | None = None  # of the backward before, if what was measured is of this rank alone
         # Training examples of all forwards up to the last backward; None if unknown.
         self._samples_before: int | None = 0
 
@@ -177,7 +176,8 @@ class LocalGradients(Inspection):
             return
         unseen = (self._present & current.fired) - self._norms.keys()
         if not (total.reduced or unseen or any(self._table.tracked[i].sharded for i in self._norms)):
-            self._ready = reduction, self._table
+            reduced = np.array([tracked.identity in reduction.parameters for tracked in self._table.tracked], dtype=np.bool_)
+            self._ready = LocalMeasurement(reduced, total.samples, reduction.ranks)
         total.reduced = True
 
     def backward_dropped(self) -> None:
@@ -187,14 +187,8 @@ class LocalGradients(Inspection):
 
     def gradients_read(self, current: ArmedRound) -> None:
         """Post what was measured of the backward before, which may be nothing."""
-        ready, self._ready = self._ready, None
-        sent = False
-        if ready is not None:
-            reduction, table = ready
-            reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
-            measured = LocalMeasurement(reduced, self._accumulation.samples, reduction.ranks)
-            sent = measured.send(self._sender, current.number, self._norms, self._accumulation.before)
-        if not sent:
+        measured, self._ready = self._ready, None
+        if measured is None or not measured.send(self._sender, current.number, self._norms, self._accumulation.before):
             self._mailbox.append(Inspected(SOURCE, current.number, ()))
 
     def _samples(self) -> int | None:

@@ -57,11 +57,6 @@ def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
             level.extend((f"{where}.{key}" if where else str(key), part) for key, part in itertools.islice(inside, VISITED))
 
 
-def first_of(output: object) -> torch.Tensor | None:
-    """Return the first floating-point or complex tensor in a module's output."""
-    return next((tensor for _, tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()), None)
-
-
 def dense(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of a tensor, plain, real and without its graph; the magnitudes of a complex one.
 

@@ -67,7 +67,8 @@ class TimeByCause:
                 self._look_at_phases()
                 self._look_at = moments[-1] + LOOK_SECONDS
             seconds = [after - before for before, after in pairwise((self._at, *moments))]
-            if not ended and not seen and self.steps and self._are_usual(max(seconds)):
+            usual = max(seconds) <= PAUSE_SECONDS or max(seconds) <= self._pause(PAUSE_SECONDS)
+            if not ended and not seen and self.steps and usual:
                 self._count_steps(moments[-1] - self._at, len(moments))
                 self._recent.extend(seconds)
                 self._seen.extend(repeat(False, min(len(seconds), STEPS)))
@@ -76,9 +77,6 @@ class TimeByCause:
             for moment in moments:
                 here = [each for each in ended if self._at <= each.start < moment]
                 self._until(moment, here, seen=any(self._at <= at < moment for at in seen))
-
-    def _are_usual(self, slowest: float) -> bool:
-        return slowest <= PAUSE_SECONDS or slowest <= self._pause(PAUSE_SECONDS)
 
     def _until(self, moment: float, interruptions: list[Interruption], *, seen: bool) -> None:
         """Count the time until the end of one step."""

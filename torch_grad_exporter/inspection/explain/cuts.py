@@ -75,13 +75,8 @@ _COPIES = frozenset({"tensor", "scalar_tensor", "asarray", "from_numpy", "new_te
 _IGNORED = frozenset({"requires_grad", "requires_grad_", "_is_view", "is_leaf", "retain_grad", "register_hook", "backward"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """Of a function's arguments: the parameters behind its tensors, the cuts that these carry, and the parameters among them."""
-
-    behind: int = 0
-    cuts: int = 0
-    leaves: int = 0
+# Of a function's arguments: the parameters behind its tensors, the cuts that these carry, and the parameters among them.
+_Arguments = tuple[int, int, int]
 
 
 class CutCollector(TorchFunctionMode):
@@ -132,7 +127,7 @@ class CutCollector(TorchFunctionMode):
         if name == "_set_grad_enabled" and args and not args[0]:
             self._off = self._places.here()
         if name in _IGNORED:
-            return _Arguments()
+            return 0, 0, 0
         read = args[1:] if name in _SHAPE_ONLY | _OVERWRITES else args[:1] if name in _OTHER_ONLY_SHAPE else args
         behind = cuts = own = 0
         for leaf in _leaves([read, kwargs]):
@@ -142,14 +137,15 @@ class CutCollector(TorchFunctionMode):
                 behind |= bits
                 cuts |= self._carried.get(leaf, 0)
             cuts |= self._cuts_of_number(leaf)
-        return _Arguments(behind, cuts, own)
+        return behind, cuts, own
 
     def _after(self, name: str, given: _Arguments, args: tuple[Any, ...], result: object) -> None:
+        behind, carried, parameters = given
         if name in _EXITS:
-            self._left(name, given, result)
+            self._left(name, behind, carried, result)
             return
         # What runs without gradients outside of the model's modules is an optimizer's step.
-        new = given.leaves & ~self._all_used
+        new = parameters & ~self._all_used
         if new and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(result)):
             where = self._places.here()
             if torch.is_grad_enabled() or where.module:
@@ -159,23 +155,22 @@ class CutCollector(TorchFunctionMode):
         # A parameter stays the leaf that it is, whatever an optimizer writes into it.
         leaves = (leaf for leaf in _leaves([result, written]) if isinstance(leaf, torch.Tensor))
         tensors = [tensor for tensor in leaves if id(tensor) not in self._graph.bits]
-        behind = [self._graph.behind(tensor, self._places) for tensor in tensors]
-        kept = union(behind)
-        for tensor, own in zip(tensors, behind, strict=True):
-            lost = given.behind & ~own
+        reached = [self._graph.behind(tensor, self._places) for tensor in tensors]
+        kept = union(reached)
+        for tensor, own in zip(tensors, reached, strict=True):
+            lost = behind & ~own
             # One of several results, such as those of `broadcast_tensors`, need not depend on what another one keeps; indices do.
             lost &= ~kept if tensor.is_floating_point() or tensor.is_complex() else -1
-            cuts = given.cuts | (self._cut(name, lost, tensor) if lost else 0)
+            cuts = carried | (self._cut(name, lost, tensor) if lost else 0)
             if name not in _OVERWRITES:
                 cuts |= self._carried.get(tensor, 0)
             if cuts or tensor in self._carried:
                 self._carried[tensor] = cuts
 
-    def _left(self, name: str, given: _Arguments, result: object) -> None:
+    def _left(self, name: str, behind: int, cuts: int, result: object) -> None:
         """Follow the numbers that a tensor became."""
-        cuts = given.cuts
-        if given.behind:
-            cuts |= self._add(Cut(CutKind.DETACHED, _EXITS[name], self._places.here(), given.behind))
+        if behind:
+            cuts |= self._add(Cut(CutKind.DETACHED, _EXITS[name], self._places.here(), behind))
         self.escaped |= cuts
         for number in _leaves(result) if cuts else ():
             if type(number) is float:  # integers and booleans are shared by the whole program

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.autograd.graph import Node
 
 from torch_grad_exporter.files import write_output
-from torch_grad_exporter.inspection.explain.graph import GradientState, followers, is_accumulator
+from torch_grad_exporter.inspection.explain.graph import GradientState, followers
 from torch_grad_exporter.inspection.explain.verdicts import Judge, Row, Verdict
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.torch_compat.autograd import operation
@@ -65,8 +65,8 @@ def draw(judge: Judge, rows: Sequence[Row]) -> str:
 
 def _box(node: Node, judge: Judge, named: dict[int, int]) -> tuple[Box, str]:
     """Return the box of a node, and its module."""
-    if is_accumulator(node):
-        number = named.get(id(node.variable))  # type: ignore[attr-defined]
+    if (leaf := getattr(node, "variable", None)) is not None:
+        number = named.get(id(leaf))
         if number is None:
             return Box("a tensor", None, "a leaf that is not a parameter of the model"), ""
         parameter = judge.parameters[number]

@@ -199,7 +199,7 @@ class Graph:
         self.roots += roots
         self.hook_parameters()
         for node in self.below(roots):
-            if node not in self._hooked and not is_accumulator(node):
+            if node not in self._hooked and getattr(node, "variable", None) is None:
                 self._hooked.add(node)
                 self._hooks.callback(node.register_hook(self._guarded(self._passed_on, node)).remove)
 
@@ -254,11 +254,6 @@ class Graph:
 def followers(node: Node) -> list[Node]:
     """Return the nodes that get a gradient from this one."""
     return [following for following, _ in node.next_functions if following is not None]
-
-
-def is_accumulator(node: Node) -> bool:
-    """Return whether the node accumulates a leaf's gradient."""
-    return getattr(node, "variable", None) is not None
 
 
 def union(sets: Iterable[int]) -> int:

@@ -23,7 +23,7 @@ from torch_grad_exporter.inspection.measuring import VectorSender
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
 from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, Tape
-from torch_grad_exporter.inspection.nan_origin.verdict import Origin, origin_of
+from torch_grad_exporter.inspection.nan_origin.verdict import Origin, OriginSearch
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.pending_samples import CountedSample
@@ -95,7 +95,7 @@ class Origins:
         assert isinstance(record.data, Tape)  # noqa: S101 - only `NanOrigin` sends records of this name
         flagged = FlaggedTape.of(record.data, values)
         losses, self._losses = self._losses, 0
-        origin = origin_of(flagged, loss_was_nonfinite=losses > 0)
+        origin = OriginSearch(flagged).origin(loss_was_nonfinite=losses > 0)
         if origin is not None:
             finite = self._finite_at.get(origin.parameter)
             # A parameter that was finite until the step of a reported origin: that step has made it so.

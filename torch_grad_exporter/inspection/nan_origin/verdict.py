@@ -47,16 +47,8 @@ FILLS = frozenset((
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def origin_of(flagged: FlaggedTape, *, loss_was_nonfinite: bool = False) -> Origin | None:
-    """Return where NaN or Inf began, None if none is known to have reached the loss or a gradient.
-
-    `loss_was_nonfinite`: a loss that was not finite was observed since the tape before; used only without a backward.
-    """
-    return _Search(flagged).origin(loss_was_nonfinite=loss_was_nonfinite)
-
-
-class _Search:
-    """One search through one tape."""
+class OriginSearch:
+    """One search through one tape for where NaN or Inf began."""
 
     def __init__(self, flagged: FlaggedTape) -> None:
         self._flagged, self._tape = flagged, flagged.tape
@@ -67,9 +59,11 @@ class _Search:
             if place.value is not None:
                 self._by_value.setdefault(place.value, []).append(number)
 
-    # The search
-
     def origin(self, *, loss_was_nonfinite: bool) -> Origin | None:
+        """Return it, None if no such value is known to have reached the loss or a gradient.
+
+        `loss_was_nonfinite`: a loss that was not finite was observed since the tape before; used only without a backward.
+        """
         tape, kind, any_of = self._tape, self._flagged.kind, self._flagged.any_of
         losses = any_of(slot for slot, _ in tape.losses)
         if losses:
