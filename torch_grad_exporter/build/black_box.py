@@ -31,8 +31,8 @@ def build_black_box(
     """Make the inspection that keeps batches, and return what writes them."""
     ring, errors = BatchRing(), stage.errors
     keeper = BatchKeeper(
-        ring, models, clock=stage.clock, mailbox=stage.mailbox, requests=stage.requests,
-        rounds=stage.capture.rounds, guard=errors.boundary(SOURCE, "copies", limit=None),
+        stage.context, ring, models, requests=stage.requests, rounds=stage.capture.rounds,
+        guard=errors.boundary(SOURCE, "copies", limit=None),
     )  # fmt: skip
     stage.capture.inspections.add(keeper, errors.boundary(SOURCE, "batches"))
     suspects = Suspects(ring, stage.requests)

@@ -16,6 +16,7 @@ from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.inspection.measuring import InspectionContext
 from torch_grad_exporter.lifecycle import THREAD_TIME
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.requests import Requests
@@ -49,6 +50,11 @@ class CaptureStage:
     requests: Requests
     compile_events: CompileEvents
     capture: Capture
+
+    @property
+    def context(self) -> InspectionContext:
+        """What inspections work with."""
+        return InspectionContext(self.hooks, self.clock, self.cost, self.mailbox, self.loss_scale)
 
 
 def build_capture(checked: Checked, errors: ErrorLog) -> CaptureStage:

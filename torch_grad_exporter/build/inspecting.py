@@ -70,28 +70,23 @@ def add_inspections(
 ) -> InspectionTotals:
     """Make the inspections, which the capture calls in the rounds that it follows."""
     settings, capture, errors = checked.settings, stage.capture, stage.errors
-    hooks, clock, cost, mailbox = stage.hooks, stage.clock, stage.cost, stage.mailbox
-    waits = ReductionWaits(hooks, clock, capture.reductions, stage.reader)
+    clock, context = stage.clock, stage.context
+    waits = ReductionWaits(context, capture.reductions, stage.reader)
     # Without other ranks there is nothing to wait for.
     waiting = functools.partial(capture.inspections.add, waits, errors.boundary("reduction", "waits for other ranks"))
     capture.reductions.on_wrapper = waiting
     if settings.local_norm:
-        local = LocalGradients(
-            hooks=hooks, mailbox=mailbox, cost=cost, clock=clock, reductions=capture.reductions, detection=capture.detection,
-        )  # fmt: skip
+        local = LocalGradients(context, capture.reductions, capture.detection)
         capture.inspections.add(local, errors.boundary("reduction", "gradients of this rank"))
         if not checked.index.replicas.by_loop:  # else the loop takes the mean over ranks of what is accumulated
-            micro_batches = MicroBatches(
-                mailbox=mailbox, clock=clock, rounds=capture.rounds, reductions=capture.reductions, detection=capture.detection,
-            )  # fmt: skip
+            micro_batches = MicroBatches(context, capture.rounds, capture.reductions, capture.detection)
             capture.inspections.add(micro_batches, errors.boundary("reduction", "gradients of micro-batches"))
     if settings.weights:
-        weights = WeightProbe(stage.optimizers, cost, mailbox)
-        capture.inspections.add(weights, errors.boundary("weights"))
+        capture.inspections.add(WeightProbe(context, stage.optimizers), errors.boundary("weights"))
     optimizer_state = None
     if settings.optimizer_state:
         optimizer_state = StateTotals()
-        state = StateProbe(stage.optimizers, capture.rounds, cost, mailbox, clips=checked.clip is not None)
+        state = StateProbe(context, stage.optimizers, capture.rounds, clips=checked.clip is not None)
         capture.inspections.add(state, errors.boundary("optimizer_state"))
     replicas = _replicas(stage, models, checked) if settings.replicas else None
     losses = RoundLoss(
@@ -100,26 +95,18 @@ def add_inspections(
     )  # fmt: skip
     capture.inspections.add(losses, errors.boundary("forward_hook", "losses in outputs"))
     if settings.nan_origin:
-        nan_origin = NanOrigin(
-            hooks=hooks, cost=cost, clock=clock, mailbox=mailbox, loss_scale=stage.loss_scale, models=models,
-            always=settings.nan_origin == "always",
-        )  # fmt: skip
+        nan_origin = NanOrigin(context, models, always=settings.nan_origin == "always")
         capture.inspections.add(nan_origin, errors.boundary("nan_origin"))
     layer_times = None
     if checked.timed is not None:
         # Before other inspections, whose time is then not counted as that of layers.
         layer_times = LayerTimes(settings.max_layers)
-        timer = LayerTimer(
-            modules=checked.timed, hooks=hooks, events=stage.events, clock=clock, cost=cost, mailbox=mailbox, times=layer_times,
-        )  # fmt: skip
+        timer = LayerTimer(context, checked.timed, stage.events, layer_times)
         capture.inspections.add(timer, errors.boundary("layer_times"))
     activations = None
     if checked.modules is not None:
         activations = ActivationTotals(settings.max_layers)
-        inner = Activations(
-            modules=checked.modules, hooks=hooks, loss_scale=stage.loss_scale, cost=cost, mailbox=mailbox, totals=activations,
-        )  # fmt: skip
-        capture.inspections.add(inner, errors.boundary("activations"))
+        capture.inspections.add(Activations(context, checked.modules, activations), errors.boundary("activations"))
     attention = _attention(stage, models, checked) if settings.attention else None
     times = TimeByCause(clock, clock.interruptions)
     return InspectionTotals(
@@ -145,8 +132,7 @@ def _attention(stage: CaptureStage, models: Mapping[str, torch.nn.Module], check
     from torch_grad_exporter.inspection.attention import AttentionProbe, AttentionTotals  # noqa: PLC0415
 
     layers = LayerFilter(checked.settings.include, checked.settings.exclude)
-    probe = AttentionProbe(models=models, layers=layers, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox)
-    stage.capture.inspections.add(probe, stage.errors.boundary("attention"))
+    stage.capture.inspections.add(AttentionProbe(stage.context, models, layers), stage.errors.boundary("attention"))
     return AttentionTotals(checked.settings.max_layers)
 
 
@@ -161,8 +147,8 @@ def _replicas(stage: CaptureStage, models: Mapping[str, torch.nn.Module], checke
     from torch_grad_exporter.inspection.replica_probe import ReplicaProbe  # noqa: PLC0415
 
     probe = ReplicaProbe(
-        models=models, layers=LayerFilter(settings.include, settings.exclude), max_layers=settings.max_layers,
-        optimizers=stage.optimizers, reductions=stage.capture.reductions, clock=stage.clock, cost=stage.cost, mailbox=stage.mailbox,
+        stage.context, models, LayerFilter(settings.include, settings.exclude), max_layers=settings.max_layers,
+        optimizers=stage.optimizers, reductions=stage.capture.reductions,
     )  # fmt: skip
     stage.capture.inspections.add(probe, errors.boundary("replicas"))
     comparison = errors.boundary("replicas", "comparison", limit=None)
@@ -181,10 +167,8 @@ class WatchStage:
         """Measure the gradient of a tensor; see `Exporter.watch`."""
         if self._watch is None:
             stage = self._stage
-            self._watch = WatchedTensors(
-                hooks=stage.hooks, loss_scale=stage.loss_scale, cost=stage.cost, mailbox=stage.mailbox, totals=self._totals,
-                errors=stage.errors, sampled=stage.capture.rounds.next_is_sampled,
-            )  # fmt: skip
+            sampled = stage.capture.rounds.next_is_sampled
+            self._watch = WatchedTensors(stage.context, self._totals, stage.errors, sampled=sampled)
             stage.capture.inspections.add(self._watch, stage.errors.boundary("watch"))
         return self._watch.watch(name, tensor, max_norm)
 
@@ -220,10 +204,7 @@ class RouterStage:
 
     def _made(self, modules: InnerModules, counting: list[Counting]) -> Routers:
         stage = self._stage
-        routers = Routers(
-            modules=modules, counting=counting, hooks=stage.hooks, cost=stage.cost, mailbox=stage.mailbox,
-            sampled=stage.capture.rounds.next_is_sampled,
-        )  # fmt: skip
+        routers = Routers(stage.context, modules, counting, sampled=stage.capture.rounds.next_is_sampled)
         stage.capture.inspections.add(routers, stage.errors.boundary(ROUTERS))
         return routers
 

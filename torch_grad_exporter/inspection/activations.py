@@ -15,19 +15,16 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import KEPT, LayerRows, dense, tensors_in
+from torch_grad_exporter.inspection.measuring import KEPT, InspectionContext, LayerRows, dense, tensors_in
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, Tallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
-from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +182,11 @@ class _PendingForward:
 class Activations(Inspection, ForwardObserver):
     """The inspection of the outputs of inner modules. Belongs to the training thread, and to that of the backward."""
 
-    def __init__(
-        self,
-        *,
-        modules: InnerModules,
-        hooks: Hooks,
-        loss_scale: LossScale,
-        cost: SampleCost,
-        mailbox: Mailbox,
-        totals: ActivationTotals,
-    ) -> None:
-        self._cost, self._totals = cost, totals
-        self._tallies = RoundTallies(SOURCE, loss_scale, cost, mailbox)
-        self._hooks = SampledHooks(modules, hooks, SOURCE, self, COMPILED)
-        self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
+    def __init__(self, context: InspectionContext, modules: InnerModules, totals: ActivationTotals) -> None:
+        self._cost, self._totals = context.cost, totals
+        self._tallies = RoundTallies(SOURCE, context)
+        self._hooks = SampledHooks(modules, context.hooks, SOURCE, self, COMPILED)
+        self._on_gradient = context.hooks.guarded(SOURCE, self._gradient_came)
         self._hooks_gradients = True
         self._units = UnitDims()
         self._forward = 0  # the number of the last forward of a model

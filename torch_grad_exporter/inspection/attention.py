@@ -17,18 +17,17 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
+from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
-from torch_grad_exporter.inspection.measuring import KEPT, SomeTimed, VectorSender, by_device
+from torch_grad_exporter.inspection.measuring import KEPT, InspectionContext, SomeTimed, VectorSender, by_device
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.names import LayerFilter
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, capturing_graph, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards, something_is_compiled
 from torch_grad_exporter.torch_compat.functions import ObservedFunction, without_function_modes
@@ -108,13 +107,11 @@ class _Call:
 class AttentionProbe(Inspection, ForwardObserver):
     """The inspection of attention. Belongs to the training thread, and to that of the backward."""
 
-    def __init__(
-        self, *, models: Mapping[str, torch.nn.Module], layers: LayerFilter, hooks: Hooks, cost: SampleCost, mailbox: Mailbox
-    ) -> None:
-        self._layers, self._cost = layers, cost
+    def __init__(self, context: InspectionContext, models: Mapping[str, torch.nn.Module], layers: LayerFilter) -> None:
+        hooks, self._layers, self._cost = context.hooks, layers, context.cost
         self._modules = InnerModules(models, LayerFilter(), ModuleKind.ANY, sys.maxsize)
         self._hooks = InnerHooks(hooks, SOURCE, self)
-        self._sender, self._timed = VectorSender(SOURCE, mailbox), SomeTimed(cost)
+        self._sender, self._timed = VectorSender(SOURCE, context), SomeTimed(context)
         fused, eager = (hooks.guarded(SOURCE, called) for called in (self._attention_called, self._softmax_called))
         self._observed = ObservedFunction("scaled_dot_product_attention", fused), ObservedFunction("softmax", eager)
         self._handle: Removable | None = None

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool, Stretch, Timeline
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.torch_hooks import Hooks, differentiable
+from torch_grad_exporter.capture.torch_hooks import differentiable
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import LayerRows
+from torch_grad_exporter.inspection.measuring import InspectionContext, LayerRows
 from torch_grad_exporter.inspection.modules import InnerModules
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, next_sequence, number_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
 from torch_grad_exporter.torch_compat.modules import parameters_in
@@ -130,18 +128,9 @@ class LayerTimes:
 class LayerTimer(Inspection, ForwardObserver):
     """The inspection. Belongs to the training thread, and to those of the backward."""
 
-    def __init__(
-        self,
-        *,
-        modules: InnerModules,
-        hooks: Hooks,
-        events: EventPool,
-        clock: StepClock,
-        cost: SampleCost,
-        mailbox: Mailbox,
-        times: LayerTimes,
-    ) -> None:
-        self._events, self._cost, self._mailbox, self._times = events, cost, mailbox, times
+    def __init__(self, context: InspectionContext, modules: InnerModules, events: EventPool, times: LayerTimes) -> None:
+        hooks, clock, self._cost, self._mailbox = context.hooks, context.clock, context.cost, context.mailbox
+        self._events, self._times = events, times
         self._hooks = SampledHooks(modules, hooks, SOURCE, self, COMPILED)
         self._before = hooks.guarded(SOURCE, self._node_begins)
         self._after = hooks.guarded(SOURCE, self._node_over)

@@ -10,19 +10,17 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.detection import BackwardDetection
 from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.inspections import First, Inspection
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import RoundTracker
-from torch_grad_exporter.capture.torch_hooks import Hooks, Removable
-from torch_grad_exporter.inspection.measuring import VectorSender
+from torch_grad_exporter.capture.torch_hooks import Removable
+from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.model.replicas import Reduction, Reductions
 from torch_grad_exporter.statistics import single
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import nodes_of
 
 SOURCE = "local_norms"
@@ -90,20 +88,11 @@ class LocalGradients(Inspection):
     holds parameters during one only.
     """
 
-    def __init__(
-        self,
-        *,
-        hooks: Hooks,
-        mailbox: Mailbox,
-        cost: SampleCost,
-        clock: StepClock,
-        reductions: Reductions,
-        detection: BackwardDetection,
-    ) -> None:
-        self._cost, self._clock = cost, clock
+    def __init__(self, context: InspectionContext, reductions: Reductions, detection: BackwardDetection) -> None:
+        self._cost, self._clock, self._mailbox = context.cost, context.clock, context.mailbox
         self._reductions, self._detection = reductions, detection
-        self._hook = hooks.guarded("backward_hook", self._arrives)
-        self._mailbox, self._sender = mailbox, VectorSender(SOURCE, mailbox)
+        self._hook = context.hooks.guarded("backward_hook", self._arrives)
+        self._sender = VectorSender(SOURCE, context)
         self._handles: list[Removable] = []
         self._hooked: dict[TrackedParameter, int] = {}  # with their positions
         self._accumulation = _Accumulation()
@@ -214,15 +203,9 @@ class MicroBatches(Inspection):
     """
 
     def __init__(
-        self,
-        *,
-        mailbox: Mailbox,
-        clock: StepClock,
-        rounds: RoundTracker,
-        reductions: Reductions,
-        detection: BackwardDetection,
+        self, context: InspectionContext, rounds: RoundTracker, reductions: Reductions, detection: BackwardDetection
     ) -> None:
-        self._sender, self._clock, self._rounds = VectorSender(SOURCE, mailbox), clock, rounds
+        self._sender, self._clock, self._rounds = VectorSender(SOURCE, context), context.clock, rounds
         self._reductions, self._detection = reductions, detection
         # Since the last backward: its forwards, and the training examples of all forwards before them.
         self._forwards, self._examples = 0, 0

@@ -6,17 +6,21 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.metrics.families import REMOVED, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.store.host_transfer import HostTransfer
 from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.torch_compat.optimizers import LossScale
 from torch_grad_exporter.torch_compat.tensors import local
 
 # Measurements of a sample that are timed on devices; each stands for all since the one before.
@@ -73,17 +77,26 @@ def dense(tensor: torch.Tensor) -> torch.Tensor | None:
     return part.abs() if part.is_complex() else part
 
 
+@dataclass(frozen=True, slots=True)
+class InspectionContext:
+    """What inspections work with: the hooks that the exporter disconnects at its end, and what is charged with their time."""
+
+    hooks: Hooks
+    clock: StepClock
+    cost: SampleCost
+    mailbox: Mailbox
+    loss_scale: LossScale
+
+
 class VectorSender:
     """Sends vectors to the host, each with a record that says what it has. Belongs to the training thread.
 
-    Args:
-        source: The name under which the totals of the inspection take its records.
-        mailbox: Takes the records.
+    `source`: the name under which the totals of the inspection take its records.
     """
 
-    def __init__(self, source: str, mailbox: Mailbox) -> None:
-        self._source, self._mailbox = source, mailbox
-        self._transfer = HostTransfer(pressed=mailbox.press)
+    def __init__(self, source: str, context: InspectionContext) -> None:
+        self._source, self._mailbox = source, context.mailbox
+        self._transfer = HostTransfer(pressed=context.mailbox.press)
 
     def send(self, number: int, vectors: Sequence[torch.Tensor], data: object = None) -> bool:
         """Post a record of the round of this number; return False where there is no vector, or too much is under way."""
@@ -106,8 +119,8 @@ def by_device(measured: Iterable[tuple[Item, torch.Tensor]]) -> dict[torch.devic
 class SomeTimed:
     """Times about `TIMED` measurements of a sample on their devices, if it has as many as the last one."""
 
-    def __init__(self, cost: SampleCost) -> None:
-        self._cost = cost
+    def __init__(self, context: InspectionContext) -> None:
+        self._cost = context.cost
         self._measured, self._every = 0, 1
 
     @contextlib.contextmanager

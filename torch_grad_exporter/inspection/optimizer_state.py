@@ -19,17 +19,16 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import warn
-from torch_grad_exporter.inspection.measuring import LayerTurns, VectorSender, by_device
+from torch_grad_exporter.inspection.measuring import InspectionContext, LayerTurns, VectorSender, by_device
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.statistics.batches import plain_local, resolved
 from torch_grad_exporter.statistics.device import CHUNK_ELEMENTS, wide
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import capturing_graph
 
 SOURCE = "optimizer_state"
@@ -57,10 +56,10 @@ class StateMeasurement:
 class StateProbe(Inspection):
     """The inspection of an optimizer's state before sampled steps. Belongs to the training thread."""
 
-    def __init__(self, optimizers: Optimizers, rounds: RoundTracker, cost: SampleCost, mailbox: Mailbox, *, clips: bool) -> None:
+    def __init__(self, context: InspectionContext, optimizers: Optimizers, rounds: RoundTracker, *, clips: bool) -> None:
         self._clips = clips  # whether `clip=` clips after a step began
-        self._optimizers, self._rounds, self._cost = optimizers, rounds, cost
-        self._sender, self._turns = VectorSender(SOURCE, mailbox), LayerTurns()
+        self._optimizers, self._rounds, self._cost = optimizers, rounds, context.cost
+        self._sender, self._turns = VectorSender(SOURCE, context), LayerTurns()
         self._seen: set[int] = set()  # optimizers that had their first sampled step, so that they have a state if they keep one
         self._said: set[int] = set()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import First, Inspection
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.inspection.measuring import InspectionContext
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.replicas import Reductions
 from torch_grad_exporter.torch_compat.autograd import after_backward
@@ -30,11 +29,11 @@ class ReductionWaits(Inspection):
         rounds: Sampled rounds in which they were timed; None where there are no other ranks.
     """
 
-    def __init__(self, hooks: Hooks, clock: StepClock, reductions: Reductions, reader: GradientReader) -> None:
+    def __init__(self, context: InspectionContext, reductions: Reductions, reader: GradientReader) -> None:
         self.seconds = 0.0
         self.rounds: int | None = None
-        self._clock, self._reductions, self._reader = clock, reductions, reader
-        self._hook = hooks.guarded("backward_hook", self._gradients_are_there)
+        self._clock, self._reductions, self._reader = context.clock, reductions, reader
+        self._hook = context.hooks.guarded("backward_hook", self._gradients_are_there)
         self._last_task: int | None = None
         self._alone = False
         self._since: float | None = None

@@ -19,18 +19,15 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import scattered
 from torch_grad_exporter.errors import warn
-from torch_grad_exporter.inspection.measuring import VectorSender
+from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.names import LayerFilter, clean, joined, places_of
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Reductions
 from torch_grad_exporter.statistics.checksums import Checksums
-from torch_grad_exporter.store.records import Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph
 from torch_grad_exporter.torch_compat.replicas import copied_buffers
 from torch_grad_exporter.torch_compat.tensors import is_plain
@@ -80,21 +77,13 @@ class ReplicaProbe(Inspection):
     """The inspection. Belongs to the training thread. Beyond `max_layers` layers are folded."""
 
     def __init__(
-        self,
-        *,
-        models: Mapping[str, torch.nn.Module],
-        layers: LayerFilter,
-        max_layers: int,
-        optimizers: Optimizers,
-        reductions: Reductions,
-        clock: StepClock,
-        cost: SampleCost,
-        mailbox: Mailbox,
-    ) -> None:
+        self, context: InspectionContext, models: Mapping[str, torch.nn.Module], layers: LayerFilter, *, max_layers: int,
+        optimizers: Optimizers, reductions: Reductions,
+    ) -> None:  # fmt: skip
         self._models = [(number, name, weakref.ref(module)) for number, (name, module) in enumerate(models.items())]
         self._layers, self._max_layers, self._optimizers = layers, max_layers, optimizers
-        self._reductions, self._clock, self._cost = reductions, clock, cost
-        self._sender, self._checksums = VectorSender(SOURCE, mailbox), Checksums()
+        self._reductions, self._clock, self._cost = reductions, context.clock, context.cost
+        self._sender, self._checksums = VectorSender(SOURCE, context), Checksums()
         self._wrappers: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] = weakref.WeakSet()
         self._zeros, self._last = 0, -math.inf
         self._said: set[str] = set()

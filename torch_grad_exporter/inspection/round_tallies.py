@@ -8,12 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.inspection.measuring import SomeTimed, VectorSender
+from torch_grad_exporter.inspection.measuring import InspectionContext, SomeTimed, VectorSender
 from torch_grad_exporter.inspection.tallies import SentTallies, Tally, packed
-from torch_grad_exporter.store.records import Mailbox
 from torch_grad_exporter.torch_compat.autograd import graph_task
-from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 # Backwards at most of which something is kept before it is known whether they are of the round.
 TASKS = 4
@@ -62,9 +59,9 @@ class RoundTallies:
     Belongs to the training thread and to that of the backward.
     """
 
-    def __init__(self, inspection: str, loss_scale: LossScale, cost: SampleCost, mailbox: Mailbox) -> None:
-        self._loss_scale, self._cost = loss_scale, cost
-        self._sender, self._timed = VectorSender(inspection, mailbox), SomeTimed(cost)
+    def __init__(self, inspection: str, context: InspectionContext) -> None:
+        self._loss_scale, self._cost = context.loss_scale, context.cost
+        self._sender, self._timed = VectorSender(inspection, context), SomeTimed(context)
         self._backwards: dict[int, TalliedBackward] = {}  # by autograd's number, those that are not over
         self._round = _ConfirmedRound()
 

@@ -16,17 +16,14 @@ from typing import NamedTuple
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import SomeTimed, VectorSender, by_device, dense
+from torch_grad_exporter.inspection.measuring import InspectionContext, SomeTimed, VectorSender, by_device, dense
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind, named_modules
 from torch_grad_exporter.inspection.router_loads import Load, SentLoad, check, entropies_of, load_of, read
 from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.store.records import Mailbox
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, outside_of_modes, within_transform
 
 SOURCE = "routers"
@@ -84,19 +81,10 @@ class Routers(Inspection, ForwardObserver):
     `modules`: the routers to hook; `sampled`: whether the round of a forward that begins now is sampled.
     """
 
-    def __init__(
-        self,
-        *,
-        modules: InnerModules,
-        counting: list[Counting],
-        hooks: Hooks,
-        cost: SampleCost,
-        mailbox: Mailbox,
-        sampled: bool,
-    ) -> None:
-        self._cost, self._counting = cost, counting
-        self._sender, self._timed = VectorSender(SOURCE, mailbox), SomeTimed(cost)
-        self._hooks = SampledHooks(modules, hooks, SOURCE, self, COMPILED)
+    def __init__(self, context: InspectionContext, modules: InnerModules, counting: list[Counting], *, sampled: bool) -> None:
+        self._cost, self._counting = context.cost, counting
+        self._sender, self._timed = VectorSender(SOURCE, context), SomeTimed(context)
+        self._hooks = SampledHooks(modules, context.hooks, SOURCE, self, COMPILED)
         self._lock = threading.Lock()
         self._names: set[str] = set()
         self._warned = False

@@ -16,19 +16,16 @@ from torch.compiler import is_compiling
 
 from torch_grad_exporter.arguments import check_number, shown
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.inspection.measuring import VectorSender, by_device, dense, without_autocast
+from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender, by_device, dense, without_autocast
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of, within_transform
 from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
-from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 # Names that are shown, at most, and the name under which all others are shown together.
 NAMES, FOLDED = 100, "(folded)"
@@ -111,23 +108,12 @@ class WatchedTensors(Inspection):
     unchanged.
     """
 
-    def __init__(
-        self,
-        *,
-        hooks: Hooks,
-        loss_scale: LossScale,
-        cost: SampleCost,
-        mailbox: Mailbox,
-        totals: WatchTotals,
-        errors: ErrorLog,
-        sampled: bool,
-    ) -> None:
-        self._loss_scale, self._cost, self._totals = loss_scale, cost, totals
+    def __init__(self, context: InspectionContext, totals: WatchTotals, errors: ErrorLog, *, sampled: bool) -> None:
+        self._loss_scale, self._cost, self._totals = context.loss_scale, context.cost, totals
         self._guard = errors.boundary(SOURCE, "gradients of watched tensors are no longer clipped")
         self._measuring = errors.boundary(SOURCE, "gradients of watched tensors are no longer measured")
-        self._tallies = RoundTallies(SOURCE, loss_scale, cost, mailbox)
-        self._sender = VectorSender(SOURCE, mailbox)
-        self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
+        self._tallies, self._sender = RoundTallies(SOURCE, context), VectorSender(SOURCE, context)
+        self._on_gradient = context.hooks.guarded(SOURCE, self._gradient_came)
         self._sampled = sampled
         # How often gradients were clipped, shape (1,), on their device.
         self._counts: dict[tuple[str, torch.device], torch.Tensor] = {}

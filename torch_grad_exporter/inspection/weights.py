@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.errors import caught, warn
-from torch_grad_exporter.inspection.measuring import LayerRows, LayerTurns, VectorSender
+from torch_grad_exporter.inspection.measuring import InspectionContext, LayerRows, LayerTurns, VectorSender
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -25,7 +24,7 @@ from torch_grad_exporter.statistics.batches import batches, plain_local, resolve
 from torch_grad_exporter.statistics.combine import root_of_squares
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.statistics.magnitudes import WIDTH, magnitudes
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 
 SOURCE = "weights"
 
@@ -52,9 +51,9 @@ class WeightMeasurement:
 class WeightProbe(Inspection):
     """The inspection of the next few layers around a sampled step. Belongs to the training thread."""
 
-    def __init__(self, optimizers: Optimizers, cost: SampleCost, mailbox: Mailbox) -> None:
-        self._optimizers, self._cost = optimizers, cost
-        self._sender, self._turns = VectorSender(SOURCE, mailbox), LayerTurns()
+    def __init__(self, context: InspectionContext, optimizers: Optimizers) -> None:
+        self._optimizers, self._cost = optimizers, context.cost
+        self._sender, self._turns = VectorSender(SOURCE, context), LayerTurns()
         self._tried: dict[tuple[int, str], bool] = {}  # parameters of other classes: whether they can be measured
         # By optimizer: the positions of some parameters, and their copies from before its step.
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}

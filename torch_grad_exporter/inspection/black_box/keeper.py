@@ -12,14 +12,13 @@ import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.black_box.kept import SOURCE, WRITTEN, BatchRing, KeptBatch, random_states
-from torch_grad_exporter.inspection.measuring import VectorSender, by_device, dense
+from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender, by_device, dense
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.requests import Requests
-from torch_grad_exporter.store.records import Inspected, Mailbox
+from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 
 # Parameters whose gradients are looked at after each backward, and the largest that they may be: a NaN of the loss is in all.
@@ -42,20 +41,13 @@ class BatchKeeper(Inspection):
     """
 
     def __init__(
-        self,
-        ring: BatchRing,
-        models: Mapping[str, torch.nn.Module],
-        *,
-        clock: StepClock,
-        mailbox: Mailbox,
-        requests: Requests,
-        rounds: RoundTracker,
-        guard: Guard,
-    ) -> None:
-        self._ring, self._clock, self._mailbox, self._rounds, self._guard = ring, clock, mailbox, rounds, guard
-        self._requests = requests
+        self, context: InspectionContext, ring: BatchRing, models: Mapping[str, torch.nn.Module], *, requests: Requests,
+        rounds: RoundTracker, guard: Guard,
+    ) -> None:  # fmt: skip
+        self._clock, self._mailbox = context.clock, context.mailbox
+        self._ring, self._requests, self._rounds, self._guard = ring, requests, rounds, guard
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
-        self._sender = VectorSender(SOURCE, mailbox)
+        self._sender = VectorSender(SOURCE, context)
         self._table: ParameterTable | None = None
         self._witnesses: list[TrackedParameter] = []
         self._without_round: list[KeptBatch] = []

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.armed_round import ArmedRound
-from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.inspections import Inspection
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.inspection.inner_hooks import Args, ForwardObserver, InnerHooks, Kwargs
-from torch_grad_exporter.inspection.measuring import VectorSender
+from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender
 from torch_grad_exporter.inspection.modules import VisibleModules
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
 from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, Tape
@@ -27,10 +24,9 @@ from torch_grad_exporter.inspection.nan_origin.verdict import Origin, OriginSear
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.pending_samples import CountedSample
-from torch_grad_exporter.store.records import Inspected, Mailbox, Outcome
+from torch_grad_exporter.store.records import Inspected, Outcome
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call
-from torch_grad_exporter.torch_compat.optimizers import LossScale
 
 # Rounds that an alarm arms, and seconds between two alarms that arm: while it goes on, more rounds show the same.
 ROUNDS, AGAIN_SECONDS = 4, 5.0
@@ -150,21 +146,11 @@ class NanOrigin(Inspection, ForwardObserver):
     Belongs to the training thread, and to that of the backward.
     """
 
-    def __init__(
-        self,
-        *,
-        hooks: Hooks,
-        cost: SampleCost,
-        clock: StepClock,
-        mailbox: Mailbox,
-        loss_scale: LossScale,
-        models: Mapping[str, torch.nn.Module],
-        always: bool,
-    ) -> None:
-        self._cost, self._clock, self._loss_scale = cost, clock, loss_scale
+    def __init__(self, context: InspectionContext, models: Mapping[str, torch.nn.Module], *, always: bool) -> None:
+        hooks, self._cost, self._clock, self._loss_scale = context.hooks, context.cost, context.clock, context.loss_scale
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
         self._always = always
-        self._sender = VectorSender(SOURCE, mailbox)
+        self._sender = VectorSender(SOURCE, context)
         self._hooks = InnerHooks(hooks, SOURCE, self)
         self._arrives, self._passes = (
             hooks.guarded(SOURCE, functools.partial(self._gradients, arrives)) for arrives in (True, False)
