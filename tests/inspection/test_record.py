@@ -175,6 +175,19 @@ def test_nested_outputs_keep_their_form(name: str) -> None:
     assert call.input_gradients == (None,)
 
 
+class Own(list[torch.Tensor]):
+    """A list of the user's own class."""
+
+
+def test_a_list_of_an_own_class_becomes_plain() -> None:
+    """Of a sequence of the user's own class the items are kept, in a plain one."""
+    model = Nested(lambda h: Own([h]))
+    with record(model, include="inner$") as calls:
+        output = model(X)
+    assert type(calls["inner"][0].outputs) is list
+    assert torch.equal(calls["inner"][0].outputs[0], output[0])
+
+
 def test_modules_called_twice_and_shared_modules() -> None:
     """Each call has its own entry and gradient, and a module under two names has one list."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4)})

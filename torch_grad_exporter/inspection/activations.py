@@ -115,17 +115,9 @@ COMPILED = "activations of %d modules are not shown, since they are compiled; a 
 
 # Modules whose channels come before this many dimensions of space.
 _SPATIAL: dict[type[torch.nn.Module], int] = {
-    kind: dims
-    for dims, kinds in enumerate(
-        (
-            (torch.nn.Conv1d, torch.nn.ConvTranspose1d, torch.nn.MaxPool1d, torch.nn.AvgPool1d, torch.nn.AdaptiveAvgPool1d),
-            (torch.nn.Conv2d, torch.nn.ConvTranspose2d, torch.nn.MaxPool2d, torch.nn.AvgPool2d, torch.nn.AdaptiveAvgPool2d),
-            (torch.nn.Conv3d, torch.nn.ConvTranspose3d, torch.nn.MaxPool3d, torch.nn.AvgPool3d, torch.nn.AdaptiveAvgPool3d),
-        ),
-        start=1,
-    )
-    for kind in kinds
-}
+    getattr(torch.nn, f"{kind}{dims}d"): dims
+    for kind in ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool") for dims in (1, 2, 3)
+}  # fmt: skip
 
 _CHANNELS_SECOND = (
     torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, torch.nn.GroupNorm,

@@ -15,7 +15,8 @@ import torch
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.metrics.families import REMOVED, IntArray
+from torch_grad_exporter.metrics.families import REMOVED
+from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.store.host_transfer import HostTransfer
@@ -181,11 +182,13 @@ class LayerRows(Generic[Row]):
 class LayerTurns:
     """Remembers of each optimizer whose turn it is. Belongs to the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Optimizers) -> None:
+        self._optimizers = optimizers
         self._next: dict[int, int] = {}
 
-    def take(self, table: ParameterTable, optimizer: int, owners: IntArray) -> Iterator[list[int]]:
+    def take(self, table: ParameterTable, optimizer: int) -> Iterator[list[int]]:
         """Yield the positions of the parameters of each of the next layers, of those that the optimizer owns."""
+        owners = self._optimizers.owners(table, {optimizer})
         layers = np.unique(table.layer_of[owners == optimizer])
         elements = 0
         for number in range(min(LAYERS, len(layers))):

@@ -144,27 +144,23 @@ def _walked(raw: str, module: torch.nn.Module, *, compiled: bool, seen: set[int]
 
 @dataclass(slots=True)
 class VisibleModules:
-    """The modules of a root that can be hooked, each once under its first name; compiled ones in them by `id`, which cannot."""
+    """The modules of a root that can be hooked, by `id`, under their first names; `hidden`: compiled ones in each, which cannot.
+
+    `name`: of the model, empty for a single one.
+    """
 
     root: torch.nn.Module
-    modules: list[InnerModule] = field(default_factory=list)
-    labels: dict[int, str] = field(default_factory=dict)
+    name: str
+    modules: dict[int, InnerModule] = field(default_factory=dict)
     hidden: dict[int, list[str]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, root: torch.nn.Module, name: str) -> VisibleModules:
-        """Walk the modules of a root. `name`: of the model, empty for a single one."""
-        visible = cls(root)
-        visible._add(root, name, name or type(root).__name__)
-        return visible
+    def __post_init__(self) -> None:
+        self._add(self.root, self.name, self.name or type(self.root).__name__)
 
     def _add(self, module: torch.nn.Module, path: str, label: str) -> None:
-        self.modules.append(InnerModule(label, weakref.ref(module)))
-        self.labels[id(module)] = label
-        if hides_its_inside(module):
-            return
-        for attribute, child in children_in(module).items():
-            if child is None or id(child) in self.labels:
+        self.modules[id(module)] = InnerModule(label, weakref.ref(module))
+        for attribute, child in children_in(module).items() if not hides_its_inside(module) else ():
+            if child is None or id(child) in self.modules:
                 continue
             below = joined(path, attribute)
             if compiles_its_call(child):

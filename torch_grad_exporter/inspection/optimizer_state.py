@@ -59,7 +59,7 @@ class StateProbe(Inspection):
     def __init__(self, context: InspectionContext, optimizers: Optimizers, rounds: RoundTracker, *, clips: bool) -> None:
         self._clips = clips  # whether `clip=` clips after a step began
         self._optimizers, self._rounds, self._cost = optimizers, rounds, context.cost
-        self._sender, self._turns = VectorSender(SOURCE, context), LayerTurns()
+        self._sender, self._turns = VectorSender(SOURCE, context), LayerTurns(optimizers)
         self._seen: set[int] = set()  # optimizers that had their first sampled step, so that they have a state if they keep one
         self._said: set[int] = set()
 
@@ -84,8 +84,8 @@ class StateProbe(Inspection):
             return
         table = current.table
         mine = [optimizer for known, optimizer in self._optimizers.numbered() if known == number]
-        turns = self._turns.take(table, number, self._optimizers.owners(table, {number}))
-        trained = [i for i in itertools.chain.from_iterable(turns) if table.tracked[i].gradient() is not None]
+        turns = itertools.chain.from_iterable(self._turns.take(table, number))
+        trained = [i for i in turns if table.tracked[i].gradient() is not None]
         measured = [
             (position, values)
             for position, optimizer in itertools.product(trained, mine)

@@ -22,7 +22,7 @@ from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.schedule import scattered
 from torch_grad_exporter.errors import warn
-from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender
+from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender, by_device
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.names import LayerFilter, clean, joined, places_of
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -110,7 +110,15 @@ class ReplicaProbe(Inspection):
         read = [*self._gradients(current, optimizer)]
         if with_state:
             read += self._state(current)
-        self._send((steps, current.number), next(iter(groups), None), read)
+        devices = by_device((place, tensor) for place, (_, tensor) in enumerate(read) if tensor is not None)
+        vectors = []
+        for device, here in devices.items():
+            begun = self._cost.begin((device,))
+            vectors.append(self._checksums.of(tensor for _, tensor in here))
+            self._cost.end(begun)
+        copied, places = tuple(copied for copied, _ in read), tuple(tuple(place for place, _ in here) for here in devices.values())
+        measured = ReplicaMeasurement((steps, current.number), next(iter(groups), None), copied, places)
+        self._sender.send(current.number, vectors, measured)
 
     def release(self) -> None:
         """Let go of memory on devices and of wrappers; idempotent, from any thread."""
@@ -165,19 +173,6 @@ class ReplicaProbe(Inspection):
             labels = dict(zip(names, fold(names, self._max_layers), strict=True))
             state += [(Copied(kind, labels[layer], form_of(tensor)), tensor) for layer, tensor in tensors]
         return state
-
-    def _send(self, step: tuple[int, int], ranks: tuple[int, ...] | None, read: list[tuple[Copied, torch.Tensor | None]]) -> None:
-        by_device: dict[torch.device, list[int]] = {}
-        for place, (_, tensor) in enumerate(read):
-            if tensor is not None:
-                by_device.setdefault(tensor.device, []).append(place)
-        vectors = []
-        for device, places in by_device.items():
-            begun = self._cost.begin((device,))
-            vectors.append(self._checksums.of(t for i in places if (t := read[i][1]) is not None))
-            self._cost.end(begun)
-        copied = tuple(description for description, _ in read)
-        self._sender.send(step[1], vectors, ReplicaMeasurement(step, ranks, copied, tuple(map(tuple, by_device.values()))))
 
     def _say(self, message: str, *arguments: object) -> None:
         if message not in self._said:

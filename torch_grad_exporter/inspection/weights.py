@@ -52,8 +52,7 @@ class WeightProbe(Inspection):
     """The inspection of the next few layers around a sampled step. Belongs to the training thread."""
 
     def __init__(self, context: InspectionContext, optimizers: Optimizers) -> None:
-        self._optimizers, self._cost = optimizers, context.cost
-        self._sender, self._turns = VectorSender(SOURCE, context), LayerTurns()
+        self._cost, self._sender, self._turns = context.cost, VectorSender(SOURCE, context), LayerTurns(optimizers)
         self._tried: dict[tuple[int, str], bool] = {}  # parameters of other classes: whether they can be measured
         # By optimizer: the positions of some parameters, and their copies from before its step.
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
@@ -62,8 +61,7 @@ class WeightProbe(Inspection):
     def step_began(self, current: ArmedRound, optimizer: int) -> None:
         """Copy the parameters of the next layers that the optimizer owns."""
         table, cost = current.table, self._cost
-        owners = self._optimizers.owners(table, {optimizer})
-        turns = self._turns.take(table, optimizer, owners)
+        turns = self._turns.take(table, optimizer)
         positions = [i for layer in turns if all(self._measurable(table, i) for i in layer) for i in layer]
         chosen = ((position, table.tracked[position].parameter()) for position in positions)
         copied = [(i, p, local(p)) for i, p in chosen if p is not None]

@@ -149,6 +149,16 @@ def own_code() -> nn.Module:
     return Own()
 
 
+def twice_in_fp16() -> nn.Module:
+    """Return a model in which two finite parts of a gradient have a sum that overflows."""
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh().half()
+        return (y * 4e4).float() + (y * 4e4).float()
+
+    return nn.Sequential(nn.Linear(8, 8), Function(both))
+
+
 def sequence(first: nn.Module) -> nn.Module:
     """Return a recurrent layer whose output overflows in the next module."""
     return nn.Sequential(first, Function(lambda given: given[0][:, -1] * 1e38 * 1e38), nn.Linear(8, 1))
@@ -162,4 +172,5 @@ CAUSES += [
     Cause("gradient_of_the_loss", around, ("loss", "loss"), loss=lambda output: (output * 0).square().sum().sqrt()),
     Cause("lstm", lambda: sequence(nn.LSTM(8, 8, batch_first=True)), ("1", "forward"), "inf", lambda: torch.randn(4, 3, 8)),
     Cause("the_models_own_code", own_code, ("Own", "forward"), "nan"),
+    Cause("sum_of_finite_parts", twice_in_fp16, ("unknown", "unknown"), "inf", loss=torch.sum),
 ]

@@ -34,20 +34,18 @@ class Suspects:
 
     def __init__(self, ring: BatchRing, requests: Requests, clock: Callable[[], float] = time.monotonic) -> None:
         self._ring, self._requests, self._clock = ring, requests, clock
-        # By the reason, the forwards that it pins, and when it was last seen.
-        self._suspicions: dict[str, tuple[tuple[int, ...], float]] = {}
+        self._seen_at: dict[str, float] = {}  # by the reason that pins batches, the last time
         self._baselines = {LOSS: Baseline(loss=True), NORM: Baseline()}
         self.finite, self._forward, self._began = True, -1, -2
         self._spiking: set[str] = set()
 
     def of(self, kind: str) -> tuple[int, ...]:
         """Return the forwards that are pinned by this reason, none if there are none. From any thread."""
-        forwards, _ = self._suspicions.get(kind, ((), 0.0))
-        return forwards
+        return self._ring.pins.get(kind, ())
 
     def written(self, kind: str) -> None:
         """Unpin what was written. From any thread."""
-        self._suspicions.pop(kind, None)
+        self._seen_at.pop(kind, None)
         self._ring.pins.pop(kind, None)
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
@@ -55,7 +53,7 @@ class Suspects:
         if not values:
             self._forward = record.round
             self._ring.seen = record.round - LATE
-            for kind, (_, at) in tuple(self._suspicions.items()):
+            for kind, at in tuple(self._seen_at.items()):
                 if self._clock() - at > KEPT_SECONDS[kind]:
                     self.written(kind)
         else:
@@ -89,8 +87,8 @@ class Suspects:
             self._began = forward
             self._pin(NONFINITE, forward)
             self._requests.arm(1, SOURCE)
-        elif not finite and (forwards := self.of(NONFINITE)):
-            self._suspicions[NONFINITE] = forwards, self._clock()
+        elif not finite and self.of(NONFINITE):
+            self._seen_at[NONFINITE] = self._clock()
         self.finite = finite
 
     def _judge_size(self, kind: str, value: float, forward: int) -> None:
@@ -103,5 +101,4 @@ class Suspects:
     def _pin(self, kind: str, forward: int) -> None:
         forwards = self._ring.latest(forward)
         if forwards:
-            self._ring.pins[kind] = forwards
-            self._suspicions[kind] = forwards, self._clock()
+            self._ring.pins[kind], self._seen_at[kind] = forwards, self._clock()

@@ -182,10 +182,10 @@ class NanOrigin(Inspection, ForwardObserver):
             self._forwards -= 1
             self._rounds = self._rounds if self._forwards > 0 else 0
         self._sampled = sampled
-        visible = VisibleModules.of(root, next((name for model, name in self._names if model() is root), ""))
+        visible = VisibleModules(root, next((name for model, name in self._names if model() is root), ""))
         with torch.no_grad():
             recording.begin(visible)
-        self._hooks.arm(root, tuple(visible.modules), args, kwargs)
+        self._hooks.arm(root, tuple(visible.modules.values()), args, kwargs)
 
     def backward_ended(self, current: ArmedRound, at: float) -> None:  # noqa: ARG002
         """Send what was recorded up to now."""

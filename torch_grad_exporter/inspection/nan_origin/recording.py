@@ -97,7 +97,8 @@ class Recording:
 
     def _flag_held(self, visible: VisibleModules) -> None:
         for path, module in visible.root.named_modules():
-            layer = visible.labels.get(id(module), clean(path) or type(module).__name__)
+            known = visible.modules.get(id(module))
+            layer = known.label if known is not None else clean(path) or type(module).__name__
             own = [(name, parameter, False) for name, parameter in parameters_in(module).items()]
             own += [(name, buffer, True) for name, buffer in module.named_buffers(recurse=False)]
             for attribute, tensor, is_buffer in own:
