@@ -97,10 +97,6 @@ class WatchTotals:
 SOURCE = "watch"
 
 
-class PartOfGradientError(RuntimeError):
-    """A gradient of which this rank has only a part, so its norm is unknown and it cannot be clipped."""
-
-
 class WatchedTensors(Inspection):
     """The inspection of watched tensors, which clips them as well. Belongs to the training thread, and to that of the backward.
 
@@ -207,7 +203,8 @@ class WatchedTensors(Inspection):
         if values is None or values.shape != gradient.shape:
             if gradient.numel() == 0:
                 return torch.ones((), dtype=gradient.dtype, device=gradient.device)
-            raise PartOfGradientError("the gradient of a watched tensor is sparse or sharded over ranks, so that it is not clipped")
+            # Of a part, the norm of the whole is unknown.
+            raise RuntimeError("the gradient of a watched tensor is sparse or sharded over ranks, so that it is not clipped")
         with without_autocast(values.device.type):
             norm = torch.linalg.vector_norm(values, dtype=wide(values.device))
             scale = self._loss_scale.value
