@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 
 import pytest
-import yaml
 
 from dashboards.generate.alerts import numbers
 from tests.rules.test_rules import ALERTS, OF_PROMETHEUS, RULES, TESTS, exported, metrics, rules
@@ -59,8 +58,8 @@ def test_each_alert_has_a_severity_and_texts(name: str) -> None:
 def unit_tests() -> dict[str, list[dict[str, object]]]:
     """Return the unit tests of each alert."""
     found: dict[str, list[dict[str, object]]] = defaultdict(list)
-    for path in TESTS:
-        for test in yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)["tests"]:
+    for tests in TESTS.values():
+        for test in tests["tests"]:
             name, colon, _ = test["name"].partition(": ")
             if colon:
                 found[name].append(test)
@@ -72,14 +71,10 @@ UNIT_TESTS = unit_tests()
 
 def test_healthy_runs_have_all_metrics() -> None:
     """The healthy runs of the unit tests have each metric of the alerts, else their silence would prove nothing."""
-    (path,) = [path for path in TESTS if path.name == "together.test.yml"]
+    (healthy,) = [tests for path, tests in TESTS.items() if path.name == "together.cases.yml"]
     recorded = {rule["record"] for rules_path in RULES for rule in rules(rules_path)}
     asked = {metric for file in [*RULES, *ALERTS] for rule in rules(file) for metric in metrics(rule["expr"])} - recorded
-    shown = {
-        series["series"].partition("{")[0]
-        for test in yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)["tests"]
-        for series in test["input_series"]
-    }
+    shown = {series["series"].partition("{")[0] for test in healthy["tests"] for series in test["input_series"]}
     assert asked - shown == {"torch_grad_noise_scale", "torch_layer_frozen"}  # Opt-in, and what they show is no fault.
 
 
