@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+SURPRISE = "surprise"
+"""The reason of those that want samples: something was seen that no sample shows."""
+
 PENDING = 64
 """Requests that are kept until they are taken; beyond, the oldest is dropped."""
 

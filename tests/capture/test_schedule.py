@@ -267,3 +267,27 @@ def test_own_threads_are_part_of_the_budget() -> None:
     for schedule in (alone, beside):
         train(schedule, 20_000, always(0.01), always(0.001))
     assert beside.interval >= 2 * alone.interval
+
+
+def test_a_sample_beside_the_regular_ones_is_affordable_until_it_is_paid_back() -> None:
+    """What a sample beside the others costs may be owed up to 30 seconds' budget, and is paid back by the steps that follow."""
+    schedule = SamplingSchedule(budget=0.01)
+    train(schedule, 2_000, always(0.1), always(0.01))
+    assert schedule.affords_another
+    for _ in range(40):
+        schedule.sampled(0.01)
+        schedule.stepped(0.1, 0.01, sampled=True)
+    assert not schedule.affords_another
+    train(schedule, 1_000, always(0.1), always(0.01), start=2_000)
+    assert schedule.affords_another
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_fixed_interval_has_no_budget(every: int) -> None:
+    """With a fixed interval further samples are always affordable, but not where none is wanted at all."""
+    schedule = SamplingSchedule(every=every)
+    for _ in range(100):
+        schedule.sampled(1.0)
+    assert schedule.affords_another
+    schedule.never()
+    assert not schedule.affords_another

@@ -217,7 +217,7 @@ def build_worker(stage: CaptureStage, totals: InspectionTotals, checked: Checked
         return stage.capture.look()
 
     worker = Worker(
-        stage.mailbox, checked.index.table, stage.errors, layout=stage.layout,
+        stage.mailbox, checked.index.table, stage.errors, stage.requests, layout=stage.layout,
         clipped=checked.clip is not None,
         drain_seconds=ORIGIN_SECONDS if checked.settings.nan_origin or checked.settings.black_box else DRAIN_SECONDS,
         periodic=periodic,

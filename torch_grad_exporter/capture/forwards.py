@@ -18,6 +18,7 @@ from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.torch_hooks import batch_size
 from torch_grad_exporter.model.parameters import parameters_of
+from torch_grad_exporter.requests import SURPRISE
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
 from torch_grad_exporter.torch_compat.replicas import PIPELINES, calling_pipeline
@@ -89,6 +90,7 @@ class ForwardHooks:
         if self._requests.pending:
             requested = self._requests.take()
             self._counted.follow(max(requested.values()) + 1)
+            self._rounds.wanted = max(self._rounds.wanted, requested.get(SURPRISE, 0))
             self._inspections.tell(Inspection.requested, requested)
         # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
         again = graph_task() != -1

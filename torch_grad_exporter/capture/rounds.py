@@ -94,6 +94,7 @@ class RoundTracker:
         closures: Those of them whose backward comes within the step.
         lost: Rounds that were due and were not read, by the reason.
         fused: Corrects counts of steps that a fused optimizer may have skipped.
+        wanted: How many of the next rounds are to be sampled besides those that are due, within the budget.
         inputs_wanted: Whether the last forward of a root got an input that is to have a gradient.
     """
 
@@ -119,6 +120,7 @@ class RoundTracker:
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
         self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
+        self.wanted = 0
         self.inputs_wanted = False
         self._postponed = False  # a sample that could not be taken yet is to be taken of the next round
         self._skipped_unseen = False  # a step was skipped while rounds were only counted
@@ -132,7 +134,7 @@ class RoundTracker:
         if not current.stepped:
             return current.sampled
         number = current.number + 1
-        return self._postponed or self._schedule.next_due(number) == number
+        return self._postponed or self._schedule.next_due(number) == number or (self.wanted > 0 and self._schedule.affords_another)
 
     def forward_began(self) -> None:
         """A forward with gradients begins after steps: an optimizer that steps later uses other gradients than were read.
@@ -282,6 +284,8 @@ class RoundTracker:
         """End the current round and begin the next one."""
         last, number = self.current, self.current.number + 1
         due = self._schedule.next_due(number) == number  # as at the forward; the end of a sample may change the interval
+        wanted = self.wanted > 0 and self._schedule.affords_another
+        self.wanted -= self.wanted > 0
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         self._clock.skipped += self.pattern.learn(last.models, last.stepped, last.backwards)
         if last.behind:
@@ -290,7 +294,7 @@ class RoundTracker:
         # The answer of a fused optimizer comes late: the step before may turn out to be a skipped one now.
         late = bool(self.fused.undecided) and self.fused.settle(number)
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled
-        sampled = due or ((surprising or self._postponed) and self._schedule.shown_interval is not None)
+        sampled = due or wanted or ((surprising or self._postponed) and self._schedule.shown_interval is not None)
         self._skipped_unseen = self._postponed = False
         self.current = ArmedRound(number, sampled=sampled, table=self._index.table, extra=not due)
         self._cost.settle()

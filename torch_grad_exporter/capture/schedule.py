@@ -135,6 +135,11 @@ class SamplingSchedule:
         return None if self.interval == NEVER else self.interval
 
     @property
+    def affords_another(self) -> bool:
+        """Whether a sample beside the regular ones can be paid back: a larger debt is forgotten."""
+        return self.interval != NEVER and (self.every is not None or self._owed + self._a_sample <= OWED_SECONDS * self.budget)
+
+    @property
     def capped(self) -> bool:
         """Whether the budget would require a longer interval than there is."""
         return self.every is None and self.interval == LONGEST and self._share() / LONGEST > self.budget

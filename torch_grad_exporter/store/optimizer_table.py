@@ -18,6 +18,7 @@ from torch_grad_exporter.store.cursors import Cursor, entered
 from torch_grad_exporter.store.histograms import NormRows, Records
 from torch_grad_exporter.store.pending_samples import CountedSample
 from torch_grad_exporter.store.records import UNOWNED, Outcome
+from torch_grad_exporter.store.surprises import Surprises
 
 NEVER = 0  # stands for samples that stay undecided
 OBSERVED = -2  # stands for an optimizer: that of norms that the user computed before clipping and gave to `observe(grad_norm=)`
@@ -37,10 +38,10 @@ OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")  # what an obser
 
 
 class OptimizerTable:
-    """One row per optimizer, and one for observed norms. `cursors`: consumers of single values."""
+    """One row per optimizer, and one for observed norms. `cursors`: consumers of single values; `surprises`: of odd norms."""
 
-    def __init__(self, cursors: Collection[Cursor]) -> None:
-        self._cursors = cursors
+    def __init__(self, cursors: Collection[Cursor], surprises: Surprises) -> None:
+        self._cursors, self._surprises = cursors, surprises
         self.rows = NormRows(np.zeros(1, dtype=OPTIMIZER), HALF_DECADES)
         self._row_of: dict[int, int] = {}
         self._undecided: defaultdict[int, set[int]] = defaultdict(set)  # by row, samples that may have been clipped
@@ -71,6 +72,8 @@ class OptimizerTable:
             nonfinite = counted.sample.nonfinite(mine)
             if optimizer in counted.new:
                 values[f"nonfinite_{outcome.value}"] += nonfinite
+                if nonfinite and outcome is Outcome.STEPPED:  # a scaler's search makes it skip steps
+                    self._surprises.seen()
             clip = clip or (ClipVerdict(None) if nonfinite else None)  # such gradients are not clipped, whatever is left of them
             # Where nothing reports steps, the outcome of each is unknown.
             if outcome is Outcome.STEPPED or (outcome is Outcome.UNKNOWN and optimizer == UNOWNED):
@@ -105,6 +108,8 @@ class OptimizerTable:
         """Take what became of the step whose norm was observed last."""
         if self._open:
             self.rows.values[f"nonfinite_{outcome.value}"][self._row(OBSERVED)] += 1
+            if outcome is Outcome.STEPPED:
+                self._surprises.seen()
             self._open = False
 
     def _enter(self, row: int, norm: float, after: float, *, fresh: bool, step: int | None = None) -> None:
@@ -114,7 +119,9 @@ class OptimizerTable:
         self.rows.note(rows, norms if fresh else np.array([np.nan]), np.array([after]), np.isfinite(norms), single)
         if fresh:
             self.rows.enter(rows, norms)
-            self.rows.values["spikes"][row] += math.isfinite(norm) and self._baselines[row].is_spike(norm)
+            if math.isfinite(norm) and self._baselines[row].is_spike(norm):
+                self.rows.values["spikes"][row] += 1
+                self._surprises.seen()
 
     def _row(self, optimizer: int) -> int:
         """Return the row of an optimizer; the first one takes over that of samples from before any was known."""

@@ -18,6 +18,7 @@ from torch_grad_exporter.store.baselines import Baseline
 from torch_grad_exporter.store.cursors import Cursor, entered
 from torch_grad_exporter.store.exponential import ExponentialRows
 from torch_grad_exporter.store.records import Observed, StepsTaken
+from torch_grad_exporter.store.surprises import Surprises
 
 RATIO_STEPS, SLOWEST_STEPS = 1000, 128  # over which the overhead ratio and the slowest step are taken
 
@@ -42,10 +43,10 @@ class TotalsSnapshot:
 
 
 class RunTable:
-    """Adds up what happens every step. `cursors`: consumers of losses and of single values."""
+    """Adds up what happens every step. `cursors`: consumers of losses and of single values; `surprises`: is told of odd losses."""
 
-    def __init__(self, cursors: Collection[Cursor]) -> None:
-        self._cursors = cursors
+    def __init__(self, cursors: Collection[Cursor], surprises: Surprises) -> None:
+        self._cursors, self._surprises = cursors, surprises
         self.on_steps: Callable[[Sequence[float]], object] = len  # is given the ends of further steps
         self._totals = TotalsSnapshot()
         self._loss_baseline = Baseline(loss=True)
@@ -118,11 +119,14 @@ class RunTable:
         single = entered(self._cursors, "loss", record.step, value)
         if not math.isfinite(value):
             totals.loss_nonfinite += 1
+            self._surprises.seen()
             return
         for cursor in self._cursors:
             if cursor not in single:
                 cursor.losses = cursor.losses.with_one(value)
-        totals.loss_spikes += self._loss_baseline.is_spike(value)
+        if self._loss_baseline.is_spike(value):
+            totals.loss_spikes += 1
+            self._surprises.seen()
 
     def snapshot(self, *, recent: bool) -> TotalsSnapshot:
         """Return a copy of all values. `recent`: with those over the last steps."""

@@ -25,6 +25,7 @@ import numpy.ma
 from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.store.cursors import Cursor, Losses, Singles
 from torch_grad_exporter.store.layer_table import LayerTable
@@ -45,6 +46,7 @@ from torch_grad_exporter.store.records import (
 )
 from torch_grad_exporter.store.run_table import RunTable
 from torch_grad_exporter.store.snapshots import EachSample, GradientSnapshot, NewGradients, Reading, Snapshot
+from torch_grad_exporter.store.surprises import Surprises
 
 CLOSE_SECONDS = WAIT_SECONDS = 5.0  # how long `close`, and a scrape, wait for a drain; the scrape has older values then
 MOST_WAITING = 1 << 13  # records that wait for their vectors, at most; beyond, the first of them is given up
@@ -61,6 +63,7 @@ class Worker:
         mailbox: Where the records come from.
         table: The parameters at the start.
         errors: Failures count under `worker`.
+        requests: Where samples are asked for after a surprise.
         layout: The columns of samples.
         clipped: Whether gradients are clipped as `clip=` asks for.
         drain_seconds: Between two drains of the thread.
@@ -72,6 +75,7 @@ class Worker:
         mailbox: Mailbox,
         table: ParameterTable,
         errors: ErrorLog,
+        requests: Requests,
         *,
         layout: Layout = ORDINARY,
         clipped: bool = False,
@@ -87,8 +91,9 @@ class Worker:
         self._each: list[EachSample] = []
         self._pending = PendingSamples(clipped=clipped)
         self._layers = LayerTable(table, layout)
-        self._optimizers = OptimizerTable(self._cursors)
-        self._run = RunTable(self._cursors)
+        surprises = Surprises(requests)
+        self._optimizers = OptimizerTable(self._cursors, surprises)
+        self._run = RunTable(self._cursors, surprises)
         self._known: tuple[int, GradientSnapshot] | None = None  # the last snapshot, and the changes up to it
         self._undelivered = 0  # samples whose vectors never arrived
         self._waiting: deque[tuple[float, Record]] = deque()  # records that wait for their vectors, since when
