@@ -8,11 +8,12 @@ from dashboards.generate import acting
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import equal, events, ever, in_order, of_rank, of_run, rate, recorded
+from dashboards.generate.queries import equal, events, ever, in_order, of_rank, of_run, rate, recorded, with_rank_name
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-exporter"
 RANK = "{{run}} rank {{rank}}"
+ROW = "{{run}} {{rank_name}}"
 MODES = {1: ("After the backward", "green"), 2: ("At the step", "orange")}
 FAILED = {0: ("Failed", "red")}
 ANSWER = {1: ("Up", "green"), 0: ("Down", "red")}
@@ -83,8 +84,8 @@ def _mode() -> Panel:
         "Where the exporter reads gradients. At the step is the last resort, as under compiled "
         "autograd: norms are those after clipping."
     )
-    ordered = in_order(f"max by (run, rank) ({each})", "run", "rank")
-    query, known = Query(ordered, RANK), ever(of_rank("torch_grad_exporter_capture_mode"))
+    ordered = in_order(with_rank_name(f"max by (run, rank) ({each})"), "run", "rank")
+    query, known = Query(ordered, ROW), ever(of_rank("torch_grad_exporter_capture_mode"))
     return draw.timeline("Capture mode", text, query, MODES, draw.NO_RUN, ever=known)
 
 
@@ -145,7 +146,7 @@ def _targets() -> Panel:
     known = f"group by (job, instance, run, rank) (last_over_time({of_run('torch_train_world_size')}[$__range] @ end()))"
     answers = 'max by (job, instance) (up{job=~"$job"})'
     up = f"({known} * on (job, instance) group_left () {answers})"
-    query = Query(in_order(up, "run", "rank"), f"{RANK} {{{{instance}}}}")
+    query = Query(in_order(with_rank_name(up), "run", "rank"), f"{ROW} {{{{instance}}}}")
     text = "Whether each target of the chosen runs answers. A gap is a time without the target."
     return draw.timeline("Targets", text, query, ANSWER, "No target in this time range; a run that only pushes has none")
 

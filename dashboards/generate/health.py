@@ -137,7 +137,8 @@ def _state() -> stat.Panel:
     panel.data_links([THIS_RUN]).override_by_query("B", [draw.setting("mappings", []), draw.setting("links", [ALL_RUNS.build()])])
     for number, (name, color) in STATES.items():
         fixed = {"mode": "fixed", "fixedColor": color}
-        panel.override_by_name(str(number), [draw.setting("displayName", name), draw.setting("color", fixed)])
+        short = name.partition(",")[0].partition(" by ")[0]  # a sixth of the panel is its width
+        panel.override_by_name(str(number), [draw.setting("displayName", short), draw.setting("color", fixed)])
     return panel
 
 
@@ -167,7 +168,7 @@ def _stalled() -> stat.Panel:
         "and, in an evaluation, 30 minutes. Typical causes are a hang in a collective, in the data loader or in a "
         "checkpoint."
     )
-    worst = Query(f"topk({NAMED}, {idle()})", "{{run}}")
+    worst = Query(f"topk({NAMED}, {idle()} > 0) or on () max({idle()})", "{{run}}")
     panel = draw.number("Stalled for", text, "s", worst, nothing="No run is training", texts={0: ("No", "green")})
     return panel.thresholds(steps(("green", None), ("red", 1))).data_links([THIS_RUN])
 
@@ -179,11 +180,14 @@ def _spikes() -> stat.Panel:
     text = (
         "Sampled steps in the time range with a global gradient norm or a loss beyond 6 robust sigmas of its own "
         "last 128 values. A single spike heals by itself; several in ten minutes are GradientExploding or "
-        "LossSpike. Largest: the largest global norm over the median, of the run in which that is most, by the buckets of the "
-        "histogram."
+        "LossSpike. Largest: the largest global norm over the median of the same ten minutes, of those with a spike, by the "
+        "buckets of the histogram."
     )
-    buckets = f"sum by (run, optimizer, le) ({ask.over_range(of_run('torch_grad_global_norm_distribution_bucket'))})"
-    size = f"max(histogram_quantile(1, {buckets}) / (histogram_quantile(0.5, {buckets}) > 0))"
+    buckets = f"sum by (run, optimizer, le) (increase({of_run('torch_grad_global_norm_distribution_bucket')}[10m]))"
+    spiked = f"sum by (run) (increase({of_run('torch_grad_global_norm_spikes_total')}[10m])) > 0"
+    ratio = f"histogram_quantile(1, {buckets}) / (histogram_quantile(0.5, {buckets}) > 0) and on (run) {spiked}"
+    # The last minutes beside the points of the subquery, whose places are multiples of its step.
+    size = f'max(max_over_time(({ratio})[$__range:5m]) or label_replace({ratio}, "at", "now", "", ""))'
     panel = draw.number(
         "Spikes", text, "short",
         Query(count("torch_grad_global_norm_spikes_total"), "norm"),

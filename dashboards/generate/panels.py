@@ -240,8 +240,8 @@ def timeline(
 
     With the colour mode that Grafana takes otherwise, a continuous one, there is no legend. `ever`: see `or_nothing`.
     """
-    panel = about(statetimeline.Panel(), title, description, "short", NO_RUN)
-    # Grafana draws no sentence for a timeline without series, but an error.
+    # Grafana draws no sentence for a timeline without series, but an error; where there are some, it is a legend for each gap.
+    panel = about(statetimeline.Panel(), title, description, "short", nothing="")
     filled = Query(or_nothing(query.expression, query.legend, nothing, unless=ever), query.legend)
     empty = {NOTHING: ("None", "green"), NO_RUNS: ("No run", "text")}
     panel = asking(panel, [filled]).mappings([names({**texts, **empty})])

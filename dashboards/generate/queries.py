@@ -97,6 +97,11 @@ def in_order(expression: str, *labels: str) -> str:
     return f'label_join({ordered}, "as", " ", {first}, "as")'
 
 
+def with_rank_name(expression: str) -> str:
+    """The same with a label `rank_name`, which the row that says there is none lacks: only its sentence is left of the legend."""
+    return f'label_replace({expression}, "rank_name", "rank $1", "rank", "(.+)")'
+
+
 def in_model_order(expression: str, *, modules: bool = False) -> str:
     """The series by run and layer in the order of the model, run by run; those without a known place come last, by name.
 

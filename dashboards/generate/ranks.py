@@ -53,7 +53,7 @@ def _slowest() -> Panel:
         "The rank with the longest own time in a step, as a multiple of that of the fastest rank. From 1.33 on it is a straggler."
     )
     slowest = Query(ask.top(NAMED, f"topk by (run) (1, {ratio})"), RANK)
-    panel = draw.number("Slowest rank", text, "none", slowest, nothing=draw.NO_OWN_TIME)
+    panel = draw.number("Slowest rank", text, "count:x", slowest, nothing=draw.NO_OWN_TIME)
     return panel.decimals(2).thresholds(steps(("green", None), ("orange", 1.33)))
 
 
@@ -77,7 +77,8 @@ def _states() -> Panel:
         "restarted while the text file of its last process remains, it is the state of the new process."
     )
     gone = f"0 * ({lost(CHOSEN)}) + 6"
-    query = Query(ask.in_order(f"({gone} or {alive} or {ended})", "run", "rank"), RANK)
+    rows_by_rank = ask.in_order(ask.with_rank_name(f"({gone} or {alive} or {ended})"), "run", "rank")
+    query = Query(rows_by_rank, "{{run}} {{rank_name}}")
     return draw.timeline("State of each rank", text, query, STATES, draw.NO_RUN)
 
 
@@ -106,7 +107,7 @@ def _comparison() -> Panel:
         Column("run", "Run"), Column("rank", "Rank", width=70, link=to_resources), Column("host", "Host", link=to_resources),
         Column("Value #B", "Own time / fastest", "none", full=2, orange=1.33, width=170), Column("Value #C", "Step", "s", width=90),
         Column("Value #D", "Own time", "s", width=90), Column("Value #E", "Data and host", "s", width=110),
-        Column("Value #F", "Waits for others", "s", width=120), Column("Value #G", "Steps behind", width=105, decimals=0),
+        Column("Value #F", "Waits", "s", width=90), Column("Value #G", "Steps behind", width=105, decimals=0),
         Column("Value #H", "Idle for", "s", width=90), Column("Value #I", "NaN and Inf", width=95, decimals=0),
     ]  # fmt: skip
     text = (

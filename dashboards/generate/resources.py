@@ -7,7 +7,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import by_host, counted, ever, in_order, of_rank, rate, with_host
+from dashboards.generate.queries import by_host, counted, ever, in_order, of_rank, rate, with_host, with_rank_name
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-resources"
@@ -15,6 +15,7 @@ THROTTLED = {0: ("Full speed", "green"), 1: ("Held back at times", "yellow"), 2:
 NO_CUDA = "No CUDA device is in use"
 NO_GPU = "No GPU that NVML knows, or the extra `gpu` is not installed"
 DEVICE = "{{host}} rank {{rank}} {{device}}"
+ROW = "{{host}} {{rank_name}} {{device}}"
 RANK = "{{run}} rank {{rank}}"
 
 
@@ -116,7 +117,7 @@ def _throttled() -> Panel:
     share = rate(of_rank("torch_gpu_throttled_seconds_total"))
     most = f"max by (job, instance, run, rank, device, uuid) ({share})"
     state = f"(({most} > bool 0.01) + ({most} > bool 0.1))"
-    query = Query(in_order(with_host(state), "host", "rank", "device"), DEVICE)
+    query = Query(in_order(with_rank_name(with_host(state)), "host", "rank", "device"), ROW)
     text = (
         "Whether the driver held the clocks down: at times, or for more than a tenth of the time, as alert GpuThrottled has it. A "
         "slow GPU slows all ranks down."
@@ -128,7 +129,7 @@ def _throttled() -> Panel:
 def _reasons() -> Panel:
     share = rate(of_rank("torch_gpu_throttled_seconds_total"))
     state = f"(({share} > 0.01) * 0 + 1 + ({share} > bool 0.1))"
-    query = Query(in_order(with_host(state), "host", "rank", "device", "reason"), f"{DEVICE} {{{{reason}}}}")
+    query = Query(in_order(with_rank_name(with_host(state)), "host", "rank", "device", "reason"), f"{ROW} {{{{reason}}}}")
     text = "For which reasons the driver held the clocks down for more than a hundredth of the time, or a tenth; they may overlap."
     reasons = {number: found for number, found in THROTTLED.items() if number}
     return draw.timeline("Reasons for throttling", text, query, reasons, "No GPU is held down, or none is known to NVML")

@@ -37,6 +37,10 @@ class Column:
     texts: Mapping[str, Named] | Mapping[int, Named] | None = None
 
 
+NOTE = Column("note", "Note")
+"""The column of the sentence of a table without rows; Grafana leaves it out where there are some."""
+
+
 def rows(
     title: str, description: str, queries: Sequence[Query], columns: Sequence[Column], nothing: str, *, order: Sequence[str]
 ) -> table.Panel:
@@ -46,9 +50,9 @@ def rows(
     from 12 on with the numbers within them by their size.
     """
     panel = about(table.Panel(), title, description, "short", NO_RUN)
-    # Grafana 12's table draws no sentence where it has no rows.
-    place = next(column.field for column in columns if column.width is None and not column.field.startswith("Value"))
-    first = Query(or_nothing_now(queries[0].expression, f"{{{{{place}}}}}", nothing))
+    # Grafana 12's table draws no sentence where it has no rows. The sentence has a column of its own: others lead somewhere.
+    columns = [NOTE, *columns]
+    first = Query(or_nothing_now(queries[0].expression, f"{{{{{NOTE.field}}}}}", nothing))
     queries = [first, *queries[1:]]
     if len(queries) > 1:
         panel.with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))

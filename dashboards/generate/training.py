@@ -96,12 +96,13 @@ def _loss() -> Panel:
     mean = f"avg by (run) ({loss} > -Inf < +Inf)"
     positive = f"(min by (run) (min_over_time({loss}[$__range] @ end())) > 0)"
     panel = draw.lines(
-        "Loss", text, "short",
+        "Loss", text, "locale",
         Query(f"{mean} and on (run) {positive}", "{{run}}"), Query(f"{mean} unless on (run) {positive}", "{{run}}"),
         nothing=nothing,
     )  # fmt: skip
     linear = [draw.setting("custom.axisPlacement", "right"), draw.setting("custom.scaleDistribution", {"type": "linear"})]
-    return draw.logarithmic(panel, 2).override_by_query("B", linear).data_links([TO_LAYERS])
+    # Five digits in this unit alone leave out zeros at the end, and show the ticks of a small loss.
+    return draw.logarithmic(panel.decimals(5), 2).override_by_query("B", linear).data_links([TO_LAYERS])
 
 
 def norm() -> Panel:
