@@ -168,7 +168,7 @@ def _stalled() -> stat.Panel:
         "and, in an evaluation, 30 minutes. Typical causes are a hang in a collective, in the data loader or in a "
         "checkpoint."
     )
-    worst = Query(f"topk({NAMED}, {idle()} > 0) or on () max({idle()})", "{{run}}")
+    worst = Query(f"topk({NAMED}, ({idle()}) > 0) or on () max({idle()})", "{{run}}")
     panel = draw.number("Stalled for", text, "s", worst, nothing="No run is training", texts={0: ("No", "green")})
     return panel.thresholds(steps(("green", None), ("red", 1))).data_links([THIS_RUN])
 
@@ -186,8 +186,7 @@ def _spikes() -> stat.Panel:
     buckets = f"sum by (run, optimizer, le) (increase({of_run('torch_grad_global_norm_distribution_bucket')}[10m]))"
     spiked = f"sum by (run) (increase({of_run('torch_grad_global_norm_spikes_total')}[10m])) > 0"
     ratio = f"histogram_quantile(1, {buckets}) / (histogram_quantile(0.5, {buckets}) > 0) and on (run) {spiked}"
-    # The last minutes beside the points of the subquery, whose places are multiples of its step.
-    size = f'max(max_over_time(({ratio})[$__range:5m]) or label_replace({ratio}, "at", "now", "", ""))'
+    size = f"max(max_over_time(({ratio})[$__range:1m]))"
     panel = draw.number(
         "Spikes", text, "short",
         Query(count("torch_grad_global_norm_spikes_total"), "norm"),

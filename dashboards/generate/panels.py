@@ -75,8 +75,10 @@ def asking(panel: P, queries: Sequence[Query], form: PromQueryFormat = PromQuery
 
 
 def about(panel: P, title: str, description: str, unit: str, nothing: str) -> P:
-    """The panel with what every panel has; `nothing` is what it says where there is no data."""
-    panel = panel.title(title).description(description).unit(unit).no_value(nothing).datasource(DATASOURCE)
+    """The panel with what every panel has; `nothing` is what it says where there is no data, if anything."""
+    panel = panel.title(title).description(description).unit(unit).datasource(DATASOURCE)
+    if nothing:
+        panel.no_value(nothing)
     return panel.decimals(2) if unit == SCIENTIFIC else panel
 
 
@@ -240,7 +242,8 @@ def timeline(
 
     With the colour mode that Grafana takes otherwise, a continuous one, there is no legend. `ever`: see `or_nothing`.
     """
-    # Grafana draws no sentence for a timeline without series, but an error; where there are some, it is a legend for each gap.
+    # For a timeline without series Grafana draws an error, no sentence. Where there are some, a sentence is in the legend of gaps,
+    # and an empty one makes each gap a 0.
     panel = about(statetimeline.Panel(), title, description, "short", nothing="")
     filled = Query(or_nothing(query.expression, query.legend, nothing, unless=ever), query.legend)
     empty = {NOTHING: ("None", "green"), NO_RUNS: ("No run", "text")}

@@ -140,12 +140,14 @@ def choices(board: Json) -> Found:
 
 
 def rate_interval(board: Json) -> Found:
-    """A rate covers `$__rate_interval`; an increase covers that or `$__range`."""
+    """A rate covers `$__rate_interval`; an increase covers that or `$__range`, or a time of its own at the points of a subquery."""
     rate, whole = (promql_parser.parse(f"x[{text}]").range for text in (RATE_INTERVAL, RANGE))
     for query in queries(board):
         for node, above in query.nodes():
             if isinstance(node, MatrixSelector | SubqueryExpr) and above and isinstance(above[0], Call):
                 name = above[0].func.name
+                if name == "increase" and any(isinstance(over, SubqueryExpr) for over in above):
+                    continue
                 if name in RATES and node.range != rate and (name, node.range) != ("increase", whole):
                     yield f"{_title(query)}: {name} over {node.range}"
 
