@@ -146,8 +146,8 @@ def _targets() -> Panel:
     known = f"group by (job, instance, run, rank) (last_over_time({of_run('torch_train_world_size')}[$__range] @ end()))"
     answers = 'max by (job, instance) (up{job=~"$job"})'
     up = f"({known} * on (job, instance) group_left () {answers})"
-    query = Query(in_order(with_rank_name(up), "run", "rank"), f"{ROW} {{{{instance}}}}")
-    text = "Whether each target of the chosen runs answers. A gap is a time without the target."
+    query = Query(in_order(with_rank_name(up), "run", "rank"), ROW)
+    text = "Whether each target of the chosen runs answers; a rank that was restarted may have two. A gap is a time without the target."
     return draw.timeline("Targets", text, query, ANSWER, "No target in this time range; a run that only pushes has none")
 
 

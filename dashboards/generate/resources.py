@@ -132,7 +132,7 @@ def _reasons() -> Panel:
     query = Query(in_order(with_rank_name(with_host(state)), "host", "rank", "device", "reason"), f"{ROW} {{{{reason}}}}")
     text = "For which reasons the driver held the clocks down for more than a hundredth of the time, or a tenth; they may overlap."
     reasons = {number: found for number, found in THROTTLED.items() if number}
-    return draw.timeline("Reasons for throttling", text, query, reasons, "No GPU is held down, or none is known to NVML")
+    return draw.timeline("Reasons for throttling", text, query, reasons, "No GPU is held down")
 
 
 def _errors() -> Panel:
