@@ -38,7 +38,7 @@ COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/stat
 	tests/test_exits.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo quick quick-tests test test-full trainers kernels compat mutants soak bench bench-cuda bench-frameworks lint type golden dashboards gallery pictures docs tools build image clean
+.PHONY: help venv demo quick quick-tests test test-full trainers kernels compat mutants soak bench bench-cuda bench-frameworks lint type golden dashboards pictures docs tools build image clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -194,9 +194,6 @@ golden: venv ## write docs/metrics.md, the golden scrape and what follows from t
 
 dashboards: venv ## make the Grafana dashboards anew
 	$(BIN)/python -m dashboards.generate
-
-gallery: venv tools ## draw the dashboards of nine kinds of runs into docs/dashboards/ (3 min)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.gallery $(ARGS)
 
 pictures: $(TRAINERS_STAMP) ## draw a run of each framework into docs/frameworks/ (ARGS='lightning ray')
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(TRAINERS)/python scripts/framework_pictures.py $(ARGS)

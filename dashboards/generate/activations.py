@@ -20,7 +20,7 @@ def _sizes() -> Panel:
     rms = f"log10(clamp_min({highest(selector, 'run, layer')}, 1e-12))"
     query = Query(ask.in_model_order(rms, modules=True), BY)
     return draw.field_of_rows(
-        "Size of every output", text, query, scheme="Turbo", limits=(-4, 4), nothing=NOTHING, unit=draw.POWER,
+        "Size of every output", text, query, scheme="Spectral", limits=(-4, 4), nothing=NOTHING, unit=draw.POWER,
         ever=ask.ever(selector),
     )  # fmt: skip
 
@@ -33,7 +33,7 @@ def _dead() -> Panel:
     )
     query = Query(ask.in_model_order(highest(selector, "run, layer"), modules=True), BY)
     return draw.field_of_rows(
-        "Dead units of every output", text, query, scheme="Turbo", limits=(0, 1), nothing=NOTHING, ever=ask.ever(selector)
+        "Dead units of every output", text, query, scheme="Oranges", limits=(0, 1), nothing=NOTHING, ever=ask.ever(selector)
     )
 
 

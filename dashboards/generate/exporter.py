@@ -147,7 +147,7 @@ def _targets() -> Panel:
     answers = 'max by (job, instance) (up{job=~"$job"})'
     up = f"({known} * on (job, instance) group_left () {answers})"
     query = Query(in_order(with_rank_name(up), "run", "rank"), ROW)
-    text = "Whether each target of the chosen runs answers; a rank that was restarted may have two. A gap is a time without the target."
+    text = "Whether each target answers; a rank that was restarted may have two. A gap is a time without the target."
     return draw.timeline("Targets", text, query, ANSWER, "No target in this time range; a run that only pushes has none")
 
 

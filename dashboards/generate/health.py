@@ -168,7 +168,8 @@ def _stalled() -> stat.Panel:
         "and, in an evaluation, 30 minutes. Typical causes are a hang in a collective, in the data loader or in a "
         "checkpoint."
     )
-    worst = Query(f"topk({NAMED}, ({idle()}) > 0) or on () max({idle()})", "{{run}}")
+    none = f'label_replace(max({idle()}), "run", "every run", "", "")'
+    worst = Query(f"topk({NAMED}, ({idle()}) > 0) or on () {none}", "{{run}}")
     panel = draw.number("Stalled for", text, "s", worst, nothing="No run is training", texts={0: ("No", "green")})
     return panel.thresholds(steps(("green", None), ("red", 1))).data_links([THIS_RUN])
 
@@ -208,7 +209,7 @@ def _layers() -> stat.Panel:
         "Bad layers", text, "short",
         Query(ask.dead().how_many(), "dead"),
         Query(ask.vanished().how_many(), "vanished"),
-        Query(ask.without_gradient().how_many(), "no gradient"),
+        Query(ask.without_gradient().how_many(), "no grad"),
         nothing="No layer is read",
     )  # fmt: skip
     return panel.thresholds(steps(("green", None), ("orange", 1))).data_links([TO_LAYERS])

@@ -51,7 +51,7 @@ def norms() -> Panel:
     query = Query(ask.in_model_order(f"({logarithm})"), "{{layer}} {{run}}")
     nothing = "No layer was read; for sharded gradients this needs the recording rules"
     return draw.field_of_rows(
-        "Norm of every layer", text, query, scheme="Turbo", limits=(-6, 2), unit=draw.POWER, nothing=nothing,
+        "Norm of every layer", text, query, scheme="Spectral", limits=(-6, 2), unit=draw.POWER, nothing=nothing,
         ever=ask.ever(of_run("torch_grad_norm"), of_run("torch_grad_shard_norm")),
     )  # fmt: skip
 

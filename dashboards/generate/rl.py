@@ -105,8 +105,8 @@ def _policy() -> list[Panel]:
 def dashboard() -> Dashboard:
     """The whole dashboard. The first row is one screen of 1440 x 900, 18 rows of the grid."""
     first = [
-        *(panel.span(12).height(5) for panel in (_alerts(), layers.troubled().per_page(5))),
-        *(panel.span(12).height(6) for panel in (_reward(), training.norm(), _divergence(), _entropy())),
+        *(panel.span(12).height(7) for panel in (_alerts(), layers.troubled().per_page(5))),
+        *(panel.span(12).height(5) for panel in (_reward(), training.norm(), _divergence(), _entropy())),
     ]
     content = [
         Row("Does the policy learn?", first),

@@ -338,10 +338,10 @@ def narrow(board: Json) -> Found:
 
 
 def schemes(board: Json) -> Found:
-    """A heatmap's colours are the same in both themes: Grafana inverts some schemes in the light one."""
+    """A heatmap's colours are the same in both themes, or a paler and a stronger one: Grafana inverts others in the light one."""
     for panel in each_panel(board):
-        scheme = panel["options"].get("color", {}).get("scheme", "Turbo")  # type: ignore[union-attr]
-        if scheme not in {"Turbo", "RdYlBu", "Oranges"}:
+        scheme = panel["options"].get("color", {}).get("scheme", "Spectral")  # type: ignore[union-attr]
+        if scheme not in {"Spectral", "RdYlBu", "Oranges"}:
             yield f"{panel['title']}: colours {scheme}"
 
 
