@@ -154,7 +154,7 @@ ALONE = Process("train:2", 103, 300)
 
 def shown_rank(number: float) -> Asked:
     """Return the state of rank 0 in the panel of all ranks."""
-    return {panel("State of each rank", dashboard="Ranks"): {'{as="a 000", run="a", rank="0"}': number}}
+    return {panel("State of each rank", dashboard="Ranks"): {'{as="a 000", run="a", rank="0", rank_name="rank 0"}': number}}
 
 
 @scene
@@ -309,7 +309,10 @@ def stopped_run_is_told_apart() -> Iterator[Scene]:
 
 def stalled(seconds: float) -> Asked:
     """Return the stall by panel and by alert; the panel shows 0 where the alert is silent."""
-    return {panel("Stalled for"): {'{run="a"}': seconds}, ALERTS["TrainingStalled"]: {'{run="a"}': seconds} if seconds else {}}
+    return {
+        panel("Stalled for"): {f'{{run="{"a" if seconds else "every run"}"}}': seconds},
+        ALERTS["TrainingStalled"]: {'{run="a"}': seconds} if seconds else {},
+    }
 
 
 @scene
