@@ -43,7 +43,7 @@ class TotalsSnapshot:
 
 
 class RunTable:
-    """Adds up what happens every step. `cursors`: consumers of losses and of single values; `surprises`: is told of odd losses."""
+    """Adds up what happens every step. `cursors`: consumers of losses and of single values; `surprises`: of odd losses."""
 
     def __init__(self, cursors: Collection[Cursor], surprises: Surprises) -> None:
         self._cursors, self._surprises = cursors, surprises
