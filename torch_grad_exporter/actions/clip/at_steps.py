@@ -95,7 +95,7 @@ class ClipAtSteps:
         self._epoch: float | None = None
         self._needs_loss = any(policy.needs_loss for policy in options.policies)
         self._judges_loss = any(policy.judges_loss for policy in options.policies)
-        self._loss: tuple[int, float | torch.Tensor] = (0, 0.0)  # the last one, and how many were observed
+        self._loss: float | torch.Tensor | None = None  # the last one that was observed
         self._late = False  # whether losses are observed after their steps
 
     @property
@@ -142,7 +142,9 @@ class ClipAtSteps:
             if loss.numel() != 1 or loss.is_complex():
                 return  # the capture counts that as a failure
             loss = loss.detach().clone()  # the loop may overwrite it
-        self._loss = self._loss[0] + 1, loss
+        self._loss = loss
+        for _, record in self._optimizers.alive():
+            record.loss = loss
         if self._needs_loss and self._epoch is not None:
             self._losses.append((loss, self._epoch))
 
@@ -275,18 +277,15 @@ class ClipAtSteps:
 
     def _loss_of(self, record: ClippedOptimizer) -> float | torch.Tensor | None:
         """Return the last loss since an optimizer's last step, None without one."""
-        number, loss = self._loss
+        loss, record.loss = record.loss, None
         # A loop that observes after the step has none before its first, and would be judged by that of the step before.
-        self._late |= number == 0
-        if self._late or number == record.judged:
-            return None
-        record.judged = number
-        return loss
+        self._late |= self._loss is None
+        return None if self._late else loss
 
     def _first_clipping(self, record: ClippedOptimizer, optimizer: torch.optim.Optimizer) -> Clipping:
         """Return the clipping of an optimizer at its first step, which goes on with what was loaded for it."""
         clipping = Clipping(record.tracker, self._options.clip, self._options.dry_run, counts=True, guards=self._candidate_guards)
-        record.name, record.clipping = self._optimizers.name_of(optimizer), clipping
+        record.name, record.clipping, record.loss = self._optimizers.name_of(optimizer), clipping, self._loss
         saved = self._optimizers.saved.pop(record.name, None)
         if saved is not None and self._options.raises:
             clipping.load(saved)

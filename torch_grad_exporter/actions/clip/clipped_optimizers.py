@@ -36,7 +36,7 @@ class ClippedOptimizer:
         removed: Makes it skip a step otherwise.
         name, clipping: Empty and None before its first step.
         handle: The hook right before its step.
-        judged: The number of the last loss by which a step of it was judged.
+        loss: The last one since its last step.
     """
 
     tracker: ParameterTracker
@@ -46,7 +46,7 @@ class ClippedOptimizer:
     clipping: Clipping | None = None
     handle: Removable | None = None
     report_due: float = 0.0
-    judged: int = 0
+    loss: float | torch.Tensor | None = None
 
 
 class ClippedOptimizers:
