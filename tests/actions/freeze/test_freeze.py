@@ -73,15 +73,14 @@ def never(_measurements: object) -> bool:
 
 
 def state(*layers: str, since: int = 0) -> dict[str, Any]:
-    """Return the state of a `Freeze` that froze these layers this many steps ago; loading it freezes them at once."""
+    """Return the state of a `Freeze` that froze these layers this many steps ago; `on` freezes them at once."""
     return {"version": 1, "frozen": dict.fromkeys(layers, since)}
 
 
 def held(exporter: Exporter, action: Freeze, *layers: str) -> Any:  # noqa: ANN401 - the handle
     """Register an action that freezes these layers now."""
-    handle = exporter.on(never, action)
     action.load_state_dict(state(*layers))
-    return handle
+    return exporter.on(never, action)
 
 
 def until(done: Callable[[], bool], again: Callable[[], object]) -> bool:
@@ -277,10 +276,11 @@ def test_a_layer_the_script_thaws_is_given_up(run: Run) -> None:
     for _ in range(2):
         run.step()
     assert first.frozen == {}
-    second.load_state_dict(state("0", "2"))
+    third = Freeze(layers="^2$", revive=None)
+    run.held(third, "2")
     for _ in range(10):
         run.step()
-    assert set(second.frozen) == {"0", "2"}
+    assert (set(second.frozen), set(third.frozen)) == ({"0"}, {"2"})
     assert not run.net[2].weight.requires_grad
 
 
@@ -450,9 +450,8 @@ def test_a_state_goes_on() -> None:
             step(again, optimizer)
             steps += 1
         assert steps == 30 - 1
-        second.load_state_dict(saved)
-        assert not again[1].linear.bias.requires_grad
-        assert second.state_dict() == saved
+        with pytest.raises(RuntimeError, match=r"it is in use; load a state before exporter\.on"):
+            second.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(

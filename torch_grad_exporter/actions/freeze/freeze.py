@@ -82,27 +82,23 @@ class Freeze(StepAction):
         return {"version": VERSION, "frozen": dict(self.frozen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: its layers are frozen at once, or by the `exporter.on` that is yet to come.
-
-        Call it between two steps, on all ranks.
+        """Go on from a state, whose layers the next `exporter.on` freezes at once. Call it before that, on all ranks.
 
         Args:
             state: What `state_dict` returned.
 
         Raises:
-            ValueError: It is not a state, or a layer is unknown.
-            RuntimeError: Nothing would be left to train.
+            ValueError: It is not a state.
+            RuntimeError: This one is in use.
         """
+        if self._layers is not None:
+            raise RuntimeError(f"{self!r}: it is in use; load a state before exporter.on")
         try:
             if state["version"] != VERSION:
                 raise ValueError(f"version={state['version']!r}: expected {VERSION}, that of this version of torch-grad-exporter")
-            frozen = {str(layer): int(since) for layer, since in state["frozen"].items()}
+            self._loaded = {str(layer): int(since) for layer, since in state["frozen"].items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"state={state!r}: expected what Freeze.state_dict() has returned") from error
-        if self._layers is not None:
-            self._freeze_again(self._layers, frozen)
-        else:
-            self._loaded = frozen
 
     # What `exporter.on` calls
 
@@ -139,11 +135,18 @@ class Freeze(StepAction):
 
     def begin(self, training: Training, *, own: bool = False) -> None:
         """See `StepAction`."""
+        layers, loaded = training.layers, self._loaded
+        known = {*layers.trained(), *layers.labels.frozen}
+        for layer in loaded:
+            if layer not in known:
+                raise ValueError(f"state: there is no layer {layer!r} that is trained{near(layer, known)}")
+        plan = layers.plan(loaded)
         self._norms = LayerNorms(self.after, training.worker) if own else None
-        self._frozen, self._steps, self._before = {}, 0, None
-        self._freeze_again(training.layers, self._loaded)
-        training.layers.labels.in_use = True
-        self._loaded, self._layers = {}, training.layers
+        # What the script or another `Freeze` has frozen is theirs.
+        self._frozen = {layer: -loaded[layer] for layer in layers.freeze(plan)}
+        self._steps, self._before = 0, None
+        layers.labels.in_use = True
+        self._loaded, self._layers = {}, layers
 
     def end(self) -> None:
         """Give back what is frozen."""
@@ -235,21 +238,6 @@ class Freeze(StepAction):
             self._revived.extend(over)
             self._frozen = {layer: step for layer, step in self._frozen.items() if layer not in over}
             warn("train %s again after %d steps", ", ".join(over), steps)
-
-    def _freeze_again(self, layers: FrozenLayers, frozen: Mapping[str, int]) -> None:
-        """Freeze what a state names, and nothing else. Raises as `load_state_dict`."""
-        known = {*layers.trained(), *layers.labels.frozen}
-        for layer in frozen:
-            if layer not in known:
-                raise ValueError(f"state: there is no layer {layer!r} that is trained{near(layer, known)}")
-        layers.thaw([layer for layer in self._frozen if layer not in frozen])
-        ours = [layer for layer in self._frozen if layer in frozen]
-        plan = layers.plan(frozen)
-        if plan:
-            layers.refuse()
-            ours += layers.freeze(plan)
-        # What the script or another `Freeze` has frozen is theirs.
-        self._frozen = {layer: self._steps - frozen[layer] for layer in ours}
 
 
 def _pattern(layers: object) -> re.Pattern[str] | None:
