@@ -12,6 +12,7 @@ import torch
 
 from torch_grad_exporter.inspection.measuring import dense
 from torch_grad_exporter.statistics.device import wide
+from torch_grad_exporter.torch_compat.tensors import is_plain
 
 # Query rows of each head that are computed, at most.
 ROWS = 64
@@ -137,7 +138,6 @@ def _together(bound: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
 
 def _plain(tensor: object) -> bool:
     """Return whether these are all elements of a plain real tensor: of a sharded one a row's other keys may be elsewhere."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
         return False
-    assert isinstance(tensor, torch.Tensor)  # noqa: S101 - for the type checker
     return tensor.dim() >= 2 and not tensor.is_nested and not tensor.is_complex() and dense(tensor) is not None
