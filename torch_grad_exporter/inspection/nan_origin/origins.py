@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -152,9 +151,7 @@ class NanOrigin(Inspection, ForwardObserver):
         self._always = always
         self._sender = VectorSender(SOURCE, context)
         self._hooks = InnerHooks(hooks, SOURCE, self)
-        self._arrives, self._passes = (
-            hooks.guarded(SOURCE, functools.partial(self._gradients, arrives)) for arrives in (True, False)
-        )
+        self._on_gradients = hooks.guarded(SOURCE, self._gradients)
         self._recording: Recording | None = None
         self._rounds = self._forwards = self._number = 0
         self._sampled = False
@@ -177,7 +174,7 @@ class NanOrigin(Inspection, ForwardObserver):
             self._send(backward=False)
         recording = self._recording
         if recording is None or recording.thread != threading.get_ident():
-            recording = self._recording = Recording(self._clock.number, self._arrives, self._passes)
+            recording = self._recording = Recording(self._clock.number, self._on_gradients)
         if self._rounds:
             self._forwards -= 1
             self._rounds = self._rounds if self._forwards > 0 else 0
@@ -229,9 +226,9 @@ class NanOrigin(Inspection, ForwardObserver):
         """Return the innermost running call that is recorded, -1 for none."""
         return next((running.of for running in reversed(self._hooks.running) if running.of is not None), -1)
 
-    def _gradients(self, arrives: bool, recording: Recording, node: int, gradients: tuple[Any, ...], _got: object = None) -> None:
+    def _gradients(self, recording: Recording, node: int, watched: bool, given: tuple[Any, ...], got: tuple[Any, ...]) -> None:
         start = self._clock.clock()
-        recording.gradients(node, gradients, arrives=arrives)
+        recording.gradients(node, given, got if watched else ())
         self._cost.spent(start, sampled=self._sampled)
 
     def _send(self, *, backward: bool) -> None:

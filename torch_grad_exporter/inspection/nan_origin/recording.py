@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -45,16 +45,16 @@ CALLS, NODES = 1 << 14, 1 << 15
 class Recording:
     """The forwards before one backward, such as those of a loss over two outputs, and that backward.
 
-    Belongs to the thread that trains, and to that of the backward. `arrives` and `passes` are the guarded hooks before and after a
-    node; they are called with the recording, the node's number and what autograd gives.
+    Belongs to the thread that trains, and to that of the backward. `on_gradients` is the guarded hook after a node; it is called
+    with the recording, the node's number, whether it is watched, and what autograd gives.
     """
 
-    def __init__(self, step: int, arrives: GuardedHook, passes: GuardedHook) -> None:
+    def __init__(self, step: int, on_gradients: GuardedHook) -> None:
         self.tape = Tape(step)
         self.flags = Flags()
         self.thread = threading.get_ident()
         self.over = False
-        self._arrives, self._passes = arrives, passes
+        self._on_gradients = on_gradients
         self._task = -1
         self._leaves: dict[int, int] = {}  # numbers of parameters and buffers by identity
         self._times: dict[int, int] = {}  # calls of each module
@@ -153,28 +153,26 @@ class Recording:
                 if value is not None and value[0] != LEAF:
                     users[value[0]] = users.get(value[0], 0) + 1
         ends = {value[0] for tensor in outputs if (value := _value_of(tensor)) is not None}
-        for number, node in nodes:
-            if number in ends or users.get(number, 0) > 1:
-                node.register_prehook(functools.partial(self._arrives, self, number))
-        self._hook_after(nodes)
+        self._hook(nodes, ends | {number for number, count in users.items() if count > 1})
 
-    def _hook_after(self, nodes: list[tuple[int, Any]]) -> None:
+    def _hook(self, nodes: list[tuple[int, Any]], watched: Collection[int]) -> None:
+        """Hook nodes, except those that move values only; of those in `watched` also what they get is flagged."""
         for number, node in nodes:
-            if self.tape.nodes[number].name not in MOVES:
-                node.register_hook(functools.partial(self._passes, self, number))
+            if number in watched or self.tape.nodes[number].name not in MOVES:
+                node.register_hook(functools.partial(self._on_gradients, self, number, number in watched))
 
-    def gradients(self, number: int, gradients: Iterable[object], *, arrives: bool) -> None:
-        """Note the gradients that arrive at a node, or that it has given."""
+    def gradients(self, number: int, given: Iterable[object], got: Iterable[object]) -> None:
+        """Note the gradients that a node has given, and those that it has got."""
         if self.over:  # the graph is kept, and goes through another backward
             return
         if self._task != (task := graph_task()):
             self._task = task
             self._flag_losses()
-        slots = [
-            (at, slot) for at, gradient in enumerate(gradients)
-            if isinstance(gradient, torch.Tensor) and (slot := self.flags.add(gradient)) is not None
-        ]  # fmt: skip
-        self.tape.events.append(GradientEvent(number, arrives, tuple(slots)))
+        self.tape.events.append(GradientEvent(number, self._slots(got), self._slots(given)))
+
+    def _slots(self, gradients: Iterable[object]) -> tuple[tuple[int, int], ...]:
+        tensors = ((at, gradient) for at, gradient in enumerate(gradients) if isinstance(gradient, torch.Tensor))
+        return tuple((at, slot) for at, gradient in tensors if (slot := self.flags.add(gradient)) is not None)
 
     def _flag_losses(self) -> None:
         """Flag what a backward has started from, and hook the nodes from there to those that are known."""
@@ -182,7 +180,7 @@ class Recording:
             slot = self.flags.add(loss)
             if slot is not None:
                 self.tape.losses.append((slot, _value_of(loss)))
-                self._hook_after(self._walk([] if loss.grad_fn is None else [loss.grad_fn]))
+                self._hook(self._walk([] if loss.grad_fn is None else [loss.grad_fn]), ())
 
     def _walk(self, starts: list[Any]) -> list[tuple[int, Any]]:
         """Note all nodes behind these that are not known yet; return them with their numbers."""

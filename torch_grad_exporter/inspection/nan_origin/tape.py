@@ -129,14 +129,11 @@ class TapedNode:
 
 @dataclass(frozen=True, slots=True)
 class GradientEvent:
-    """Gradients in a backward, in the order in which it ran. `arrives`: at the node, before it runs; else what it gave.
-
-    `slots`: by number of the output or edge.
-    """
+    """Gradients that a node has got and given in a backward, by the number of its output or edge; in the order in which it ran."""
 
     node: int
-    arrives: bool
-    slots: tuple[tuple[int, int], ...]
+    got: tuple[tuple[int, int], ...]
+    given: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True, eq=False)

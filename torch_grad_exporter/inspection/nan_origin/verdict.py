@@ -76,8 +76,8 @@ class OriginSearch:
         new = [name for name, slot in tape.after.items() if kind(slot) and not (name in tape.before and kind(tape.before[name]))]
         given = any_of(
             slot
-            for event in tape.events if not event.arrives
-            for at, slot in event.slots if at < len(leaves := tape.nodes[event.node].leaves) and leaves[at]
+            for event in tape.events
+            for at, slot in event.given if at < len(leaves := tape.nodes[event.node].leaves) and leaves[at]
         )  # fmt: skip
         if not (new or (given and (not tape.after or any_of(tape.after.values())))):
             return None
@@ -192,9 +192,9 @@ class OriginSearch:
 
     def _backward(self, new: list[str], given: str) -> Origin | None:
         for event in self._tape.events:
-            kind = self._flagged.any_of(slot for _, slot in event.slots)
-            if kind and event.arrives:
-                return self._arrived(event.node, kind)
+            got, kind = (self._flagged.any_of(slot for _, slot in slots) for slots in (event.got, event.given))
+            if got:
+                return self._arrived(event.node, got)
             if kind:
                 call, name = self._call_of(event.node), self._tape.nodes[event.node].name
                 if call == -1:
