@@ -266,7 +266,11 @@ def run(values: argparse.Namespace) -> int:
             answer_faults(exporter)
         log.addHandler(handler)  # shows faults and actions
         try:
-            _show_progress(train(model, corpus, chosen, exporter), chosen.steps)
+            shown = time.monotonic()
+            for step, loss in enumerate(train(model, corpus, chosen, exporter), 1):
+                if time.monotonic() - shown >= 1.0:  # not more often: on a GPU, reading a loss means waiting for it
+                    shown = time.monotonic()
+                    show(f"step {step}{f'/{chosen.steps}' if chosen.steps else ''}, loss {loss.item():.3f}")
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -274,15 +278,6 @@ def run(values: argparse.Namespace) -> int:
         families = exporter.collect()
         show(summary(families) + comparison(families))
     return 130 if interrupted and chosen.steps else 0
-
-
-def _show_progress(losses: Iterable[Tensor], steps: int) -> None:
-    """Print a line each second. Not more often: on a GPU, reading a loss means waiting for it."""
-    shown = time.monotonic()
-    for step, loss in enumerate(losses, 1):
-        if (now := time.monotonic()) - shown >= 1.0:
-            shown = now
-            show(f"step {step}{f'/{steps}' if steps else ''}, loss {loss.item():.3f}")
 
 
 def _introduction(model: nn.Module, corpus: Tensor, options: DemoOptions, url: str | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch_grad_exporter.cli.terminal import show
@@ -73,16 +72,15 @@ def _drawn(saved: Saved, values: argparse.Namespace) -> bytes:
         raise UserError(
             f"--moments {values.moments[0]}: this run has no means and deviations; it takes start_exporter(moments=True)"
         )
-    _check_known("--moments", "layer", values.moments, list(saved["layer"]), "none yet")
-    _check_known("--value", "value", values.value, list(logged(saved, "whole").values), "none: exporter.log() was given none")
+    for option, noun, names, known, otherwise in (
+        ("--moments", "layer", values.moments, list(saved["layer"]), "none yet"),
+        ("--value", "value", values.value, list(logged(saved, "whole").values), "none: exporter.log() was given none"),
+    ):
+        for name in names:
+            if name not in known:
+                raise UserError(f"{option} {name}: no such {noun}; there is {', '.join(known[:NAMED]) or otherwise}")
     view = "recent" if values.recent else "whole"
     return picture.drawn(saved, values.quantity, view, values.moments, values.value)
-
-
-def _check_known(option: str, noun: str, names: Sequence[str], known: Sequence[str], otherwise: str) -> None:
-    for name in names:
-        if name not in known:
-            raise UserError(f"{option} {name}: no such {noun}; there is {', '.join(known[:NAMED]) or otherwise}")
 
 
 def page(saved: Saved) -> str:

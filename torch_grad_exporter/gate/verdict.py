@@ -87,7 +87,14 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
     problems: dict[str, list[Wrong]] = {}
     for problem in judged.wrong:
         problems.setdefault(problem.alert, []).append(problem)
-    rows = [_of_rule(rule, judged, problems.get(rule.name, ()), terms.fail_on) for rule in judged.rules]
+    rows = []
+    for rule in judged.rules:
+        if found := problems.get(rule.name):
+            failed = any(problem.severity in terms.fail_on or problem.alert in terms.fail_on for problem in found)
+            rows.append(VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_described(found))))
+        else:
+            why = _not_judged(rule, judged)
+            rows.append(VerdictRow("rules", rule.name, Result.OK if why is None else Result.NOT_JUDGED, why or ""))
     known = {rule.name for rule in judged.rules}
     rows += [
         VerdictRow("rules", rule.name, Result.NOT_JUDGED, "the run was saved without it")
@@ -110,14 +117,6 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
         about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None,
         "" if has_loss else "the loss was not judged: the training has to call exporter.observe(loss=loss)",
     )  # fmt: skip
-
-
-def _of_rule(rule: JudgedRule, judged: RunJudgement, problems: Sequence[Wrong], fail_on: Collection[str]) -> VerdictRow:
-    if problems:
-        failed = any(problem.severity in fail_on or problem.alert in fail_on for problem in problems)
-        return VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_described(problems)))
-    why = _not_judged(rule, judged)
-    return VerdictRow("rules", rule.name, Result.OK if why is None else Result.NOT_JUDGED, why or "")
 
 
 def _described(problems: Sequence[Wrong]) -> Iterator[str]:

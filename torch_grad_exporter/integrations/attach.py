@@ -145,8 +145,13 @@ class Attachment:
         again = self.exporter is not None
         if self._yields() or (again and self._spent > CREDIT + SHARE * (time.monotonic() - self._began)):
             return
-        if not again and not self._worth_a_look():
-            return
+        if not again:  # each look at all objects of the process in vain doubles the wait
+            if not optimizers_made():
+                return
+            self._forwards += 1
+            if self._forwards < self._next_look:
+                return
+            self._forwards, self._next_look = 0, min(max(1, 2 * self._next_look), LONGEST_WAIT)
         began, under_way = time.monotonic(), forward_under_way(frame, module, args)
         if self._attach_to_trained():
             under_way.call_new_hooks()
@@ -156,16 +161,6 @@ class Attachment:
             self._spent += time.monotonic() - began
         else:
             self._began = began
-
-    def _worth_a_look(self) -> bool:
-        """Return whether to look at all objects of the process now. Each look in vain doubles the wait."""
-        if not optimizers_made():
-            return False
-        self._forwards += 1
-        if self._forwards < self._next_look:
-            return False
-        self._forwards, self._next_look = 0, min(max(1, 2 * self._next_look), LONGEST_WAIT)
-        return True
 
     def _yields(self) -> bool:
         """Leave the training to an exporter of the script's own; return whether there is one."""

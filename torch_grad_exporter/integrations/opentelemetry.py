@@ -39,14 +39,18 @@ class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # 
     def _instrument(self, **options: Any) -> None:
         self._program: _Program | None = None
         self._wanted = shown(options, os.environ) is not None
+
+        def attach() -> None:
+            chosen = shown(options, os.environ) if self._wanted else None
+            if chosen is not None:
+                self._program = _Program(chosen)
+
+        def failed(error: Exception) -> None:
+            warn("no training is watched: %s: %s", type(error).__name__, error, error=error)
+
         if self._wanted:
             # Guarded, since the program's own `import torch` calls it.
-            wrapt.register_post_import_hook(lambda _torch: Guard(_failed)(self._attach, options), "torch")
-
-    def _attach(self, options: Mapping[str, Any]) -> None:
-        chosen = shown(options, os.environ) if self._wanted else None
-        if chosen is not None:
-            self._program = _Program(chosen)
+            wrapt.register_post_import_hook(lambda _torch: Guard(failed)(attach), "torch")
 
     def _uninstrument(self, **_options: Any) -> None:
         self._wanted = False
@@ -103,24 +107,14 @@ def shown(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[st
     endpoint = options.get("otlp_endpoint") is not None or any(environment.get(name, "").strip() for name in variables)
     provider = chosen.pop("meter_provider", None)
     is_shown = names != {"none"}
-    if names & OTLP or (endpoint and not names):
-        _push(chosen, environment, names, endpoint=endpoint)
+    if names & OTLP or (endpoint and not names):  # what neither options nor variables that `start_exporter` reads say of the push
+        if "otlp" not in names and names & OTLP and "otlp_protocol" not in chosen:
+            chosen["otlp_protocol"] = "grpc" if "otlp_proto_grpc" in names else "http/protobuf"
+        if not endpoint:
+            variable = environment.get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", ""))
+            protocol = str(chosen.get("otlp_protocol") or variable).strip().lower()
+            chosen["otlp_endpoint"] = DEFAULT_ENDPOINT.get(protocol, DEFAULT_ENDPOINT["http/protobuf"])
     elif is_shown:
         chosen["meter_provider"] = provider
     elsewhere = chosen.get("port", environment.get(_PORT)) is not None or environment.get(_TEXTFILE, "").strip()
     return chosen if is_shown or elsewhere or "textfile_dir" in chosen else None
-
-
-def _push(chosen: dict[str, Any], environment: Mapping[str, str], names: set[str], *, endpoint: bool) -> None:
-    """Add what neither options nor the variables that `start_exporter` reads say of the push."""
-    if "otlp" not in names and names & OTLP and "otlp_protocol" not in chosen:
-        chosen["otlp_protocol"] = "grpc" if "otlp_proto_grpc" in names else "http/protobuf"
-    if not endpoint:
-        protocol = chosen.get("otlp_protocol") or environment.get(
-            "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
-        )
-        chosen["otlp_endpoint"] = DEFAULT_ENDPOINT.get(str(protocol).strip().lower(), DEFAULT_ENDPOINT["http/protobuf"])
-
-
-def _failed(error: Exception) -> None:
-    warn("no training is watched: %s: %s", type(error).__name__, error, error=error)

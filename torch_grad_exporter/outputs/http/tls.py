@@ -83,7 +83,17 @@ def load(section: TlsSection, directory: Path, files: WatchedFiles) -> Tls:
         context.verify_mode = verify
         # All certificates of the file are trusted, be it a root, an authority below one or a client's own: as in Go.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        _load_authorities(context, authority)
+        # Taken out of the text around them: bundles have comments, in any language.
+        certificates = _CERTIFICATE.findall(authority.text)
+        if not certificates:
+            raise ValueError(f"{authority.place} holds no certificate; give the CA's certificates in PEM")
+        try:
+            context.load_verify_locations(cadata="\n".join(certificates))
+        except (ssl.SSLError, ValueError) as error:
+            reason = getattr(error, "reason", None) or "not PEM"
+            raise ValueError(
+                f"{authority.place} has a certificate that cannot be read ({reason}); all must be intact PEM"
+            ) from None
     names = section.client_allowed_sans
     if names is not None and verify is not ssl.CERT_REQUIRED:
         raise ValueError("client_allowed_sans needs client_auth_type: RequireAndVerifyClientCert")
@@ -163,15 +173,3 @@ def _load_certificate(context: ssl.SSLContext, cert: Pem, key: Pem) -> None:
         raise ValueError(f"{cert.place} and its key cannot be used ({error.reason}); both must be intact PEM") from None
     except OSError as error:
         raise ValueError(f"{cert.place} and its key cannot be used: {error.strerror}") from None
-
-
-def _load_authorities(context: ssl.SSLContext, pem: Pem) -> None:
-    # Taken out of the text around them: bundles have comments, in any language.
-    certificates = _CERTIFICATE.findall(pem.text)
-    if not certificates:
-        raise ValueError(f"{pem.place} holds no certificate; give the CA's certificates in PEM")
-    try:
-        context.load_verify_locations(cadata="\n".join(certificates))
-    except (ssl.SSLError, ValueError) as error:
-        reason = getattr(error, "reason", None) or "not PEM"
-        raise ValueError(f"{pem.place} has a certificate that cannot be read ({reason}); all must be intact PEM") from None

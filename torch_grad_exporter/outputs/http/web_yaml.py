@@ -91,7 +91,7 @@ def parse(path: str, files: WatchedFiles) -> WebSettings:
             tls=None if web.tls_server_config in (None, TlsSection()) else load(web.tls_server_config, Path(path).parent, files),
             headers=() if web.http_server_config is None else _headers(web.http_server_config.headers or HeaderSection()),
             users={name: _checked_hash(name, text) for name, text in web.basic_auth_users.items()},
-            rate_limit=None if web.rate_limit is None else _rate_limit(web.rate_limit),
+            rate_limit=_rate_limit(web.rate_limit or LimitSection()),
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

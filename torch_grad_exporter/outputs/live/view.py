@@ -97,10 +97,17 @@ class View:
             run, self.history, scrape, targets=targets, marks=marks, record=self._problems, activations=inner, logged=values
         )
         # In this order: a look at gradients takes everything else as well.
-        self._histories = [history for history in (self.history, inner, values) if history is not None]
+        histories = [history for history in (self.history, inner, values) if history is not None]
         self._judge_at, self._open_until = -math.inf, -math.inf
         self._stepped, self._fast = (time.monotonic(), 0), False  # time and number of the last new step
-        self._loop = BackgroundLoop("history", self._record, self._judge, guard=self._guard, pause=self._pause, last=self._finish)
+        work = [history.record_if_due for history in histories]
+
+        def finish() -> None:
+            for history in histories:
+                history.finish()
+            self.live.conclude()
+
+        self._loop = BackgroundLoop("history", *work, self._judge, guard=self._guard, pause=self._pause, last=finish)
 
     def start(self) -> None:
         """Start to record. Raises `RuntimeError` if no thread can be started."""
@@ -157,20 +164,11 @@ class View:
 
     # The thread
 
-    def _record(self) -> None:
-        for history in self._histories:
-            history.record_if_due()
-
     def _judge(self) -> None:
         now = time.monotonic()
         if now >= self._judge_at:
             self._judge_at = now + JUDGE_SECONDS
             self.live.remember()
-
-    def _finish(self) -> None:
-        for history in self._histories:
-            history.finish()
-        self.live.conclude()
 
     def _pause(self) -> float:
         now, steps = time.monotonic(), self._clock.number
