@@ -1,7 +1,6 @@
 """The handler for trainers of PyTorch-Ignite.
 
-See docs/frameworks.md. The exporter follows the model and the optimizers by itself; the handler reports what only the trainer
-knows: when a run begins, ends and fails, its step after a checkpoint, the epoch, and the loss of each iteration.
+See docs/frameworks.md. It reports what only the trainer knows: beginnings and ends, steps, epochs, and the loss of iterations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The callback for the `Trainer` of Lightning, of the package `lightning` and of `pytorch_lightning`.
 
-See docs/lightning.md. The exporter follows the model and the optimizers by itself; the callback reports what only the trainer
-knows: when a training begins, evaluates, ends and fails, its step after a checkpoint, the epoch, and the loss and size of each
-batch.
+See docs/lightning.md. It reports what only the trainer knows: beginnings and ends, steps, epochs, and the loss and size of batches.
 """
 
 from __future__ import annotations

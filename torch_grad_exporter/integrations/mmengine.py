@@ -1,7 +1,6 @@
 """The hook for the `Runner` of MMEngine, and of what is built on it, such as MMDetection.
 
-See docs/frameworks.md. The exporter follows the model and the optimizers by itself; the hook reports what only the runner knows:
-when a training begins, evaluates and ends, its step after a checkpoint, the epoch, and the loss and size of each batch.
+See docs/frameworks.md. It reports what only the runner knows: beginnings and ends, steps, epochs, and the loss and size of batches.
 """
 
 from __future__ import annotations

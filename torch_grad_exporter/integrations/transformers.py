@@ -1,7 +1,7 @@
 """The callback for the `Trainer` of Transformers, and for trainers built on it, such as those of TRL.
 
-See docs/transformers.md. The exporter follows the model and the optimizer by itself; the callback reports what only the trainer
-knows: when a training begins and ends, its step after a checkpoint, the epoch, tokens, and a loss that the model does not return.
+See docs/transformers.md. It reports what only the trainer knows: beginnings and ends, steps, epochs, tokens, and losses that it
+logs.
 """
 
 from __future__ import annotations

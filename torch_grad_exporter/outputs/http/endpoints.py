@@ -12,7 +12,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
@@ -27,6 +26,7 @@ from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
 _REST = 9  # how much longer than a failed check there is none
 _REMEMBERED = 256
+_ALLOWED = (("Allow", "GET, HEAD, OPTIONS"),)
 # A well-formed hash of no known password; the result of comparing with it is ignored.
 _DECOY_HASH = "$2b${cost}$" + "." * 53
 
@@ -73,7 +73,7 @@ class BasicAuth:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock, self._key = clock, threading.Lock(), secrets.token_bytes(32)
-        self._remembered: OrderedDict[bytes, None] = OrderedDict()
+        self._remembered: dict[bytes, None] = {}  # the last ones, in the order of their use
         self._checking, self._next_check = False, clock()
 
     def judge(self, header: str, users: Mapping[str, str]) -> CredentialCheck:
@@ -89,7 +89,7 @@ class BasicAuth:
         digest = self._digest(name, hashed, password)
         with self._lock:
             if digest in self._remembered:
-                self._remembered.move_to_end(digest)
+                self._remembered[digest] = self._remembered.pop(digest)
                 return CredentialCheck(passes=True)
             began = self._clock()
             if self._checking or began < self._next_check:
@@ -107,8 +107,8 @@ class BasicAuth:
                 self._checking = False
                 if passes:
                     self._remembered[digest] = None
-                    while len(self._remembered) > _REMEMBERED:
-                        self._remembered.popitem(last=False)
+                    if len(self._remembered) > _REMEMBERED:
+                        del self._remembered[next(iter(self._remembered))]
                 else:
                     now = self._clock()
                     self._next_check = now + _REST * (now - began)
@@ -130,9 +130,6 @@ def _credentials(header: str) -> tuple[str, bytes] | None:
     except (binascii.Error, ValueError):  # ValueError: not even ASCII
         return None
     return (name.decode("utf-8", "surrogateescape"), password) if colon else None
-
-
-ALLOWED = (("Allow", "GET, HEAD, OPTIONS"),)
 
 
 class Endpoints:
@@ -182,7 +179,7 @@ class Endpoints:
             if request.method not in ("GET", "HEAD"):
                 # Some load balancers check the health of a target by OPTIONS.
                 status = HTTPStatus.OK if request.method == "OPTIONS" else HTTPStatus.METHOD_NOT_ALLOWED
-                return plain(status, headers=ALLOWED)
+                return plain(status, headers=_ALLOWED)
             if request.path == "/metrics":
                 return await self._metrics(request, sock)
             return await self._workers.run(self._other, request)

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from torch_grad_exporter.errors import BusyError
+from torch_grad_exporter.errors import BusyError, contained
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
@@ -118,19 +118,11 @@ class Workers:
         while (job := self._jobs.get()) is not None:
             future, function, arguments = job
             if future.set_running_or_notify_cancel():
-                result, failure = None, None
                 try:
-                    result = function(*arguments)
+                    future.set_result(contained(function, *arguments))
                 except Exception as error:  # noqa: BLE001 - it is the caller's
-                    failure = error
-                except BaseException as error:  # noqa: BLE001 - would end the loop that it is raised in
-                    failure = RuntimeError(f"{type(error).__name__}: {error}")
+                    future.set_exception(error)
                 THREAD_TIME.note()
-                if failure is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(failure)
-                del result, failure
             del job, future, function, arguments  # a thread that waits keeps nothing alive
 
 

@@ -121,6 +121,10 @@ def resolve(
         # What is wrong with a variable of all signals is said for metrics.
         (warn if signal is Signal.METRICS or signal.name in name else inform)("no %s are pushed: %s", signal.noun, error)
         return None
+    url = target
+    if used is Protocol.HTTP and signal.name not in name:  # it is for all signals, and may already have the path of metrics
+        parts = urlsplit(with_path(target, "/v1/metrics"))
+        url = parts._replace(path=parts.path.removesuffix("metrics") + signal.value).geturl()
     if checked is not None and _receiver(target) != _receiver(metrics.endpoint(given)[1] or target):
         inform("log records are sent without otlp_headers: they go to another receiver than metrics")
         checked = None
@@ -132,7 +136,7 @@ def resolve(
     temporality = variables.text("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE").lower()
     buckets = variables.text("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION").lower()
     return PushSettings(
-        endpoint=target if used is Protocol.GRPC or signal.name in name else _with_path(target, signal),
+        endpoint=url,
         signal=signal,
         protocol=used,
         headers=checked,
@@ -188,16 +192,9 @@ def _protocol(name: str, value: object) -> Protocol:
     if value not in [protocol.value for protocol in Protocol]:
         raise (ValueError if isinstance(value, str) else TypeError)(f"{name}={shown(value)}: expected 'http/protobuf' or 'grpc'")
     packages = ("grpc", "opentelemetry.exporter.otlp.proto.grpc")
-    if value == Protocol.GRPC.value and not all(map(_installed, packages)):
+    if value == Protocol.GRPC.value and None in map(importlib.util.find_spec, packages):
         raise ImportError(f"{name}={value!r}: over gRPC it needs a package; pip install {GRPC_PACKAGE}")
     return Protocol(value)
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
-        return False
 
 
 def _endpoint(name: str, value: object, protocol: Protocol) -> str:
@@ -224,12 +221,6 @@ def _receiver(endpoint: str) -> str:
     """Return scheme, host and port of an endpoint, which may be wrong."""
     receiver = re.sub(r"^([a-z]+://)?(?:[^/?#]*@)?([^/?#]*).*", r"\1\2", endpoint.lower(), flags=re.DOTALL)
     return re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", receiver)
-
-
-def _with_path(endpoint: str, signal: Signal) -> str:
-    """Return an endpoint for all signals, which may already have the path of metrics, with the path of this one."""
-    parts = urlsplit(with_path(endpoint, "/v1/metrics"))
-    return parts._replace(path=parts.path.removesuffix("metrics") + signal.value).geturl()
 
 
 def without_password(endpoint: str) -> str:
