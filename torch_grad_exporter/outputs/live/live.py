@@ -92,7 +92,10 @@ class Live:
         self._scrape, self._now, self._concluded = scrape, now, False
         self._watch = Watch()
         self._lock = threading.Lock()  # of the watch, held for moments
-        self._latest = LatestScrape(scrape, self._watch, self._lock, self._now)
+        self._scraping = threading.Lock()
+        self._values: Values | None = None  # of everything, at this time
+        self._at = float("-inf")
+        self._newest: Values | None = None  # of everything, or of what rules read
         self._ended: float | None = None
         self._ended_by: str | None = None
         self._ended_in: TraceIds | None = None  # the span that was active then
@@ -104,7 +107,7 @@ class Live:
 
     def remember(self) -> None:
         """Remember the metrics by which problems are judged, and judge, whether the page is open or not."""
-        self._judge(self._latest.of_rules())
+        self._judge(self._latest(whole=False))
 
     def conclude(self) -> None:
         """Judge for the last time: nothing can go wrong in a run that is over."""
@@ -123,7 +126,7 @@ class Live:
 
     def problems(self) -> list[Problem]:
         """Return what is wrong now, the worst first."""
-        return self._problems(self._latest.values(), self._now())
+        return self._problems(self._latest(), self._now())
 
     @property
     def wrong(self) -> list[Wrong]:
@@ -135,7 +138,7 @@ class Live:
 
         Between its end and the last judgement there may be another one, and problems of the end are reported once.
         """
-        values = Values(self._scrape()) if last else self._latest.values(fresh=True)  # the last one is never shared
+        values = Values(self._scrape()) if last else self._latest(fresh=True)  # the last one is never shared
         return Judged(values, self._problems(values, self._now(), going=not last))
 
     def _problems(self, values: Values, now: float, *, going: bool = False) -> list[Problem]:
@@ -144,7 +147,7 @@ class Live:
 
     def status(self, *, fresh: bool = False) -> Json:
         """Return `api/v1/status`. `fresh`: by a new scrape."""
-        values, now = self._latest.values(fresh=fresh), self._now()
+        values, now = self._latest(fresh=fresh), self._now()
         state, problems = values.state(), self._problems(values, now)
         with self._lock:
             rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
@@ -192,7 +195,7 @@ class Live:
 
     def run(self, window: Window) -> Json:
         """Return `api/v1/run`."""
-        part, newest = self._history.run(window), self._latest.newest
+        part, newest = self._history.run(window), self._newest
         coefficient = None if newest is None else newest.one(GRAD_CLIP_COEFFICIENT)
         if coefficient is None or coefficient <= LONGER:
             # A record may have one of the norms without the other, which then came with the record before. The one before clipping
@@ -235,11 +238,11 @@ class Live:
             part = self._history.layer(name, window)
             records = {key: value for key, value in frame(part, window).items() if key in ("stride", "times", "steps")}
             series[view] = {**records, **columns(part, self._history.quantities)}
-        return {**self._layer_now(self._latest.values(), name), **series}
+        return {**self._layer_now(self._latest(), name), **series}
 
     def everything(self, *, fresh: bool = False) -> Json:
         """Return everything, as it is saved. `fresh`: by a new scrape, as the run may have ended within the last second."""
-        values = self._latest.values(fresh=fresh)
+        values = self._latest(fresh=fresh)
         with contextlib.suppress(BusyError):  # another thread judges, which is as good
             self._judge(values)
         return {
@@ -257,48 +260,24 @@ class Live:
     def _layer_now(self, values: Values, name: str) -> Json:
         return {**of_layer(values, name), "sharded": name in self._history.sharded}
 
+    def _latest(self, *, whole: bool = True, fresh: bool = False) -> Values:
+        """Return a scrape of everything, or of what rules read, no older than `MAX_AGE`; the page and judging share it.
 
-class LatestScrape:
-    """The last scrapes, which the page and the judging by rules share; one at a time. From any thread.
-
-    `watch`: remembers each, under `lock`. `now`: returns Unix time.
-    """
-
-    def __init__(self, scrape: Scrape, watch: Watch, lock: threading.Lock, now: Callable[[], float]) -> None:
-        self._scrape, self._watch, self._lock, self._now = scrape, watch, lock, now
-        self._scraping = threading.Lock()
-        self._values: Values | None = None
-        self._at = float("-inf")
-        self.newest: Values | None = None  # of either kind
-
-    def values(self, *, fresh: bool = False) -> Values:
-        """Return everything, no older than `MAX_AGE`, or the scrape before while another thread scrapes. `fresh`: a new one.
-
-        Raises:
-            BusyError: There was none yet and the first one is slow: the server has few workers.
+        One runs at a time. While another thread scrapes, the one before is returned; `BusyError` is raised if there was none yet
+        and the first one is slow, as the server has few workers. `fresh`: a new one.
         """
         now, values = self._now(), self._values
         if values is not None and not fresh and 0 <= now - self._at < MAX_AGE:
             return values
-        recent = fresh or now - self._at < SHOWN_SECONDS
-        return self._taken(now, values if recent and values is not None else self.newest, whole=True)
-
-    def of_rules(self) -> Values:
-        """Return what rules read, no older than `MAX_AGE`; raises the same. The rest is left out: maybe no one looks at it."""
-        now = self._now()
-        if 0 <= now - self._at < MAX_AGE:
-            return self.values()
-        # Rules of other packages may read any metric.
-        return self._taken(now, self.newest, whole=self._watch.has_foreign)
-
-    def _taken(self, now: float, otherwise: Values | None, *, whole: bool) -> Values:
-        """Return a new scrape; while another thread scrapes, `otherwise`."""
+        shown = whole and values is not None and (fresh or now - self._at < SHOWN_SECONDS)
+        otherwise = values if shown else self._newest
         if not self._scraping.acquire(timeout=0 if otherwise is not None else FIRST_SECONDS):
             if otherwise is None:
                 raise BusyError("the first scrape is still running")
             return otherwise
         try:
-            self.newest = values = Values(self._scrape() if whole else self._scrape.for_rules())
+            whole = whole or self._watch.has_foreign  # rules of other packages may read any metric
+            self._newest = values = Values(self._scrape() if whole else self._scrape.for_rules())
             with self._lock:
                 self._watch.remember(values, now)
             if whole:
