@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import prometheus_client.samples
@@ -20,20 +19,13 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, Kind, Spec, by_spec
 
 
-class RowColumn(NamedTuple):
-    """One series of a row: the suffix of the metric's name, and the `le` label of a bucket."""
-
-    suffix: str
-    le: str | None = None
-
-
 @cache
-def columns(spec: Spec) -> tuple[RowColumn, ...]:
-    """Return the series of each row of the metric, in the order of the scrape."""
+def columns(spec: Spec) -> tuple[tuple[str, str | None], ...]:
+    """Return the series of each row of the metric, as suffixes of its name and `le` labels, in the order of the scrape."""
     if spec.kind is not Kind.HISTOGRAM:
-        return (RowColumn(""),)
+        return (("", None),)
     bounds = (*map(bound_text, spec.buckets), "+Inf")
-    return (*(RowColumn("_bucket", bound) for bound in bounds), RowColumn("_sum"), RowColumn("_count"))
+    return (*(("_bucket", bound) for bound in bounds), ("_sum", None), ("_count", None))
 
 
 def bound_text(bound: float) -> str:
