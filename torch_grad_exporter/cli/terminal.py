@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TextIO, TypeVar
 
 from torch_grad_exporter.config.option import Option
@@ -26,23 +26,14 @@ def option_help(option: Option, default: object = None) -> str:
 class HelpAll(argparse.Action):
     """Prints the help with the options that `--help` leaves out, so that it fits a screen. See `leave_out`."""
 
-    def __init__(
-        self,
-        option_strings: Sequence[str],
-        dest: str,
-        *,
-        hidden: Mapping[argparse.Action, str | None],
-        epilog: str,
-        help: str,  # noqa: A002 - argparse's name
-    ) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
-        self._hidden, self._epilog = hidden, epilog
+    hidden: Mapping[argparse.Action, str | None]
+    epilog: str
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Print and exit."""
-        for action, text in self._hidden.items():
+        for action, text in self.hidden.items():
             action.help = text
-        parser.epilog = self._epilog or parser.epilog
+        parser.epilog = self.epilog or parser.epilog
         parser.print_help()
         parser.exit()
 
@@ -53,9 +44,9 @@ def leave_out(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action
     for action in hidden:
         action.help = argparse.SUPPRESS
     parser.set_defaults(left_out=[name for action in hidden for name in action.option_strings])
-    parser.add_argument(
-        "--help-all", action=HelpAll, hidden=hidden, epilog=epilog, help=f"show {len(hidden)} more options and exit"
-    )
+    text = f"show {len(hidden)} more options and exit"
+    added = parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=text)
+    vars(added).update(hidden=hidden, epilog=epilog)
 
 
 def number(text: str, read: type[Number], least: float, most: float, wrong: str) -> Number:

@@ -7,8 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple, Self, TypeVar, TypeVarTuple
 
 import torch
 
@@ -30,8 +29,7 @@ _Result = TypeVar("_Result")
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reporter:
+class _Reporter(NamedTuple):
     """The session that reports to an exporter, whether it started it, and the trainer that called it, if that is known."""
 
     session: weakref.ref[Session]
@@ -39,10 +37,7 @@ class _Reporter:
     trainer: weakref.ref[object] | None
 
     def active(self, trainer: object | None) -> Session | None:
-        """Return the session, None if its training was interrupted.
-
-        It was if nothing refers to the session or its trainer, or another trainer of the same kind begins to train the model.
-        """
+        """Return the session, None if its training was interrupted: it or its trainer is gone, or another of this kind begins."""
         session = self.session()
         if session is None or self.trainer is None or trainer is None:
             return session
