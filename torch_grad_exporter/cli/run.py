@@ -156,9 +156,6 @@ def summary(status: Mapping[str, Any], wrong: Sequence[Wrong], saved: Path | Non
     return f"{state}{steps}: {', '.join(parts)}; {kept}"
 
 
-# Arguments
-
-
 def parse(arguments: Sequence[str]) -> RunOptions:
     """Return the command's options, the script and its own arguments; wrong ones print a message and exit with 2."""
     parser = _parser()

@@ -80,8 +80,6 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         if self._session.active and self._session.exporter is not None:
             self._session.exporter.resume(step)
 
-    # What the accelerator calls
-
     def start(self) -> None:
         """Start the exporter; if no model is prepared yet, the first forward of one does."""
         self._found = self._session.before_start(self._search)
@@ -113,8 +111,6 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
             for tracker in self._accelerator.trackers:
                 if tracker is not self:
                     tracker.log(logged, step=step)
-
-    # The start
 
     @property
     def _accelerator(self) -> Accelerator | None:

@@ -103,8 +103,6 @@ class Attachment:
             "process that a script starts itself needs a start_exporter of its own"
         )
 
-    # The hooks
-
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if not is_compiling() and torch.is_grad_enabled() and not is_tracing():
             self._guard(self._alone, self._look, module, args, sys._getframe(1))
@@ -176,8 +174,6 @@ class Attachment:
         self._owner.attached(other)
         message = "the script starts an exporter of its own, which has the models and the port: %r"
         say(self._owner.log, logging.INFO, message, other)
-
-    # Attaching
 
     def _attach_to_trained(self) -> bool:
         """Look for what is trained, and watch it; return whether that is something else than before."""

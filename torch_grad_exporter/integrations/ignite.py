@@ -76,8 +76,6 @@ class GradExporterHandler(SessionOwner):
         trainer.add_event_handler(Events.TERMINATE, self._terminated)
         trainer.add_event_handler(Events.COMPLETED, self._completed)
 
-    # The trainer's events
-
     def _started(self, trainer: Engine) -> None:
         if self._session.active:
             self._session.end(self._error or TrainingInterrupted())

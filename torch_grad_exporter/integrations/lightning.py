@@ -50,8 +50,6 @@ class GradExporterCallback(SessionOwner, Callback):  # type: ignore[misc] # of a
     _steps, _samples = 0, 0  # `_samples`: examples of the batches since the last step
     _knows_size: bool | None = None
 
-    # The trainer's events
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the exporter, unless there is one. Checkpoints are restored by now, and the module is on its device."""
         if sum(callback is self for callback in trainer.callbacks) > 1:

@@ -35,8 +35,6 @@ class GradExporterHook(SessionOwner, Hook):  # type: ignore[misc] # of a package
 
     priority = "NORMAL"
 
-    # The runner's points
-
     def before_train(self, runner: Any) -> None:
         """Start the exporter, unless there is one. Checkpoints are loaded by now."""
         if sum(hook is self for hook in runner.hooks) > 1:

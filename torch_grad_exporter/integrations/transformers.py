@@ -41,8 +41,6 @@ class GradExporterCallback(SessionOwner, TrainerCallback):  # type: ignore[misc]
 
     _tokens, _reported_at = 0, -SECONDS
 
-    # The trainer's events
-
     def on_train_begin(
         self,
         args: TrainingArguments,

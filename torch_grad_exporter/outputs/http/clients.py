@@ -124,8 +124,6 @@ class Clients(HTTPServerConnectionDelegate):
         for sock in (*self._listeners, *(client.sock for client in list(self._clients))):
             sock.close()
 
-    # Connections
-
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             # Those that are being answered are the last to go.
@@ -191,8 +189,6 @@ class Clients(HTTPServerConnectionDelegate):
     def on_close(self, server_conn: object) -> None:
         """See `HTTPServerConnectionDelegate`: a connection is closed."""
         self._drop(server_conn.context)  # type: ignore[attr-defined]
-
-    # Answers
 
     async def _respond(self, client: Client, request: Request, connection: HTTPConnection) -> None:
         try:

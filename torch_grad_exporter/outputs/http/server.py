@@ -168,8 +168,6 @@ def _unlogged() -> Iterator[None]:
             logger.removeFilter(passes)
 
 
-# The listening sockets
-
 TAKEN = frozenset({errno.EADDRINUSE, errno.EACCES})
 
 

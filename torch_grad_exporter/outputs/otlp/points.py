@@ -30,7 +30,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from torch_grad_exporter.errors import ErrorLog, Guard
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.exponential import SCALE
 from torch_grad_exporter.metrics.families import Exemplar, Family, Kind, LabelRows, by_spec
 from torch_grad_exporter.outputs.otlp.delivery import SOURCE
@@ -74,13 +74,7 @@ class Points:
     """
 
     def __init__(
-        self,
-        constant_labels: Mapping[str, str],
-        attributes: Mapping[str, Any],
-        deltas: Deltas,
-        errors: ErrorLog,
-        *,
-        start: int,
+        self, constant_labels: Mapping[str, str], attributes: Mapping[str, Any], deltas: Deltas, errors: ErrorLog, *, start: int
     ) -> None:
         self._constant_labels, self._deltas, self._errors, self._start = constant_labels, deltas, errors, start
         self._resource = resource(attributes)
@@ -108,17 +102,15 @@ class Points:
                 yield self._portion(rows, at)
 
     def _portion(self, rows: Iterable[tuple[Family, slice]], at: int) -> Portion:
-        encoded = [(self._guarded(family, piece, at), (family, piece)) for family, piece in rows]
-        scope = ScopeMetrics(SCOPE, [metric for metric, _ in encoded if metric is not None], "")
-        sent = tuple(row for metric, row in encoded if metric is not None)
-        return Portion(MetricsData([ResourceMetrics(self._resource, [scope], "")]), sent)
-
-    def _guarded(self, family: Family, piece: slice, at: int) -> Metric | None:
-        def left_out(error: Exception) -> None:
-            text = f"{family.spec.name} cannot be encoded: {type(error).__name__}: {error}"
-            self._errors.report_first(SOURCE, ValueError(text))
-
-        return Guard(left_out).result(self._metric, family, piece, at)
+        metrics, sent = list[Metric](), list[tuple[Family, slice]]()
+        for family, piece in rows:
+            try:
+                metrics.append(self._metric(family, piece, at))
+                sent.append((family, piece))
+            except Exception as error:  # noqa: BLE001 - it costs this metric alone
+                text = f"{family.spec.name} cannot be encoded: {type(error).__name__}: {error}"
+                self._errors.report_first(SOURCE, ValueError(text))
+        return Portion(MetricsData([ResourceMetrics(self._resource, [ScopeMetrics(SCOPE, metrics, "")], "")]), tuple(sent))
 
     def _metric(self, family: Family, piece: slice, at: int) -> Metric:
         """Return the points of some of the present rows."""

@@ -141,9 +141,6 @@ def _packed(numbers: IntArray) -> tuple[bytes, IntArray]:
     return packed.tobytes(), ends
 
 
-# Fields
-
-
 @lru_cache(1 << 13)
 def _bucket(count: float, bound: float, exemplar: Exemplar | None = None) -> bytes:
     bucket = _count(count) + b"\x11" + struct.pack("<d", bound)
