@@ -158,13 +158,21 @@ def summary(status: Mapping[str, Any], wrong: Sequence[Wrong], saved: Path | Non
 
 def parse(arguments: Sequence[str]) -> RunOptions:
     """Return the command's options, the script and its own arguments; wrong ones print a message and exit with 2."""
-    parser = _parser()
-    ours, target = _split(arguments, parser)
+    parser, ours, rest = _parser(), list[str](), [*arguments]
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--") and rest[0][:2] != "-m":
+        ours.append(_option(rest.pop(0), rest, parser))
     chosen = parser.parse_args(ours)
-    texts: dict[str, list[str]] = {option.name: given for option in OFFERED if (given := getattr(chosen, option.name))}
-    if target is None:
+    name = rest.pop(0) if rest else "--"
+    is_module = name[:2] == "-m"
+    if name in ("-m", "--"):
+        name = rest.pop(0) if rest else ""
+    elif is_module:
+        name = name[2:]
+    if not name:
         taken = f"; {ours[-1]!r} is an option with its value" if ours else ""
-        parser.error(f"name the script to run, as in: torch-grad-exporter run train.py{taken}")
+        missing = f"name the script to run, as in: torch-grad-exporter run train.py{taken}"
+        parser.error("argument -m: name the module to run" if is_module else missing)
+    texts: dict[str, list[str]] = {option.name: given for option in OFFERED if (given := getattr(chosen, option.name))}
     try:
         options = {option.name: from_command_line(option, texts[option.name]) for option in OFFERED if option.name in texts}
         resolve(options, os.environ)
@@ -172,33 +180,13 @@ def parse(arguments: Sequence[str]) -> RunOptions:
         push_settings.resolve(**push, environment={})
     except (TypeError, ValueError, ImportError) as error:
         parser.error(str(error))
-    return RunOptions(target, options, chosen.save)
-
-
-def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], script.Target | None]:
-    """Return the options before the script, and the script with everything behind it."""
-    ours: list[str] = []
-    rest = [*arguments]
-    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--") and (rest[0][:2] != "-m"):
-        argument = rest.pop(0)
-        if argument in ("-h", "--help", "--help-all"):
-            return [argument], None
-        ours.append(_option(argument, rest, parser))
-    if not rest:
-        return ours, None
-    first = rest.pop(0)
-    if first[:2] == "-m":
-        module = first[2:] or (rest.pop(0) if rest else "")
-        if not module:
-            parser.error("argument -m: name the module to run")
-        return ours, script.Target(module, rest, is_module=True)
-    if first == "--":
-        return ours, script.Target(rest[0], rest[1:]) if rest else None
-    return ours, script.Target(first, rest)
+    return RunOptions(script.Target(name, rest, is_module), options, chosen.save)
 
 
 def _option(argument: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
     """Return an option as `--name=value`. Its value may be the next argument, which is then taken."""
+    if argument in ("-h", "--help", "--help-all"):
+        parser.parse_args([argument])  # exits
     name, equals, value = argument.partition("=")
     if name not in (*_NAMES, "--save"):
         meant = near(name, (*_NAMES, "--save"), prefix="--")

@@ -78,7 +78,14 @@ class HookList:
             ValueError: The point or the priority does not exist; the message names similar ones.
             TypeError: The hook has no point.
         """
-        handle = HookHandle(self, _calls(hook, point), _priority(priority))
+        calls = _calls(hook, point)
+        if isinstance(priority, str):
+            priority = PRIORITIES[_known("priority", priority.upper(), PRIORITIES)]
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority={priority!r}: expected one of {', '.join(PRIORITIES)}, or a number from 0 to 100")
+        if not 0 <= priority <= 100:
+            raise ValueError(f"priority={priority}: expected a number from 0, which is called first, to 100")
+        handle = HookHandle(self, calls, priority)
         self._handles.append(handle)
         self._arrange()
         return handle
@@ -118,16 +125,6 @@ def _calls(hook: object, point: str | None) -> dict[str, Callable[..., object]]:
     if not calls:
         raise TypeError(f"register({name}): it has no method with the name of a point, such as after_train_iter")
     return calls
-
-
-def _priority(priority: str | int) -> int:
-    if isinstance(priority, str):
-        return PRIORITIES[_known("priority", priority.upper(), PRIORITIES)]
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise TypeError(f"priority={priority!r}: expected one of {', '.join(PRIORITIES)}, or a number from 0 to 100")
-    if not 0 <= priority <= 100:
-        raise ValueError(f"priority={priority}: expected a number from 0, which is called first, to 100")
-    return priority
 
 
 def _known(kind: str, name: str, known: Iterable[str]) -> str:
