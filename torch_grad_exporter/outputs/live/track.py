@@ -63,12 +63,8 @@ def _rows(count: int, width: int, *, weighted: bool) -> _Rows:
 
 @functools.lru_cache(maxsize=64)
 def _row(width: int, weighted: bool) -> np.dtype[np.void]:
-    values, flags, weights = (
-        ("values", "f4", (width,)),
-        ("nonfinite", "u1", (-(-width // 8),)),
-        ("weights", "f4", (weighted * width,)),
-    )
-    return np.dtype([("at", "f8", (2,)), values, flags, weights], align=True)
+    flags, weights = ("nonfinite", "u1", (-(-width // 8),)), ("weights", "f4", (weighted * width,))
+    return np.dtype([("at", "f8", (2,)), ("values", "f4", (width,)), flags, weights], align=True)
 
 
 class Track:

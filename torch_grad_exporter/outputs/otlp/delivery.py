@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from torch_grad_exporter.errors import ErrorLog, Guard, inform, warn
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.otlp import push_settings
-from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
+from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal, without_password
 from torch_grad_exporter.outputs.own_requests import mute, unlogged
 
 # What helps against a limit of a proxy, such as nginx with its 1 MB, and where only log records are not permitted.
@@ -135,6 +135,14 @@ class DeliveryLoop(BackgroundLoop):
         guard = Guard(functools.partial(errors.report_first, SOURCE))
         role = "push" if settings.signal is Signal.METRICS else "logs"
         super().__init__(role, lambda: self.send(self._way), guard=guard, pause=pause, last=self._send_last)
+
+    def start(self) -> None:
+        """Start the thread. Raises `RuntimeError` if no more threads can be started."""
+        super().start()
+        if self._settings.signal is Signal.METRICS:
+            inform("pushing metrics to %s every %g s", without_password(self._settings.endpoint), self._settings.interval)
+        else:
+            inform("pushing problems and actions to %s as log records", without_password(self._settings.endpoint))
 
     def send(self, way: Delivery) -> None:
         """Send what there is. If `stopping`, this is the last call, on which `LAST_SECONDS` may be spent."""

@@ -25,7 +25,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import TRAIN_STEP_DURATION
 from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.errors import ErrorLog, caught, inform
+from torch_grad_exporter.errors import ErrorLog, caught
 from torch_grad_exporter.outputs.otlp.delivery import (
     LAST_SECONDS,
     SOURCE,
@@ -80,14 +80,8 @@ class Push(DeliveryLoop):
         self._deltas = Deltas(settings.delta, began=self._at)
         own, attributes = identified(labels, labels_on)
         self._points = Points(own, attributes, self._deltas, errors, start=self._at)
-        self._due = math.inf
+        self._due = time.monotonic() + min(settings.interval, FIRST_SECONDS)
         super().__init__(settings, errors, lambda: self._due - time.monotonic())
-
-    def start(self) -> None:
-        """Start the thread. Raises `RuntimeError` if no more threads can be started."""
-        self._due = time.monotonic() + min(self._settings.interval, FIRST_SECONDS)
-        super().start()
-        inform("pushing metrics to %s every %g s", without_password(self._settings.endpoint), self._settings.interval)
 
     def send(self, way: Delivery) -> None:
         """Export once, one request after the other, up to one that fails."""
@@ -136,11 +130,6 @@ class LogPush(DeliveryLoop):
         self._waiting: deque[ReadableLogRecord] = deque(maxlen=MOST)
         self._taken, self._accepted, self._due = True, False, 0.0
         super().__init__(settings, errors, min(LOOK_SECONDS, settings.interval))
-
-    def start(self) -> None:
-        """Start the thread. Raises `RuntimeError` if no more threads can be started."""
-        super().start()
-        inform("pushing problems and actions to %s as log records", without_password(self._settings.endpoint))
 
     def send(self, way: Delivery) -> None:
         """Send all records, up to a request that fails."""
