@@ -29,7 +29,7 @@ class Rank:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Announcement:
-    """The entries of one rank for discovery, from `start` until `close`, by the user's options.
+    """The entries of one rank for discovery, by the user's options. `discovery`: has them, from `start` until its `close`.
 
     `store`: the job's, for the list of ranks. `labels`: the user's.
     """
@@ -41,7 +41,7 @@ class Announcement:
     advertise: str
     sd_dir: str
     labels: Mapping[str, str]
-    _discovery: Discovery | None = field(default=None, init=False)
+    discovery: Discovery | None = field(default=None, init=False)
 
     def start(self, port: int, scheme: str) -> None:
         """Begin to publish the server. Raises `RuntimeError` if no more threads can be started."""
@@ -58,24 +58,14 @@ class Announcement:
             address=served, scheme=scheme, run=rank.run, rank=rank.number, local_rank=identity.local_rank,
             host=distributed.hostname(), labels=self.labels,
         )  # fmt: skip
-        self._discovery = Discovery(
+        self.discovery = Discovery(
             target,
             file=TargetFile(self.sd_dir, target) if self.sd_dir else None,
             ranks=RankList(self.store, target, identity.world_size) if identity.world_size > 1 else None,
             on_error=functools.partial(self.errors.count, "discovery"),
         )
-        self._discovery.start()
+        self.discovery.start()
 
     def body(self) -> bytes:
         """Return the body for http_sd: the ranks known here, this one first; empty before the start."""
-        return b"[]" if self._discovery is None else self._discovery.body()
-
-    def close(self, seconds: float, *, leave: bool) -> None:
-        """Remove the entries unless `leave`; waits for this many seconds at most. Idempotent."""
-        if self._discovery is not None:
-            self._discovery.close(seconds, leave=leave)
-
-    def after_fork_in_child(self) -> None:
-        """Leave the entries to the parent."""
-        if self._discovery is not None:
-            self._discovery.after_fork_in_child()
+        return b"[]" if self.discovery is None else self.discovery.body()

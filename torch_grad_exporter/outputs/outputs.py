@@ -209,7 +209,8 @@ class Outputs:
         def left() -> float:
             return max(0.05, deadline - time.monotonic())
 
-        guard(lambda: self._announcement.close(left(), leave=failed))
+        if (discovery := self._announcement.discovery) is not None:
+            guard(lambda: discovery.close(left(), leave=failed))
         for output in (self._last_values, *self._pushes, self._server):
             if output is not None:
                 guard(output.close, left())
@@ -218,6 +219,7 @@ class Outputs:
         """Leave everything to the parent."""
         for push in self._pushes:
             push.after_fork_in_child()
-        self._announcement.after_fork_in_child()
+        if self._announcement.discovery is not None:
+            self._announcement.discovery.after_fork_in_child()
         if self._server is not None:
             self._server.after_fork_in_child()
