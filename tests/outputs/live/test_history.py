@@ -23,7 +23,7 @@ from torch_grad_exporter.outputs.live.history import (
     Window,
 )
 from torch_grad_exporter.outputs.live.rows import SCALARS, scalars
-from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Together, Track
+from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Track
 
 NAN, INF = math.nan, math.inf
 NUMBERS = st.one_of(st.sampled_from([NAN, INF, -INF, 0.0, 1.0, -1.0]), st.floats(-1e6, 1e6, width=32))
@@ -49,20 +49,20 @@ def without(values: Sequence[float]) -> float:
     return INF if any(map(math.isinf, values)) else NAN
 
 
-NAIVE: dict[Together, Callable[[Sequence[float]], float]] = {Together.LARGEST: largest, Together.MEAN: mean}
+NAIVE: dict[bool, Callable[[Sequence[float]], float]] = {False: largest, True: mean}
 
 
-def naive_bins(records: Sequence[Row], whole: int, together: Together) -> tuple[int, list[Row], list[list[bool]]]:
+def naive_bins(records: Sequence[Row], whole: int, means: bool) -> tuple[int, list[Row], list[list[bool]]]:
     """Return the stride (the least power of two with which all records fit), the bins, and where they were not finite."""
     stride = next(2**power for power in range(60) if len(records) <= whole * 2**power)
     chunks = [list(zip(*records[start : start + stride], strict=True)) for start in range(0, len(records), stride)]
     flags = [[any(map(math.isinf, column)) for column in chunk] for chunk in chunks]
-    return stride, [[NAIVE[together](column) for column in chunk] for chunk in chunks], flags
+    return stride, [[NAIVE[means](column) for column in chunk] for chunk in chunks], flags
 
 
-def filled(records: Sequence[Row], together: Together, recent: int, whole: int) -> Track:
+def filled(records: Sequence[Row], means: bool, recent: int, whole: int) -> Track:
     """Return a track with these records, number i at time 10 i and step i."""
-    track = Track(len(records[0]) if records else 1, together, recent=recent, whole=whole)
+    track = Track(len(records[0]) if records else 1, means=means, recent=recent, whole=whole)
     for number, record in enumerate(records):
         track.extend([10.0 * number], [number], np.array([record], dtype=np.float32))
     return track
@@ -80,7 +80,7 @@ def same(found: np.ndarray, expected: Sequence[Row]) -> None:
 @given(records=RECORDS, since=st.integers(0, 90), **SIZES)
 def test_the_recent_part_has_the_last_records(records: list[Row], since: int, recent: int, whole: int) -> None:
     """The recent part has the last records from the requested one on, with both infinities as one."""
-    part = filled(records, Together.LARGEST, recent, whole).recent(since)
+    part = filled(records, False, recent, whole).recent(since)
     first = max(since, len(records) - recent, 0)
     expected = np.array(records[first:], dtype=np.float32).reshape(part.values.shape)
     np.testing.assert_array_equal(part.values, np.where(np.isinf(expected), INF, expected))
@@ -91,14 +91,14 @@ def test_the_recent_part_has_the_last_records(records: list[Row], since: int, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", Together)
+@pytest.mark.parametrize("means", [False, True])
 @given(records=RECORDS, **SIZES)
-def test_bins_equal_a_naive_computation(together: Together, records: list[Row], recent: int, whole: int) -> None:
+def test_bins_equal_a_naive_computation(means: bool, records: list[Row], recent: int, whole: int) -> None:
     """Bins of the whole run have the stride, values, marks, times and steps of a naive computation."""
-    part = filled(records, together, recent, whole).whole()
-    stride, bins, flags = naive_bins(records, whole, together)
+    part = filled(records, means, recent, whole).whole()
+    stride, bins, flags = naive_bins(records, whole, means)
     assert (part.first, part.stride, len(part.values)) == (0, stride, len(bins))
-    if together is Together.LARGEST:
+    if not means:
         np.testing.assert_array_equal(part.values, np.array(bins, dtype=np.float32).reshape(part.values.shape))
     same(part.values, bins)
     np.testing.assert_array_equal(part.nonfinite, np.array(flags, dtype=bool).reshape(part.values.shape))

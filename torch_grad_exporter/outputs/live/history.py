@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_grad_exporter.outputs.live.rows import LASTING, OF_SAMPLES, SCALARS, StepRows, scalars
-from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, Together, Track, Values, farther
+from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, Track, Values, farther
 from torch_grad_exporter.store.cursors import Single
 
 # For the records of layers: if there are very many layers, fewer records are kept, but this many records and bins.
@@ -96,7 +96,7 @@ class History:
         *,
         now: Callable[[], float],
         quantities: Sequence[str] = QUANTITIES,
-        together: Together = Together.LARGEST,
+        means: bool = False,
     ) -> None:
         self.quantities = tuple(quantities)
         self._moment, self._now = moment, now
@@ -108,8 +108,8 @@ class History:
         self._rows = StepRows()
         self._column: dict[str, int] = {}
         self._sharded: frozenset[str] = frozenset()
-        self._layers = Track(0, together)
-        self._scalars = Track(len(SCALARS), Together.MEAN, recent=2 * RECENT, whole=2 * WHOLE)
+        self._layers = Track(0, means=means)
+        self._scalars = Track(len(SCALARS), means=True, recent=2 * RECENT, whole=2 * WHOLE)
 
     @property
     def layers(self) -> list[str]:

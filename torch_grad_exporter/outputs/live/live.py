@@ -36,7 +36,7 @@ from torch_grad_exporter.outputs.live.encoding import (
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
-from torch_grad_exporter.outputs.live.track import Together, Track
+from torch_grad_exporter.outputs.live.track import Track
 from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch, Wrong
 from torch_grad_exporter.rules.watch import OVER
 from torch_grad_exporter.store.records import TraceIds
@@ -49,7 +49,7 @@ LONGER = 1.001
 MAX_AGE, FIRST_SECONDS, SHOWN_SECONDS = 1.0, 1.0, 30.0
 
 # Of a run without logged values.
-EMPTY = Track(0, Together.MEAN, recent=1, whole=2)
+EMPTY = Track(0, means=True, recent=1, whole=2)
 
 
 @dataclass(frozen=True, slots=True)

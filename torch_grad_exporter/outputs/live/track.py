@@ -6,7 +6,6 @@ two bins become one, so that a run of any length has between half of the bins an
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +21,6 @@ RECENT, WHOLE = 600, 480
 Values = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 _Rows = NDArray[np.void]
-
-
-class Together(enum.Enum):
-    """The way in which finite values of records become one value of a bin. NaN stands for no value and does not count."""
-
-    LARGEST = "largest"  # the one farthest from zero
-    MEAN = "mean"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,10 +60,13 @@ def _row(width: int, weighted: bool) -> np.dtype[np.void]:
 
 
 class Track:
-    """Records of `width` values each. `recent`, `whole`: how many records and bins are kept; `whole` is even."""
+    """Records of `width` values each. `recent`, `whole`: how many records and bins are kept; `whole` is even.
 
-    def __init__(self, width: int, together: Together, *, recent: int = RECENT, whole: int = WHOLE) -> None:
-        self._weighted = together is Together.MEAN
+    Finite values of records become one of a bin: their mean if it has `means`, else the one farthest from zero. NaN does not count.
+    """
+
+    def __init__(self, width: int, *, means: bool, recent: int = RECENT, whole: int = WHOLE) -> None:
+        self._weighted = means
         self.width = width
         self.count = 0
         self._recent, self._whole = (_rows(count, width, weighted=self._weighted) for count in (recent, whole))

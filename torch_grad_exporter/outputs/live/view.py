@@ -25,7 +25,7 @@ from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENT
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments, LoggedMoments
 from torch_grad_exporter.outputs.live.rows import scalars
-from torch_grad_exporter.outputs.live.track import RECENT, Together
+from torch_grad_exporter.outputs.live.track import RECENT
 from torch_grad_exporter.rules import Record
 from torch_grad_exporter.store.journal import Journal
 from torch_grad_exporter.store.logged_values import LoggedValues
@@ -92,7 +92,7 @@ class View:
         self._each = host.each_sample(self._cursor, self._sampled, RECENT)
         self.history = History(lambda: host.read_as(self._cursor, self._present), now=time.time, quantities=quantities)
         inner = None if activations is None else History(self._moment_inside, now=time.time, quantities=ACTIVATIONS)
-        values = History(LoggedMoments(logged).take, now=time.time, quantities=LOGGED, together=Together.MEAN)
+        values = History(LoggedMoments(logged).take, now=time.time, quantities=LOGGED, means=True)
         self.live = Live(
             run, self.history, scrape, targets=targets, marks=marks, record=self._problems, activations=inner, logged=values
         )
