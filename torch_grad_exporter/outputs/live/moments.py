@@ -45,10 +45,18 @@ class GradientMoments:
     def of(self, reading: Reading, steps: int) -> Moment:
         """Return the moment of a reading after this many steps."""
         moment = self.of_sample(reading, steps)
-        values, nonfinite = self._of_steps(reading, steps)
+        totals, singles = reading.snapshot.totals, reading.singles
+        single_rate = any(single.name == "learning_rate" for single in singles)
+        values = scalars(
+            loss=reading.losses.mean if reading.losses.count else np.nan,
+            step_seconds=self._step_seconds(totals, [single for single in singles if single.name == "step_seconds"], steps),
+            learning_rate=np.nan if single_rate else next(iter(totals.learning_rates.values()), np.nan),
+        )
+        self._single_nonfinite_losses += sum(single.name == "loss" and np.isinf(single.value) for single in singles)
+        nonfinite = self._losses.of_scalar("loss", float(totals.loss_nonfinite - self._single_nonfinite_losses))
         flags = nonfinite if moment.scalars_nonfinite is None else moment.scalars_nonfinite | nonfinite
         shown = np.where(OF_SAMPLES, moment.scalars, values)
-        return replace(moment, steps=steps, scalars=shown, scalars_nonfinite=flags, singles=reading.singles)
+        return replace(moment, steps=steps, scalars=shown, scalars_nonfinite=flags, singles=singles)
 
     def of_sample(self, reading: Reading, steps: int) -> Moment:
         """Return the moment of a sample, at its step, or at `steps` if that is unknown; without values of each step."""
@@ -96,19 +104,6 @@ class GradientMoments:
             captures, bad = np.concatenate([captures, more["captures"]]), np.concatenate([bad, more["nans"] + more["infs"]])
         new, spoiled = self._captured.since(names, captures.copy()), self._spoiled.since(names, bad)
         return new[: len(layer_values)], spoiled[: len(layer_values)]
-
-    def _of_steps(self, reading: Reading, steps: int) -> tuple[Values, Flags]:
-        """Return the other values of the run, and which were not finite since the moment before; without single values."""
-        totals, singles = reading.snapshot.totals, reading.singles
-        self._single_nonfinite_losses += sum(single.name == "loss" and np.isinf(single.value) for single in singles)
-        values = scalars(
-            loss=reading.losses.mean if reading.losses.count else np.nan,
-            step_seconds=self._step_seconds(totals, [single for single in singles if single.name == "step_seconds"], steps),
-            learning_rate=np.nan
-            if any(single.name == "learning_rate" for single in singles)
-            else next(iter(totals.learning_rates.values()), np.nan),
-        )
-        return values, self._losses.of_scalar("loss", float(totals.loss_nonfinite - self._single_nonfinite_losses))
 
     def _step_seconds(self, totals: TotalsSnapshot, singles: Sequence[Single], steps: int) -> float:
         """Return the mean since the last moment, without single values.
