@@ -76,12 +76,13 @@ def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     if len(models) < 2:
         return dict(zip([""], models, strict=False))
     wanted, names = {id(model) for model in models}, dict[int, str]()
-    script = {name: value for name, value in vars(sys.modules["__main__"]).items() if not name.startswith("_")}
+    variables = dict(vars(sys.modules["__main__"]))  # at once: threads may set others
+    script = {name: value for name, value in variables.items() if not name.startswith("_")}
     nothing: dict[str, object] = {}
     inside = [
         _or(nothing, lambda each: dict(vars(each)), value) for value in script.values() if type(value).__module__ == "__main__"
     ]
-    for name, value in [pair for variables in (script, *inside) for pair in variables.items()]:
+    for name, value in [pair for names_in in (script, *inside) for pair in names_in.items()]:
         if id(value) in wanted and id(value) not in names and name not in names.values():
             names[id(value)] = name
     for model in models:
