@@ -89,9 +89,9 @@ def _verdict(saved: Saved, terms: Terms) -> RunVerdict:
         problems.setdefault(problem.alert, []).append(problem)
     rows = []
     for rule in judged.rules:
-        if found := problems.get(rule.name):
-            failed = any(problem.severity in terms.fail_on or problem.alert in terms.fail_on for problem in found)
-            rows.append(VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_described(found))))
+        if own := problems.get(rule.name):
+            failed = any(problem.severity in terms.fail_on or problem.alert in terms.fail_on for problem in own)
+            rows.append(VerdictRow("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_described(own))))
         else:
             why = _not_judged(rule, judged)
             rows.append(VerdictRow("rules", rule.name, Result.OK if why is None else Result.NOT_JUDGED, why or ""))
