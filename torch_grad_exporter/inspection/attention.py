@@ -220,12 +220,12 @@ class AttentionProbe(Inspection, ForwardObserver):
         if graph_task() != -1 or within_transform() or capturing_graph() or len(self._pending) + len(self._confirmed) >= CALLS:
             return
         start = self._cost.now()
-        running = self._hooks.running[-1] if self._hooks.running else None
-        if running is not None and self._layers.accepts(running.label):
+        inner = self._hooks.running[-1].inner if self._hooks.running else None
+        if inner is not None and (module := inner.module()) is not None and self._layers.accepts(inner.label):
             with torch.no_grad(), self._timed.measuring(first.device):
-                values = measure(running.module)
+                values = measure(module)
             if values is not None:
-                call = _Call(running.label, values)
+                call = _Call(inner.label, values)
                 call.hooked = not compiles_backwards() and on_node_of(first, functools.partial(self._on_backward, call))
                 self._pending.append(call)
         self._cost.spent(start, sampled=True)

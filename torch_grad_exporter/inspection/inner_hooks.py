@@ -27,10 +27,9 @@ EMPTY: Kwargs = MappingProxyType({})
 
 
 class RunningCall(NamedTuple):
-    """A call of a module that runs. `of`: what the observer keeps of it."""
+    """A call of a module that runs; it may have raised, and then keeps no module alive. `of`: what the observer keeps of it."""
 
-    label: str
-    module: torch.nn.Module
+    inner: InnerModule
     of: Any
 
 
@@ -76,7 +75,7 @@ class InnerHooks:
             self._armed[number] = modules
         # Called here, since PyTorch has listed the root's own hooks for this forward before.
         if (inner := self._followed(root)) is not None:
-            self.running.append(RunningCall(inner.label, root, self._observer.entered(inner.label, root, args, kwargs)))
+            self.running.append(RunningCall(inner, self._observer.entered(inner.label, root, args, kwargs)))
 
     def follow(self, modules: tuple[InnerModule, ...]) -> None:
         """Follow every forward of these modules until `disarm`, whatever calls them."""
@@ -115,13 +114,13 @@ class InnerHooks:
     def _entered(self, module: torch.nn.Module, args: Args, kwargs: Kwargs = EMPTY) -> None:
         # A root was reported by `arm`. Its hook may be one of an earlier forward, which PyTorch calls without keyword arguments.
         if id(module) not in self._armed and (inner := self._followed(module)) is not None:
-            self.running.append(RunningCall(inner.label, module, self._observer.entered(inner.label, module, args, kwargs)))
+            self.running.append(RunningCall(inner, self._observer.entered(inner.label, module, args, kwargs)))
 
     def _left(self, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
         if (inner := self._followed(module)) is not None:
             kept = None
-            if any(call.module is module for call in self.running):
-                while (call := self.running.pop()).module is not module:
+            if any(call.inner is inner for call in self.running):
+                while (call := self.running.pop()).inner is not inner:
                     pass  # a call that has raised within this one
                 kept = call.of
             self._observer.left(inner.label, module, output, kept)
