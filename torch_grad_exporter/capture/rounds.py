@@ -285,7 +285,7 @@ class RoundTracker:
         last, number = self.current, self.current.number + 1
         due = self._schedule.next_due(number) == number  # as at the forward; the end of a sample may change the interval
         wanted = self.wanted > 0 and self._schedule.affords_another
-        self.wanted -= self.wanted > 0
+        self.wanted = max(0, self.wanted - 1)
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         self._clock.skipped += self.pattern.learn(last.models, last.stepped, last.backwards)
         if last.behind:
