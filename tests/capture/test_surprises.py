@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.support.models import Perceptron, batch
-from tests.support.scrape import value
+from tests.support.ranks import of_ranks
+from tests.support.scrape import OFF, value
 from tests.support.tools import eventually
+from tests.support.torch_versions import fully_shard, need
 from torch_grad_exporter import Exporter, start_exporter
 
 INTERVAL = 4096
@@ -81,3 +83,22 @@ def test_a_lasting_fault_brings_few_samples() -> None:
         for _ in range(100):
             loop.step(loss=math.nan)
         assert loop.samples() == 5
+
+
+def samples_of_shards(rank: int) -> float | None:
+    """Train a sharded model whose loss is NaN on one rank; return the samples of this rank."""
+    model = Perceptron()
+    fully_shard(model)
+    with start_exporter(model, None, every=INTERVAL, collectors=OFF) as exporter:
+        loop = Loop(exporter, model)
+        for number in range(20):
+            loop.step(loss=math.nan if rank == 0 and number == 5 else 1.0)
+            value(exporter, SAMPLES)  # the worker has taken all values
+        return loop.samples()
+
+
+@pytest.mark.process
+def test_ranks_of_a_sharded_model_sample_the_same_steps() -> None:
+    """Where ranks have parts of a gradient, a NaN that one of them sees brings no samples: its parts would have no others."""
+    need(2, 7, "FSDP2 on a CPU")
+    assert of_ranks(samples_of_shards) == [1, 1]

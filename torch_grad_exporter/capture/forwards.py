@@ -90,7 +90,7 @@ class ForwardHooks:
         if self._requests.pending:
             requested = self._requests.take()
             self._counted.follow(max(requested.values()) + 1)
-            self._rounds.wanted = max(self._rounds.wanted, requested.get(SURPRISE, 0))
+            self._rounds.sample_more(requested.get(SURPRISE, 0))
             self._inspections.tell(Inspection.requested, requested)
         # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
         again = graph_task() != -1

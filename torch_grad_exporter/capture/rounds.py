@@ -94,7 +94,6 @@ class RoundTracker:
         closures: Those of them whose backward comes within the step.
         lost: Rounds that were due and were not read, by the reason.
         fused: Corrects counts of steps that a fused optimizer may have skipped.
-        wanted: How many of the next rounds are to be sampled besides those that are due, within the budget.
         inputs_wanted: Whether the last forward of a root got an input that is to have a gradient.
     """
 
@@ -120,8 +119,8 @@ class RoundTracker:
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
         self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
-        self.wanted = 0
         self.inputs_wanted = False
+        self._wanted = 0  # rounds that are to be sampled besides those that are due
         self._postponed = False  # a sample that could not be taken yet is to be taken of the next round
         self._skipped_unseen = False  # a step was skipped while rounds were only counted
         self._steps_on_inputs = False  # a step was taken on a backward that gives inputs a gradient, which then is not an attack
@@ -134,7 +133,15 @@ class RoundTracker:
         if not current.stepped:
             return current.sampled
         number = current.number + 1
-        return self._postponed or self._schedule.next_due(number) == number or (self.wanted > 0 and self._schedule.affords_another)
+        return self._postponed or self._schedule.next_due(number) == number or (self._wanted > 0 and self._schedule.affords_another)
+
+    def sample_more(self, rounds: int) -> None:
+        """Sample this many of the next rounds besides those that are due, within the budget.
+
+        Not of a sharded model: the parts of a norm must be of the same rounds on all ranks.
+        """
+        if not self._index.table.sharded.any():
+            self._wanted = max(self._wanted, rounds)
 
     def forward_began(self) -> None:
         """A forward with gradients begins after steps: an optimizer that steps later uses other gradients than were read.
@@ -284,8 +291,8 @@ class RoundTracker:
         """End the current round and begin the next one."""
         last, number = self.current, self.current.number + 1
         due = self._schedule.next_due(number) == number  # as at the forward; the end of a sample may change the interval
-        wanted = self.wanted > 0 and self._schedule.affords_another
-        self.wanted = max(0, self.wanted - 1)
+        wanted = self._wanted > 0 and self._schedule.affords_another
+        self._wanted = max(0, self._wanted - 1)
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         self._clock.skipped += self.pattern.learn(last.models, last.stepped, last.backwards)
         if last.behind:
