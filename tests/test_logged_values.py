@@ -13,6 +13,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.loops import train
 from tests.support.tools import eventually, get
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
@@ -22,15 +23,6 @@ from torch_grad_exporter.store.logged_values import NAMES, LoggedCall, LoggedVal
 from torch_grad_exporter.store.records import Inspected
 
 VALUE, NONFINITE, DROPPED = (f"torch_train_value{end}" for end in ("", "_nonfinite_total", "_names_dropped"))
-
-
-def trained(exporter: Exporter, model: torch.nn.Module, steps: int = 1) -> None:
-    """Take some steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(3, 4)).square().mean().backward()
-        optimizer.step()
 
 
 def test_values_are_exact() -> None:
@@ -167,7 +159,7 @@ def test_threads() -> None:
         threads = [threading.Thread(target=run, args=(f"thread {number}",)) for number in range(4)]
         for thread in threads:
             thread.start()
-        trained(exporter, model, 50)
+        train(model, steps=50)
         for thread in threads:
             thread.join()
         values = exporter.values(f"^{NONFINITE}/(thread|shared)")
@@ -191,7 +183,7 @@ def run(tmp_path: Path) -> Path:
     model = torch.nn.Linear(4, 2)
     with start_exporter(model, port=None, run="logged") as exporter:
         for number in range(20):
-            trained(exporter, model)
+            train(model)
             exporter.log({"train/reward": number / 2})
             if number % 2:
                 exporter.log({"eval/loss": math.nan if number == 9 else float(number)}, step=number + 1)

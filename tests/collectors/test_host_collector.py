@@ -9,9 +9,10 @@ import psutil
 import pytest
 
 from tests.support.catalogue import CATALOGUE
+from tests.support.collected import series
 from torch_grad_exporter.collectors import host
 from torch_grad_exporter.collectors.host import HostCollector
-from torch_grad_exporter.metrics.families import Family, Spec
+from torch_grad_exporter.metrics.families import Spec
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="compared with Linux' /proc")
 
@@ -89,14 +90,14 @@ class Fake:
         )
 
 
-def shown(families: list[Family]) -> dict[str, float]:
-    """Return the samples by name."""
-    return {f.spec.name: float(f.values[0]) for f in families if f.present is None or f.present.all()}
+def shown(collector: HostCollector) -> dict[str, float]:
+    """Return the samples of a scrape by name."""
+    return {name: value for (name,), value in series(collector).items()}
 
 
 def read(collector: HostCollector, spec: Spec) -> float | None:
     """Return one value of a scrape, `None` if it is absent."""
-    return shown(collector.collect()).get(spec.name)
+    return shown(collector).get(spec.name)
 
 
 def test_the_first_share_is_since_the_start() -> None:
@@ -235,7 +236,7 @@ def test_what_a_sandbox_does_not_show_is_absent(source: str, error: Exception) -
     fake.cpu = Cpu(user=1)
     setattr(fake, source, error)
     missing = [spec.name for spec in DEPENDS[source]]
-    assert list(shown(collector.collect())) == [name for name in HOST if name not in missing]
+    assert list(shown(collector)) == [name for name in HOST if name not in missing]
     setattr(fake, source, TypeError("changed"))
     fake.now += 1
     with pytest.raises(TypeError, match="changed"):  # the scrape counts other errors
@@ -271,7 +272,7 @@ def test_totals_are_those_of_the_kernel() -> None:
         host.HOST_NETWORK_TRANSMIT: lambda: traffic(9),
     }
     before = {spec: source() for spec, source in sources.items()}
-    samples = shown(HostCollector().collect())
+    samples = shown(HostCollector())
     for spec, source in sources.items():
         assert before[spec] <= samples.get(spec.name, 0) <= source()
 
@@ -281,6 +282,6 @@ def test_memory_is_what_the_kernel_says() -> None:
     """Total memory is exact and available memory close to /proc/meminfo."""
     words = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
     kernel = {name: int(kibibytes) * 1024 for name, kibibytes, *_ in words}
-    samples = shown(HostCollector().collect())
+    samples = shown(HostCollector())
     assert samples[host.HOST_MEMORY_TOTAL.name] == kernel["MemTotal:"]
     assert samples[host.HOST_MEMORY_AVAILABLE.name] == pytest.approx(kernel["MemAvailable:"], abs=0.1 * kernel["MemTotal:"])

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +20,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.catalogue import CATALOGUE
+from tests.support.collected import series
 from tests.support.tools import eventually
 from torch_grad_exporter.collectors import process
 from torch_grad_exporter.collectors.process import ProcessCollector, PsutilFamilies, standard_registry
-from torch_grad_exporter.metrics.families import Family, Spec
+from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.resources.readings import SHARE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="compared with Linux' /proc")
@@ -37,19 +38,9 @@ Io = namedtuple("Io", "read_count write_count read_bytes write_bytes")  # noqa: 
 CpuTimes = namedtuple("CpuTimes", "user system children_user children_system")  # noqa: PYI024 - the same
 
 
-def shown(families: Iterable[Family]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Return the samples by name and label values."""
-    return {
-        (family.spec.name, row): float(family.values[position])
-        for family in families
-        for position, row in enumerate(family.labels.rows)
-        if family.present is None or family.present[position]
-    }
-
-
 def read(collector: ProcessCollector, spec: Spec) -> float | None:
     """Return one value without labels of a scrape, `None` if it is absent."""
-    return shown(collector.collect()).get((spec.name, ()))
+    return series(collector).get((spec.name,))
 
 
 def unpaced() -> ProcessCollector:
@@ -122,7 +113,7 @@ DENIED, GONE, ZOMBIE = psutil.AccessDenied(1), psutil.NoSuchProcess(1), psutil.Z
 
 def test_without_proc_the_rest_remains(tmp_path: Path) -> None:
     """Without /proc, as on macOS, the standard process values are absent, not zero."""
-    names = {name for name, _ in shown(ProcessCollector(standard=standard_registry(str(tmp_path / "none"))).collect())}
+    names = {name for name, *_ in series(ProcessCollector(standard=standard_registry(str(tmp_path / "none"))))}
     assert {name for name in DECLARED if name not in names} == {n for n in DECLARED if n.startswith("process_")}
 
 
@@ -134,10 +125,10 @@ def test_standard_samples_equal_prometheus_client() -> None:
     prometheus_client.PlatformCollector(registry=registry)
     prometheus_client.GCCollector(registry=registry)
 
-    def reference() -> dict[tuple[str, tuple[str, ...]], float]:
+    def reference() -> dict[tuple[str, ...], float]:
         metrics = text_string_to_metric_families(prometheus_client.generate_latest(registry).decode())
         samples = [sample for metric in metrics for sample in metric.samples]
-        return {(s.name, tuple(s.labels.get(n, "") for n in CATALOGUE[s.name].labels)): s.value for s in samples}
+        return {(s.name, *(s.labels.get(n, "") for n in CATALOGUE[s.name].labels)): s.value for s in samples}
 
     # node_exporter's textfile collector drops a metric that has two help texts in its folder.
     for metric in text_string_to_metric_families(prometheus_client.generate_latest(registry).decode()):
@@ -147,18 +138,18 @@ def test_standard_samples_equal_prometheus_client() -> None:
     gc.collect()
     gc.disable()
     try:
-        before, ours, after = reference(), shown(ProcessCollector().collect()), reference()
+        before, ours, after = reference(), series(ProcessCollector()), reference()
     finally:
         gc.enable()
     ours = {key: value for key, value in ours.items() if not key[0].startswith("torch_")}
     assert ours.keys() == before.keys()
-    assert len({name for name, _ in ours}) == 10
+    assert len({name for name, *_ in ours}) == 10
     moving = {"process_virtual_memory_bytes", "process_resident_memory_bytes", "process_cpu_seconds_total"}
     assert {k: v for k, v in ours.items() if k[0] not in moving} == {k: v for k, v in before.items() if k[0] not in moving}
-    cpu = ("process_cpu_seconds_total", ())
+    cpu = ("process_cpu_seconds_total",)
     assert before[cpu] <= ours[cpu] <= after[cpu]
     for name in ("process_virtual_memory_bytes", "process_resident_memory_bytes"):
-        assert ours[name, ()] == pytest.approx(before[name, ()], rel=0.05)
+        assert ours[name,] == pytest.approx(before[name,], rel=0.05)
 
 
 # What psutil adds
@@ -169,7 +160,7 @@ def test_what_psutil_says_is_shown() -> None:
     child = Fake(2, memory_full_info=SimpleNamespace(uss=30), cpu_times=CpuTimes(1.0, 2.0, 3.0, 4.0))
     scene = Scene(child, Fake(3))
     scene.waited_for = 5.0
-    assert {name: value for (name, _), value in shown(scene.collector.collect()).items()} == {
+    assert {name: value for (name,), value in series(scene.collector).items()} == {
         "torch_process_threads": 7,
         "torch_process_io_read_bytes_total": 300,
         "torch_process_io_write_bytes_total": 400,
@@ -193,7 +184,7 @@ DEPENDS = {
 def test_what_cannot_be_read_is_absent(source: str, error: Exception) -> None:
     """A source that the platform or its owner denies costs only its own values."""
     scene = Scene(**{source: error})
-    names = [name for name, _ in shown(scene.collector.collect())]
+    names = [name for (name,) in series(scene.collector)]
     missing = [spec.name for spec in DEPENDS[source]]
     assert names == [name for name in DECLARED if name.startswith("torch_process") and name not in missing]
     with pytest.raises(TypeError, match="odd"):  # the scrape counts other errors
@@ -237,7 +228,7 @@ def test_values_of_this_process_agree_with_proc() -> None:
         return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
     before = numbers("io")
-    samples = {name: value for (name, _), value in shown(unpaced().collect()).items()}
+    samples = {name: value for (name, *_), value in series(unpaced()).items()}
     after, pages = numbers("io"), Path("/proc/self/smaps").read_text().splitlines()
     assert samples["torch_process_threads"] == numbers("status")["Threads:"]
     assert before["read_bytes:"] <= samples["torch_process_io_read_bytes_total"] <= after["read_bytes:"]
@@ -298,8 +289,8 @@ def private(*pids: int) -> int:
 
 def of_children(collector: ProcessCollector) -> tuple[float, float, float]:
     """Return number, memory and CPU time of the children."""
-    samples = shown(collector.collect())
-    return tuple(samples[spec.name, ()] for spec in CHILDREN)
+    samples = series(collector)
+    return tuple(samples[spec.name,] for spec in CHILDREN)
 
 
 class Work(torch.utils.data.Dataset[torch.Tensor]):
