@@ -12,61 +12,14 @@ from tests.capture.scenes import (
     COUNTED,
     MISSING,
     NORM,
-    REGIMES,
     SKIPPED,
-    STEPS,
     Loop,
-    reads_after_backward,
     watching,
     whole,
 )
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import norm
 from tests.support.scrape import lost, value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("regime", "set_to_none"), [("sampled", True), ("mixed", False), ("counted", True)])
-def test_skipped_steps_are_counted(regime: str, set_to_none: bool) -> None:
-    """Backwards whose gradients are cleared without a step are skipped steps, also several in a row."""
-    loop = Loop(set_to_none=set_to_none)
-    with watching(loop.model, **REGIMES[regime]) as exporter:
-        loop.warm_up(exporter, regime)
-        for skipped in (3, 4):
-            for _ in range(skipped):
-                loop.backward()
-            loop.go_on(regime)
-        assert value(exporter, SKIPPED) == 7
-        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-        assert value(exporter, BACKWARDS) == loop.steps + 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("every", "around"), [(1, False), (4, True)])
-def test_skips_among_accumulations(every: int, around: bool) -> None:
-    """Of steps with three backwards each every fourth is skipped, whichever rounds are sampled and however the model is called."""
-    model = Perceptron()
-    optimizer = sgd(model)
-
-    def backward() -> None:
-        output = model.second(model.first(batch()).relu()) if around else model(batch())
-        output.square().mean().backward()
-
-    with watching(model, every=every) as exporter:
-        for _ in range(6):
-            optimizer.zero_grad()
-            backward()
-            optimizer.step()
-        before = value(exporter, BACKWARDS), value(exporter, SKIPPED)
-        for step in range(16):
-            optimizer.zero_grad()
-            for _ in range(3):
-                backward()
-            if step % 4 != 1:
-                optimizer.step()
-        assert (value(exporter, BACKWARDS), value(exporter, SKIPPED)) == (before[0] + 48, before[1] + 4)
-        assert value(exporter, STEPS, optimizer="SGD") == 6 + 12
-        assert reads_after_backward(exporter)
 
 
 @pytest.mark.slow

@@ -292,23 +292,6 @@ def test_a_step_that_a_scaler_skips_is_not_an_update() -> None:
         assert measured[1][0] == measured[2][0] == measured[3][0] != 0
 
 
-def test_dead_units() -> None:
-    """A unit that never fires is dead after the window, one that fires once in it is not."""
-    model = Perceptron(6, 4, 3)
-    with torch.no_grad():
-        model.first.bias[0] = -1e6
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with start(model, dead_window=10) as exporter:
-        train(model, optimizer, 9)
-        assert value(exporter, "torch_grad_dead_ratio", layer="first") is None
-        train(model, optimizer, 10)
-        assert value(exporter, "torch_grad_dead_ratio", layer="first") == 1 / 4
-        with torch.no_grad():
-            model.first.bias[0] = 0.0
-        train(model, optimizer, 1, x=batch(500))
-        assert value(exporter, "torch_grad_dead_ratio", layer="first") == 0
-
-
 def test_a_round_of_several_backwards_is_one_for_units() -> None:
     """A unit that is zero throughout one round of two backwards has been zero for one sample, not for two."""
     model = torch.nn.Linear(3, 2)

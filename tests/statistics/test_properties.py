@@ -33,7 +33,7 @@ from tests.support.gradients import (
 )
 from tests.support.properties import both_formats, no_timeout_in_a_soak, totals
 from tests.support.record import Recorder, norm
-from tests.support.statistics import WITH_MOMENTS, by_definition, by_position
+from tests.support.statistics import WITH_MOMENTS, by_position
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.buckets import HALF_DECADES
 from torch_grad_exporter.model.layers import LayerIndex
@@ -155,20 +155,6 @@ def check(path: str, drawn: list[Drawn], part: Sequence[int]) -> None:
             assert_sum(alone[Column.SUM], drawn[position].flat)
     for one, kept in zip(drawn, before, strict=True):
         assert all(map(np.array_equal, bits(one.gradient), kept))
-    del model
-
-
-@examples(0.5)
-@given(models(SMALL))
-def test_the_reference_says_the_same(drawn: list[Drawn]) -> None:
-    """The reference in plain loops agrees with a sum by hand."""
-    model, table = plan_of(drawn)
-    for one, tracked in zip(drawn, table.tracked, strict=True):
-        if one.values.size:
-            found = by_definition(one.gradient, tracked.units)
-            assert found.elements == one.values.size
-            columns = [found.norm, found.zeros, found.nans, found.infs, found.min, found.max, found.zero_units]
-            assert_true([*columns, 0, found.sum], one)
     del model
 
 

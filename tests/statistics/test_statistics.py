@@ -122,24 +122,3 @@ def test_weights_with_the_inputs_first(sizes: tuple[int, int], experts: int, dty
     columns = gradient.reshape(-1, inputs, outputs).to(torch.complex128)
     assert row[Column.ZERO_UNITS] == int((columns == 0).all(dim=1).sum()) == max(1, experts)
     assert row[Column.NORM] == pytest.approx(float(columns.abs().square().sum().sqrt()), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_statistics_read_no_value_on_a_device() -> None:
-    """All statistics run on a device whose tensors have no data, where reading a value raises."""
-    with pytest.raises(RuntimeError):
-        torch.zeros(1, device="meta").item()
-    shapes = [(8, 6), (8, 6), (), (5,), (0, 3), (700, 333), (100_000,), (6, 3, 2, 2)]
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64):
-        table = plan_of(Bare(*shapes, dtype=dtype, where="meta"))
-        gradients = [(i, torch.empty(shape, dtype=dtype, device="meta")) for i, shape in enumerate(shapes)]
-        statistics = EagerStatistics(100, WITH_MOMENTS)
-        for sample, members in enumerate((gradients, gradients[1:], gradients[:3], gradients)):
-            (measured,) = statistics.measure(table, members, sample)
-            assert measured.vector.is_meta
-            assert sorted(measured.positions) == [i for i, _ in members if i != 4]
-            units = 2 * (measured.units > 0).sum()  # how many are zero and dead follows the rows
-            assert measured.vector.shape == (len(measured.positions) * measured.packing.layout.width + units,)
-        (norms,) = statistics.norms(table, gradients)
-        assert norms.vector.is_meta
-        assert norms.vector.shape == (len(shapes) - 1,)
