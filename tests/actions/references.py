@@ -20,7 +20,7 @@ Clipped = tuple[dict[str, Array], list[float]]
 
 OTHER_AXES = {
     "linear.weight": (1,), "conv.weight": (1, 2, 3), "transposed.weight": (0, 2, 3), "gpt.weight": (0,), "embedding.weight": (1,),
-    "first.weight": (1,), "second.weight": (1,),
+    "first.weight": (1,), "second.weight": (1,), "experts.weight": (2,),
 }  # fmt: skip
 """Of parameters with several units: the axes that lie within one unit."""
 

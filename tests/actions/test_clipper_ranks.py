@@ -20,7 +20,7 @@ from tests.actions import references, test_clip_at_steps
 from tests.support.models import Perceptron
 from tests.support.ranks import of_ranks
 from tests.support.scrape import OFF, errors, value
-from tests.support.torch_versions import DTensor, Partial, Replicate, fully_shard
+from tests.support.torch_versions import DTensor, Partial, Replicate, distribute_tensor, fully_shard
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import AGC, AutoClip, Clipper, MaxNorm, MaxValue, SkipAbove, ZClip
 
@@ -98,6 +98,15 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Experts(torch.nn.Module):
+    """Three linear layers in one weight, of which two ranks have two and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features, self.out_features = 5, 2
+        self.weight = torch.nn.Parameter(torch.randn(3, 2, 5))
+
+
 def prepared() -> None:
     """Collect wrappers in this thread, since a thread of gloo that frees one can wait for itself."""
     gc.disable()
@@ -108,17 +117,28 @@ def follows(rank: int, regime: str) -> None:
     """Train on a rank by each policy, with a `Clipper` and with `clip=`, and compare each step with the reference."""
     prepared()
     for name, (policy, make) in POLICIES.items():
-        if policy.scope == "unit" and regime != "ddp":
+        if policy.scope == "unit" and "tp" in regime.split():
             continue  # refused
         for at_steps in (False, True) if name == AT_STEPS else (False,):
             _follow(rank, regime, name, policy, make(), at_steps=at_steps)
+        if policy.scope == "unit" and regime == "fsdp":  # with one row, of which the second rank has nothing
+            _follow(rank, regime, name, policy, make(), at_steps=False, outputs=1)
         gc.collect()
 
 
-def _follow(rank: int, regime: str, name: str, policy: Any, reference: Any, *, at_steps: bool) -> None:  # noqa: ANN401 - no common base
+def _follow(
+    rank: int,
+    regime: str,
+    name: str,
+    policy: Any,  # noqa: ANN401 - no common base
+    reference: Any,  # noqa: ANN401
+    *,
+    at_steps: bool,
+    outputs: int = 3,
+) -> None:
     build, ranks, expected_collectives = REGIMES[regime]
     torch.manual_seed(0)
-    model = build(Perceptron())
+    model = build(Perceptron(outputs=outputs))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     exporter = start_exporter(model, port=None, every=1, collectors=OFF, clip=policy) if at_steps else None
     clipper = None if at_steps else Clipper(model, policy)
@@ -163,12 +183,15 @@ def special_cases(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match=r"belongs to FullyShardedDataParallel.*use its own clip_grad_norm_"):
         Clipper(FullyShardedDataParallel(Perceptron(), use_orig_params=True, device_id=torch.device("cpu")), MaxNorm(1.0))
+    transposed = torch.nn.ConvTranspose2d(1, 6, 3)  # of whose weight the second rank has nothing
+    fully_shard(transposed)
+    for model, name in ((transposed, "weight"), (tensor_parallel(Perceptron(), mesh), "second.weight")):
+        with pytest.raises(ValueError, match=f'scope="unit": ranks have parts of the units of {name}; use scope="layer"'):
+            Clipper(model, AGC())
     split = fsdp(Perceptron())
-    for policies in ([AGC()], [MaxNorm(1.0), AGC()]):
-        with pytest.raises(ValueError, match=r'scope="unit": first.weight is split over ranks.*; use scope="layer"'):
-            Clipper(split, policies[0], dry_run=policies[1:])
-    with pytest.raises(ValueError, match=r"dry_run=.*split over ranks, of which each would count its own part"):
-        Clipper(split, MaxNorm(1.0), dry_run=[MaxValue(1.0)])
+    for candidate in (MaxValue(1.0), AGC()):
+        with pytest.raises(ValueError, match=r"dry_run=.*split over ranks, of which each would count its own part"):
+            Clipper(split, MaxNorm(1.0), dry_run=[candidate])
 
     # Of a gradient that is the sum over ranks, each has a summand: the norm is that of the sum.
     parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()]))
@@ -205,6 +228,30 @@ def special_cases(rank: int) -> None:
     model.second.bias.grad.to_local().mul_(1e4 if rank == 0 else 1)
     skipping()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def units_of_each_kind(_rank: int) -> None:
+    """Clip the units of convolutions, embeddings and experts under FSDP2 by two policies."""
+    prepared()
+    torch.manual_seed(0)
+    zoo = references.Zoo()
+    del zoo.transposed, zoo.gpt  # whose units lie on both ranks
+    zoo.experts = Experts()
+    fully_shard(zoo)
+    for policy, reference in ((AGC(0.1), references.AGC(0.1, 1e-3)), (MaxNorm(0.1, scope="unit"), references.MaxNormOfUnits(0.1))):
+        for parameter in zoo.parameters():
+            parameter.grad = distribute_tensor(torch.randn(parameter.shape), parameter.device_mesh, parameter.placements)
+        before = whole(zoo, of_gradients=True)
+        expected, _ = reference.step(before, whole(zoo, of_gradients=False))
+        assert float(Clipper(zoo, policy)()) == pytest.approx(references.whole(before), rel=1e-5)
+        for name, gradient in whole(zoo, of_gradients=True).items():
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, err_msg=f"{policy}, {name}")
+            assert not np.allclose(gradient, before[name], rtol=1e-4), name
+
+
+def test_units_of_each_kind_under_fsdp() -> None:
+    """Units that lie on one rank, and biases that lie on two, are clipped as the reference clips the whole gradients."""
+    of_ranks(units_of_each_kind)
 
 
 def test_special_cases_of_two_ranks() -> None:

@@ -28,10 +28,10 @@ WARNINGS: dict[str, type[Warning]] = {
 """How messages begin by which other versions warn of themselves, whatever the tests do."""
 
 if VERSION >= (2, 5):
-    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 else:
-    from torch.distributed._tensor import DTensor, Partial, Placement, Replicate, Shard
+    from torch.distributed._tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
     from torch.distributed._tensor.debug import CommDebugMode
 
 if VERSION >= (2, 6):
@@ -55,8 +55,8 @@ enable_compiled_autograd: Any = getattr(compiled_autograd, "_enable", None) or c
 
 __all__ = [
     "VERSION", "WARNINGS", "CPUOffloadPolicy", "CommDebugMode", "DTensor", "MixedPrecisionPolicy", "OffloadPolicy",
-    "Partial", "Placement", "Replicate", "Shard", "clip_grads_with_norm_", "enable_compiled_autograd", "fully_shard",
-    "get_total_norm", "let_torch_warn", "need", "recompiled",
+    "Partial", "Placement", "Replicate", "Shard", "clip_grads_with_norm_", "distribute_tensor", "enable_compiled_autograd",
+    "fully_shard", "get_total_norm", "let_torch_warn", "need", "recompiled",
 ]  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a zero
     part does not show whether the unit is zero.
     """
-    dims = _unit_dims(module, parameter)
+    dims = unit_dims(module, parameter)
     if not dims or not split_dims(parameter) <= set(dims):
         return None
     shape = tuple(local(parameter).shape)
@@ -88,7 +88,7 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
 _layout = functools.lru_cache(SHAPES)(UnitLayout)
 
 
-def _unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
+def unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions along which output units lie, not all in a transposed convolution; none without units."""
     shape = tuple(parameter.shape)
     if len(shape) < 2 or isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):

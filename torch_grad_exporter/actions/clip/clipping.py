@@ -347,7 +347,7 @@ def _raised(error: Exception) -> None:
 
 def _follow_as_candidate(run: PolicyRun, parameters: ParameterSet, device: torch.device) -> None:
     """Like `PolicyRun.follow`. Raises `ValueError` if ranks would count differently."""
-    if parameters.sharded and isinstance(run.policy, MaxValue):
+    if parameters.sharded and (isinstance(run.policy, MaxValue) or run.policy.scope == "unit"):
         raise ValueError(f"dry_run=[{run.policy}]: parameters are split over ranks, of which each would count its own part")
     run.follow(parameters, device)
 

@@ -157,10 +157,13 @@ class NormMeter:
     def __init__(self, parameters: ParameterSet, policy: Policy, device: torch.device) -> None:
         self._entries, self._layer_of = parameters.entries, parameters.layer_of
         self._scope, self._needs_weights, self._exact, self._device = policy.scope, policy.needs_weights, policy.exact, device
-        if self._scope == "unit" and (split := [entry.name for entry in self._entries if entry.sharding]):
-            raise ValueError(f'scope="unit": {split[0]} is split over ranks, and units are not; use scope="layer", or omit it')
-        groups = [entry.sharding for entry in self._entries]
-        self._reduction = _Reduction([*groups, *groups] if self._needs_weights else groups, device)
+        if self._scope == "unit" and (split := [entry.name for entry in self._entries if entry.split_units]):
+            raise ValueError(f'scope="unit": ranks have parts of the units of {split[0]}; use scope="layer", or omit it')
+        groups = norms = [entry.sharding for entry in self._entries]
+        if self._scope == "unit":  # a row is on one rank, and a bias, which is one unit, may be on several
+            norms = [entry.sharding if entry.layout is None else () for entry in self._entries for _ in range(entry.units)]
+            groups = [*groups, *norms]
+        self._reduction = _Reduction([*groups, *norms] if self._needs_weights else groups, device)
         self._zero = torch.zeros((), device=device, dtype=torch.float32)
         self._members = torch.empty(0)
         if self._scope == "layer":

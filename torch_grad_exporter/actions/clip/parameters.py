@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.model.names import Place, places_of
 from torch_grad_exporter.model.optimizers import has_copies
-from torch_grad_exporter.model.sharding import is_sharded
-from torch_grad_exporter.model.units import UnitLayout, unit_layout
+from torch_grad_exporter.model.sharding import is_sharded, split_dims
+from torch_grad_exporter.model.units import UnitLayout, unit_dims, unit_layout
 from torch_grad_exporter.torch_compat.fsdp import is_flattened
 from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 from torch_grad_exporter.torch_compat.tensors import local
@@ -33,7 +33,9 @@ class ClippedParameter:
 
     Attributes:
         layout: How units lie in it, None if it is one unit.
+        units: The number of units that this rank has.
         sharding: The process groups whose ranks have different parts of it.
+        split_units: Whether ranks have parts of each unit, such as of a transposed weight under FSDP2. A bias is not meant.
     """
 
     name: str
@@ -42,9 +44,10 @@ class ClippedParameter:
     layout: UnitLayout | None = None
     units: int = 0
     sharding: tuple[Any, ...] = ()
+    split_units: bool = False
 
     def unit_norms(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the norm of each unit of the parameter, or of its gradient; at least in float32."""
+        """Return the norm of each unit of this rank's part of the parameter, or of its gradient; at least in float32."""
         precision = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
         if self.units == 0:
             return tensor.new_zeros(0, dtype=precision or tensor.abs().dtype)
@@ -55,8 +58,8 @@ class ClippedParameter:
         return norms
 
     def along_units(self, values: torch.Tensor) -> torch.Tensor:
-        """Return one value for each unit in a shape that multiplies the gradient."""
-        shape = self.parameter.shape
+        """Return one value for each unit in a shape that multiplies this rank's part of the gradient."""
+        shape = local(self.parameter).shape
         if self.layout is None:
             return values.reshape(())
         if self.layout.dims == (0,) and self.layout.shape[0] == shape[0]:
@@ -78,16 +81,20 @@ def clipped_parameter(name: str, layer: str, parameter: torch.Tensor, module: to
     if is_lazy(parameter):  # without a shape until the first forward
         return ClippedParameter(name, layer, parameter)
     shape = local(parameter).shape
-    layout = None
+    layout, split_units = None, False
     if len(shape) > 1:
-        layout = unit_layout(module or torch.nn.Module(), parameter) or UnitLayout((shape[0], -1), (0,))
+        module = module or torch.nn.Module()
+        layout = unit_layout(module, parameter) or UnitLayout((shape[0], -1), (0,))
+        # Judged by the whole parameter, so that all ranks refuse it.
+        split_units = not split_dims(parameter) <= {*(unit_dims(module, parameter) or (0,))}
     sharding: list[Any] = []
     if is_sharded(parameter):
         tensor: Any = parameter  # a DTensor
         for dim, placement in enumerate(tensor.placements):
             if getattr(placement, "dim", None) is not None and tensor.device_mesh.size(dim) > 1:
                 sharding.append(tensor.device_mesh.get_group(dim))
-    return ClippedParameter(name, layer, parameter, layout, 1 if layout is None else layout.count, tuple(sharding))
+    units = 1 if layout is None else layout.count
+    return ClippedParameter(name, layer, parameter, layout, units, tuple(sharding), split_units)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
