@@ -59,15 +59,20 @@ def test_metrics_are_the_same_over_tls(training: Training, site: Site) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*TLSVersion.TLSv1_1 is deprecated:DeprecationWarning")
-def test_versions(training: Training, site: Site) -> None:
-    """The file's versions are those that a client may use; TLS 1.1 is always refused."""
+def test_versions_ciphers_and_curves(training: Training, site: Site) -> None:
+    """The file's versions, ciphers and curve are those that a client may use; TLS 1.1 is always refused."""
     older, old, new = ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
-    ancient = speaking(older)
+    ancient, named, other = speaking(older), speaking(old), speaking(old)
     ancient.set_ciphers("DEFAULT@SECLEVEL=0")
+    other.set_ciphers("ECDHE-ECDSA-AES128-GCM-SHA256")
+    right, wrong = client_context(), client_context()
+    right.set_ecdh_curve("secp384r1")
+    wrong.set_ecdh_curve("prime256v1")
     for options, served, refused in (
         ("", [speaking(old), speaking(new)], [ancient]),
         ("  max_version: TLS12\n", [speaking(old)], [speaking(new)]),
-        ("  min_version: TLS13\n", [speaking(new)], [speaking(old)]),
+        ("  cipher_suites: [TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384]\n", [named, speaking(new)], [other]),
+        ("  curve_preferences: [CurveP384]\n", [right], [wrong]),
     ):
         with serving(training, config=site.config(TLS + options)) as server:
             assert [fetch(server, tls=context).status for context in served] == [200] * len(served)

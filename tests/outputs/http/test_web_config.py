@@ -51,6 +51,7 @@ GOOD = {
     "mutual": server(MUTUAL),
     "mutual if given": server(MUTUAL.replace("RequireAndVerifyClientCert", "VerifyClientCertIfGiven")),
     "sans": server(MUTUAL + "client_allowed_sans: [prometheus, 10.0.0.1, a@b.c, 'spiffe://d/e']\n"),
+    "ciphers and a curve": server(CERT + "cipher_suites: [TLS_AES_128_GCM_SHA256]\ncurve_preferences: [X25519]\n"),
     "http2": "http_server_config: {http2: true}\n",
     "headers": http("Strict-Transport-Security: max-age=31536000\nX-Frame-Options: deny\nContent-Security-Policy:\n"),
     "users": users(f"alice: {HASH}\njörg m: {HASH.replace('2b', '2a')}\n'7': {HASH.replace('2b', '2y')}\n3: {HASH}\n"),
@@ -66,13 +67,13 @@ BAD: dict[str, tuple[str, str]] = {
     "key of another": (server("cert_file: server.crt\nkey_file: other.key\n"), "does not belong"),
     "key encrypted": (server("cert_file: server.crt\nkey_file: locked.key\n"), "encrypted"),
     "inline key": (server("cert_file: server.crt\nkey: SECRET\n"), "give key_file"),
-    "a curve": (server(CERT + "curve_preferences: [X25519]\n"), "curve_preferences"),
+    "two curves": (server(CERT + "curve_preferences: [X25519, CurveP256]\n"), "curve_preferences"),
     "ca without a type": (server(CERT + "client_ca_file: ca.crt\n"), "client_auth_type"),
     "type without ca": (server(CERT + "client_auth_type: RequireAndVerifyClientCert\n"), "client_ca_file"),
     "no sans": (server(MUTUAL + "client_allowed_sans: []\n"), "client_allowed_sans"),
     "tls 1.0": (server(CERT + "min_version: TLS10\n"), "TLS10"),
     "versions crossed": (server(CERT + "min_version: TLS13\nmax_version: TLS12\n"), "version"),
-    "a cipher": (server(CERT + "cipher_suites: [TLS_AES_128_GCM_SHA256]\n"), "min_version: TLS13"),
+    "cipher unknown": (server(CERT + "cipher_suites:\n- TLS_AES_128_GCM_SHA256\n- TLS_NEVER_HEARD_OF\n"), "TLS_NEVER_HEARD_OF"),
     "header of two lines": (http('Content-Security-Policy: "a\\r\\nX: b"\n'), "Content-Security-Policy"),
     "password in plain text": (users("alice: SECRET\n"), "alice"),
     "hash too short": (users(f"bob: {HASH}\nalice: {HASH[:-1]}\n"), "alice"),
@@ -126,8 +127,7 @@ def test_bad_files_are_refused(directory: Path) -> None:
 
 STRICTER = {
     *(
-        "a curve",
-        "a cipher",
+        "two curves",
         "type without ca",
         "no sans",
         "tls 1.0",

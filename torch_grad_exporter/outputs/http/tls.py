@@ -1,8 +1,8 @@
 """TLS of the server: the section `tls_server_config` of the web configuration, and the context that it stands for.
 
-Names are those of Go, which Prometheus' exporter-toolkit uses. TLS 1.2 is the minimum, with the ciphers and curves of Python's
-OpenSSL. Refused are a choice of these, and certificates and keys in the configuration itself instead of in files. Every error is a
-`ValueError` that names the key and the fix, and shows no key.
+Names are those of Go, which Prometheus' exporter-toolkit uses. TLS 1.2 is the minimum. Certificates and keys are files: one in the
+configuration itself is refused, and so is more than one curve. Every error is a `ValueError` that names the key and the fix, and
+shows no key.
 """
 
 from __future__ import annotations
@@ -29,6 +29,21 @@ CLIENT_AUTH = {
     "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
+
+# OpenSSL's names of the cipher suites of TLS 1.2 that Go counts as secure. Those of TLS 1.3 are always on, as in Go.
+CIPHERS = {
+    f"TLS_ECDHE_{key}_WITH_{name}": f"ECDHE-{key}-{openssl}"
+    for key in ("ECDSA", "RSA")
+    for name, openssl in (
+        ("AES_128_GCM_SHA256", "AES128-GCM-SHA256"),
+        ("AES_256_GCM_SHA384", "AES256-GCM-SHA384"),
+        ("CHACHA20_POLY1305_SHA256", "CHACHA20-POLY1305"),
+        ("AES_128_CBC_SHA", "AES128-SHA"),
+        ("AES_256_CBC_SHA", "AES256-SHA"),
+    )
+} | dict.fromkeys(("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"), "")
+
+CURVES = {"CurveP256": "prime256v1", "CurveP384": "secp384r1", "CurveP521": "secp521r1", "X25519": "X25519"}
 
 _Value = TypeVar("_Value")
 
@@ -77,7 +92,7 @@ def load(section: TlsSection, directory: Path, files: WatchedFiles) -> Tls:
     context.set_alpn_protocols(["http/1.1"])
     if not section.prefer_server_cipher_suites:
         context.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
-    _choose_versions(context, section)
+    _choose(context, section)
     _load_certificate(context, cert, key)
     if authority is not None:
         context.verify_mode = verify
@@ -117,20 +132,30 @@ def _pem(section: TlsSection, name: str, directory: Path, files: WatchedFiles) -
         raise ValueError(f"{place}: {path} cannot be read: {error.strerror}; give the path of a readable PEM file") from None
 
 
-def _choose_versions(context: ssl.SSLContext, section: TlsSection) -> None:
+def _choose(context: ssl.SSLContext, section: TlsSection) -> None:
+    """Set versions, ciphers and curves."""
     for version in (section.min_version, section.max_version):
         if version in ("TLS10", "TLS11"):
             raise ValueError(f"{version}: TLS 1.0 and 1.1 are broken (RFC 8996) and not served; use TLS12 or TLS13")
     minimum = _known("min_version", section.min_version, VERSIONS)
     maximum = _known("max_version", section.max_version, VERSIONS)
+    suites = [_known("cipher_suites", suite, CIPHERS) for suite in section.cipher_suites]
+    ciphers = [suite for suite in suites if suite]
+    curves = [_known("curve_preferences", curve, CURVES) for curve in section.curve_preferences]
+    if suites and not ciphers:
+        minimum = ssl.TLSVersion.TLSv1_3
     if minimum > maximum:
-        raise ValueError("min_version is above max_version; raise max_version to TLS13")
+        raise ValueError("these versions and cipher_suites leave no version of TLS; raise max_version to TLS13")
     context.minimum_version, context.maximum_version = minimum, maximum
-    for name in ("cipher_suites", "curve_preferences"):
-        if getattr(section, name):
-            raise ValueError(
-                f"{name}: the choice of Python's OpenSSL is served; remove the key, or narrow it by min_version: TLS13"
-            )
+    if len(curves) > 1:
+        raise ValueError("curve_preferences: one curve or the default is offered; keep one, or remove the key")
+    try:
+        if ciphers:
+            context.set_ciphers(":".join(ciphers))
+        if curves:
+            context.set_ecdh_curve(curves[0])
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"{SECTION}: this Python's OpenSSL does not have these ciphers or curves: {error}") from None
 
 
 def _known(key: str, name: str, known: Mapping[str, _Value]) -> _Value:

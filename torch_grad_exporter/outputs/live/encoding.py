@@ -10,7 +10,17 @@ from dataclasses import asdict
 
 import numpy as np
 
-from torch_grad_exporter.collectors import clipping, container, cuda_memory, exporter, gpu, gradients, host, process, training
+from torch_grad_exporter.collectors import (
+    clipping,
+    container,
+    cuda_memory,
+    exporter,
+    gpu,
+    gradients,
+    host,
+    process,
+    training,
+)
 from torch_grad_exporter.metrics.families import Kind, Spec
 from torch_grad_exporter.outputs.live.history import MOMENTS, Window
 from torch_grad_exporter.outputs.live.saved import NONFINITE, ZERO
@@ -64,20 +74,22 @@ def columns(part: Part, names: Sequence[str]) -> Json:
 def named(part: Part, names: Sequence[str]) -> dict[str, Json]:
     """Return the same with the values by themselves, for names that the user has chosen."""
     places = {name: np.flatnonzero(part.nonfinite[:, column]).tolist() for column, name in enumerate(names)}
-    values: Json = {
-        name: [None if math.isnan(value) else number(float(f"{value:.6g}")) for value in column]  # NaN stands for no value
-        for name, column in zip(names, part.values.T.tolist(), strict=True)
-    }
+    values: Json = {name: _numbers(part.values[:, column]) for column, name in enumerate(names)}
     return {"values": values, "nonfinite": {name: rows for name, rows in places.items() if rows}}
+
+
+def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:
+    """Return a column of the history, in which NaN stands for no value."""
+    return [None if math.isnan(value) else number(float(f"{value:.6g}")) for value in column.tolist()]
 
 
 def cells(part: Part, quantity: str) -> Json:
     """Return the values of a grid: codes of 16 bits; numbers of 32 bits where those of one layer are far below those of another."""
-    scale, low, high, codes = "raw", 0.0, 0.0, part.values.astype("<f4")
-    if quantity not in MOMENTS:
-        scale = "log" if quantity in LOG else "linear"
-        codes, low, high = _encoded(part.values, log=quantity in LOG)
-    return {"scale": scale, "low": low, "high": high, "codes": base64.b64encode(codes.tobytes()).decode()}
+    if quantity in MOMENTS:
+        return {"scale": "raw", "low": 0.0, "high": 0.0, "codes": base64.b64encode(part.values.astype("<f4").tobytes()).decode()}
+    codes, low, high = _encoded(part.values, log=quantity in LOG)
+    scale = "log" if quantity in LOG else "linear"
+    return {"scale": scale, "low": low, "high": high, "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode()}
 
 
 def _encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: bool) -> tuple[np.ndarray, float, float]:
@@ -96,7 +108,7 @@ def _encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: 
         codes = np.where(finite, 1 + np.rint((numbers - low) / span * (NONFINITE - 2)), 0)
     codes[np.isneginf(numbers)] = ZERO if log else NONFINITE
     codes[np.isposinf(numbers)] = NONFINITE
-    return codes.astype("<u2"), low, low + span
+    return codes.astype(np.uint16), low, low + span
 
 
 def judged(record: Record) -> Json:
@@ -177,17 +189,22 @@ _LAYER_NUMBERS: Mapping[str, Spec] = {
 def numbers(values: Values) -> Json:
     """Return the numbers of the run that a scrape has."""
     dead = sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"])
-    rates: Json = {}
-    for (optimizer, _), rate in values.rows(training.TRAIN_LEARNING_RATE):
-        rates.setdefault(optimizer, number(rate))  # of its first group
     return {
         **{name: number(values.one(spec)) for name, spec in _NUMBERS.items()},
         **{name: number(sum(value for _, value in values.rows(spec))) for name, spec in _SUMS.items()},
         "dead_layers": dead,
-        "learning_rates": rates,
+        "learning_rates": _learning_rates(values),
         "optimizers": sum(1 for _ in values.rows(training.TRAIN_STEPS)),
         "resources": list(_resources(values)),
     }
+
+
+def _learning_rates(values: Values) -> Json:
+    """Return the learning rate of the first group of each optimizer, by its name."""
+    rates: Json = {}
+    for (optimizer, _), rate in values.rows(training.TRAIN_LEARNING_RATE):
+        rates.setdefault(optimizer, number(rate))
+    return rates
 
 
 def step(values: Values) -> float:
