@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ssl
+import tempfile
 import threading
 from pathlib import Path
 
@@ -80,6 +81,21 @@ def test_versions_ciphers_and_curves(training: Training, site: Site) -> None:
                 with pytest.raises(ssl.SSLError):
                     fetch(server, tls=context)
     assert training.errors == []
+
+
+def test_certificates_may_stand_in_the_configuration(training: Training, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A certificate, key and CA in the configuration serve, and leave nothing on the disk."""
+    blocks = {"cert": "server.crt", "key": "server.key", "client_ca": "ca.crt"}
+    text = "tls_server_config:\n  client_auth_type: RequireAndVerifyClientCert\n"
+    for key, name in blocks.items():
+        text += f"  {key}: |\n" + "".join(f"    {line}\n" for line in (site.directory / name).read_text().splitlines())
+        (site.directory / name).unlink()
+    temporary = site.directory / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with serving(training, config=site.config(text)) as server:
+        assert list(temporary.iterdir()) == []
+        assert fetch(server, tls=client_context(shows=site.client())).status == 200
 
 
 # Client certificates

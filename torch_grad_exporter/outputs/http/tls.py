@@ -1,18 +1,20 @@
 """TLS of the server: the section `tls_server_config` of the web configuration, and the context that it stands for.
 
-Names are those of Go, which Prometheus' exporter-toolkit uses. TLS 1.2 is the minimum. Certificates and keys are files: one in the
-configuration itself is refused, and so is more than one curve. Every error is a `ValueError` that names the key and the fix, and
-shows no key.
+Names are those of Go, which Prometheus' exporter-toolkit uses. TLS 1.2 is the minimum. Every error is a `ValueError` that names the
+key and the fix, and shows no key.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import ssl
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -71,15 +73,49 @@ class TlsSection(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """A PEM file. `place`: the key that names it, for errors."""
+    """PEM text. `place`: the key that names it, for errors. `path`: its file, empty where it is in the configuration itself."""
 
     place: str
     path: str
     text: str = field(repr=False)
 
+    @contextlib.contextmanager
+    def file(self) -> Iterator[str]:
+        """Yield a path at which OpenSSL finds the text."""
+        if self.path:
+            yield self.path
+            return
+        if (memory := _memory_file()) is not None:  # a key goes to no disk
+            with os.fdopen(memory, "w") as file:
+                file.write(self.text)
+                file.flush()
+                yield f"/proc/self/fd/{memory}"
+            return
+        with tempfile.TemporaryDirectory() as directory:  # readable by this user only, and removed at once
+            path = Path(directory, "pem")
+            path.write_text(self.text)
+            yield str(path)
+
+
+def _memory_file() -> int | None:
+    """Return the descriptor of a file in memory, None where there is none, or a sandbox such as seccomp denies it."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
+        with contextlib.suppress(OSError):
+            return os.memfd_create("pem")
+    return None
+
 
 def load(section: TlsSection, directory: Path, files: WatchedFiles) -> Tls:
-    """Return the TLS of a section, whose paths are relative to the `directory` of the configuration. Raises `ValueError`."""
+    """Return the TLS of a section.
+
+    Args:
+        section: Of the configuration.
+        directory: Of the configuration, which paths are relative to.
+        files: Read the files that it names.
+
+    Raises:
+        ValueError: The key and the fix.
+    """
     cert, key, authority = (_pem(section, name, directory, files) for name in ("cert", "key", "client_ca"))
     if cert is None or key is None:
         missing = "cert_file" if cert is None else "key_file"
@@ -118,11 +154,11 @@ def load(section: TlsSection, directory: Path, files: WatchedFiles) -> Tls:
 
 
 def _pem(section: TlsSection, name: str, directory: Path, files: WatchedFiles) -> Pem | None:
-    if getattr(section, name):
-        raise ValueError(
-            f"{SECTION}.{name}: PEM in the configuration itself is not taken; write it to a file, and give {name}_file"
-        )
-    file = getattr(section, f"{name}_file")
+    inline, file = getattr(section, name), getattr(section, f"{name}_file")
+    if inline and file:
+        raise ValueError(f"{SECTION}: both {name} and {name}_file are given; remove one of them")
+    if inline:
+        return Pem(f"{SECTION}.{name}", "", inline)
     if not file:
         return None
     place, path = f"{SECTION}.{name}_file", str(directory / file)
@@ -147,13 +183,16 @@ def _choose(context: ssl.SSLContext, section: TlsSection) -> None:
     if minimum > maximum:
         raise ValueError("these versions and cipher_suites leave no version of TLS; raise max_version to TLS13")
     context.minimum_version, context.maximum_version = minimum, maximum
-    if len(curves) > 1:
-        raise ValueError("curve_preferences: one curve or the default is offered; keep one, or remove the key")
+    newer: Any = context  # than the types of our lowest Python
+    if len(curves) > 1 and not hasattr(newer, "set_groups"):
+        raise ValueError("curve_preferences: this Python can offer one curve or its default; keep one, or remove the key")
     try:
         if ciphers:
             context.set_ciphers(":".join(ciphers))
-        if curves:
+        if len(curves) == 1:
             context.set_ecdh_curve(curves[0])
+        elif curves:
+            newer.set_groups(":".join(curves))
     except (ssl.SSLError, ValueError) as error:
         raise ValueError(f"{SECTION}: this Python's OpenSSL does not have these ciphers or curves: {error}") from None
 
@@ -191,7 +230,8 @@ def _load_certificate(context: ssl.SSLContext, cert: Pem, key: Pem) -> None:
         raise ValueError(f"{key.place} is encrypted; decrypt it, e.g. with `openssl pkey -in KEY -out NEW`")
 
     try:
-        context.load_cert_chain(cert.path, key.path, password=refuse)
+        with cert.file() as cert_path, key.file() as key_path:
+            context.load_cert_chain(cert_path, key_path, password=refuse)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ValueError(f"{key.place} does not belong to the certificate; give the certificate's own key") from None

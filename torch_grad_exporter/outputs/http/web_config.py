@@ -58,7 +58,14 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
-    """A whole web configuration. `headers`: of every response. `users`: bcrypt hashes by name."""
+    """A whole web configuration.
+
+    Attributes:
+        tls: None for plain HTTP.
+        headers: Of every response.
+        users: Bcrypt hashes by name.
+        rate_limit: None for no limit.
+    """
 
     tls: Tls | None = None
     headers: tuple[tuple[str, str], ...] = ()
@@ -97,7 +104,11 @@ def _stamp(path: str) -> _Stamp:
 class WebConfigFile:
     """The configuration in force, `current`, which may be read from any thread at any time.
 
-    Everything is read at once. Raises `ValueError` with the file, the key and the fix, also where a package is missing.
+    Args:
+        path: Of the file; everything is read at once.
+
+    Raises:
+        ValueError: The file, the key and the fix, also where a package is missing.
     """
 
     def __init__(self, path: str) -> None:

@@ -74,7 +74,15 @@ class _Loader(yaml.BaseLoader):
 
 
 def parse(path: str, files: WatchedFiles) -> WebSettings:
-    """Return the settings of a file; relative paths in it are relative to it. Raises `ValueError`. `files`: read all files."""
+    """Return the settings of a file; relative paths in it are relative to it.
+
+    Args:
+        path: Of the file.
+        files: Read this file and those that it names.
+
+    Raises:
+        ValueError: The file, the key and the fix.
+    """
     try:
         content = yaml.load(_read(path, files), Loader=_Loader)  # noqa: S506 - it makes nothing but text
         web = msgspec.convert(_without_blanks(content or {}), WebFile, strict=False)
