@@ -183,7 +183,7 @@ class AttentionProbe(Inspection, ForwardObserver):
         self._pending, self._confirmed = [], []
 
     def _over(self, *_: object) -> None:
-        """The forward of the root has returned or raised."""
+        """Observe no functions any more: the forward of the root has returned or raised."""
         self._hooks.running = []
         for observed in self._observed:
             observed.end()

@@ -34,7 +34,7 @@ class RunningCall(NamedTuple):
 
 
 class ForwardObserver:
-    """What the engine calls around the forwards that count. A user overrides the methods that it needs."""
+    """What `InnerHooks` calls around the forwards that count. An inspection overrides the methods that it needs."""
 
     def entered(self, label: str, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:  # noqa: ARG002
         """A module is about to run; return what to keep of the call."""
@@ -144,7 +144,11 @@ class InnerHooks:
 class SampledHooks:
     """The hooks of sampled rounds on the modules that an option asks for, without those that are compiled.
 
-    `warning` is logged once with the number of modules that are left out, since a hook would compile them again.
+    `warning` is logged with the number of modules that are left out, since a hook would compile them again, whenever it grows.
+
+    Attributes:
+        folded: Modules that shared their label at the last forward that was followed.
+        compiled: Modules that were left out then.
     """
 
     def __init__(self, modules: InnerModules, hooks: Hooks, source: str, observer: ForwardObserver, warning: str) -> None:

@@ -121,7 +121,7 @@ class ReplicaProbe(Inspection):
         self._sender.send(current.number, vectors, measured)
 
     def release(self) -> None:
-        """Let go of memory on devices and of wrappers; idempotent, from any thread."""
+        """Release memory on devices, and forget wrappers; idempotent, from any thread."""
         self._checksums, self._wrappers = Checksums(), weakref.WeakSet()
 
     def _chosen(self, number: int) -> bool:

@@ -64,7 +64,7 @@ class WeightProbe(Inspection):
         turns = self._turns.take(table, optimizer)
         positions = [i for layer in turns if all(self._measurable(table, i) for i in layer) for i in layer]
         chosen = ((position, table.tracked[position].parameter()) for position in positions)
-        copied = [(i, p, local(p)) for i, p in chosen if p is not None]
+        copied = [(i, p, own_part(p)) for i, p in chosen if p is not None]
         begun = cost.begin(dict.fromkeys(now.device for _, _, now in copied))
         self._copies[optimizer] = table, [(i, p, now.clone()) for i, p, now in copied]
         cost.end(begun)
@@ -77,7 +77,7 @@ class WeightProbe(Inspection):
         table, copies = self._copies.pop(optimizer)
         for device in dict.fromkeys(copy.device for _, _, copy in copies):
             begun = self._cost.begin((device,))
-            here = [(i, local(parameter), copy) for i, parameter, copy in copies if copy.device == device]
+            here = [(i, own_part(parameter), copy) for i, parameter, copy in copies if copy.device == device]
             spread, rows = _measured(table, here)
             skipped = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
             positions = np.array([position for position, _, _ in here], dtype=np.int64)
@@ -131,11 +131,11 @@ def _measured(table: ParameterTable, here: list[tuple[int, torch.Tensor, torch.T
 
 def _try(table: ParameterTable, position: int, parameter: torch.Tensor) -> None:
     """Measure a parameter as around a step, and drop the result."""
-    now = local(parameter)
+    now = own_part(parameter)
     torch.cat(_measured(table, [(position, now, now.clone())])[1])
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's own plain, real tensor of a parameter."""
     return resolved(plain_local(parameter, keep_sparse=False))
 
@@ -164,7 +164,7 @@ class LayerWeights:
 
 
 # The values of a layer that was not measured yet.
-NONE = LayerWeights()
+UNMEASURED = LayerWeights()
 
 
 class WeightTotals:
@@ -172,7 +172,7 @@ class WeightTotals:
 
     def __init__(self) -> None:
         self._parameters: ParameterTable | None = None
-        self._table = LayerRows(NONE)
+        self._table = LayerRows(UNMEASURED)
         self._modules: dict[str, set[str]] = {}  # by label, the modules that it has represented and that still exist
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
@@ -194,7 +194,7 @@ class WeightTotals:
 
     def snapshot(self, layers: Iterable[str]) -> dict[str, LayerWeights]:
         """Return the values by layer: first `layers`, measured or not, then the others. From any thread."""
-        return {**dict.fromkeys(layers, NONE), **self._table.rows}
+        return {**dict.fromkeys(layers, UNMEASURED), **self._table.rows}
 
     def _with_changes(self, measured: WeightMeasurement, changes: FloatArray) -> dict[str, LayerWeights]:
         """Return the rows of the measured layers with their new norms and what the update changed."""

@@ -62,7 +62,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
         self._session.check_options()
         self._model = model
         self._step: int | None = None
-        self._found: weakref.ref[Accelerator] | None = None
+        self._accelerator_reference: weakref.ref[Accelerator] | None = None
         self._saving: Any = None
         self._searches, self._looking = 0, False
         self._guard = Guard(self._failed)
@@ -82,7 +82,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
 
     def start(self) -> None:
         """Start the exporter; if no model is prepared yet, the first forward of one does."""
-        self._found = self._session.before_start(self._search)
+        self._accelerator_reference = self._session.before_start(self._search)
         self._begin()
 
     def store_init_configuration(self, values: Mapping[str, object]) -> None:
@@ -114,7 +114,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
 
     @property
     def _accelerator(self) -> Accelerator | None:
-        return None if self._found is None else self._found()
+        return None if self._accelerator_reference is None else self._accelerator_reference()
 
     def _begin(self) -> None:
         """Start the exporter on the models that are known, if there are any."""
@@ -160,7 +160,7 @@ class GradExporterTracker(SessionOwner, GeneralTracker):  # type: ignore[misc] #
             self._searches += 1
             if self._searches & (self._searches - 1):  # only at powers of two, since each search takes time
                 return
-            self._found = self._session.before_start(self._search)
+            self._accelerator_reference = self._session.before_start(self._search)
         self._begin()
 
     def _failed(self, error: Exception) -> None:

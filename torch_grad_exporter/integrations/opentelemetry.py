@@ -78,7 +78,7 @@ class _Program:
         return {**self._chosen, "meter_provider": get_meter_provider()}
 
     def attached(self, exporter: Exporter) -> None:
-        """Nothing depends on it."""
+        """Do nothing: the attachment keeps it."""
 
     def replaced(self, exporter: Exporter) -> None:
         """End the exporter of other models."""

@@ -16,7 +16,7 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def _or(otherwise: _Result, look: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+def _result_or(otherwise: _Result, look: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
     """Return what a look at an object of the script finds, or `otherwise`: it may be half made or dead, and runs its own code."""
     result = Guard(lambda _error: None).result(look, *arguments)
     return otherwise if result is None else result
@@ -24,7 +24,7 @@ def _or(otherwise: _Result, look: Callable[[*_Arguments], _Result], *arguments: 
 
 def wants_gradients(module: torch.nn.Module) -> bool:
     """Return whether a module has a parameter that wants a gradient."""
-    return _or(False, lambda: any(parameter.requires_grad for parameter in torch.nn.Module.parameters(module)))
+    return _result_or(False, lambda: any(parameter.requires_grad for parameter in torch.nn.Module.parameters(module)))
 
 
 def living() -> tuple[list[torch.optim.Optimizer], list[torch.nn.Module]]:
@@ -52,10 +52,10 @@ def trained_roots(
     """
     owned = {id(parameter) for module in known for parameter in _parameters_of(module) if parameter.requires_grad}
     for optimizer in optimizers:
-        owned |= _or(set(), lambda each: {id(p) for group in each.param_groups for p in group["params"]}, optimizer)
+        owned |= _result_or(set(), lambda each: {id(p) for group in each.param_groups for p in group["params"]}, optimizer)
     everything = {id(module): module for module in (*modules, *known)}
     nothing: Mapping[str, torch.nn.Module | None] = {}
-    children = (_or(nothing, children_in, module) for module in everything.values())
+    children = (_result_or(nothing, children_in, module) for module in everything.values())
     inner = {id(child) for own in children for child in own.values()}
     roots = [module for key, module in everything.items() if key not in inner]
     return [module for module in roots if any(id(parameter) in owned for parameter in _parameters_of(module))]
@@ -63,7 +63,7 @@ def trained_roots(
 
 def _parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     # By PyTorch's method: one of the module's own may be for something else.
-    return _or([], lambda: [*torch.nn.Module.parameters(module)])
+    return _result_or([], lambda: [*torch.nn.Module.parameters(module)])
 
 
 def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
@@ -80,7 +80,9 @@ def named(roots: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     script = {name: value for name, value in variables.items() if not name.startswith("_")}
     nothing: dict[str, object] = {}
     inside = [
-        _or(nothing, lambda each: dict(vars(each)), value) for value in script.values() if type(value).__module__ == "__main__"
+        _result_or(nothing, lambda each: dict(vars(each)), value)
+        for value in script.values()
+        if type(value).__module__ == "__main__"
     ]
     for name, value in [pair for names_in in (script, *inside) for pair in names_in.items()]:
         if id(value) in wanted and id(value) not in names and name not in names.values():

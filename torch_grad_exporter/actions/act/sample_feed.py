@@ -91,11 +91,11 @@ class Series:
 class SampleFeed:
     """Hands the values of each sample to the series that are followed. `follow` is for one thread."""
 
-    def __init__(self, host: Worker, collector: GradientCollector, guard: Guard) -> None:
-        self._host = host
+    def __init__(self, worker: Worker, collector: GradientCollector, guard: Guard) -> None:
+        self._worker = worker
         self._collector = collector
         self._guard = guard
-        # Never held during a call of the host, whose lock the draining thread holds.
+        # Never held during a call of the worker, whose lock the draining thread holds.
         self._lock = threading.Lock()
         self._followed: list[weakref.ref[Series]] = []
         self._each: EachSample | None = None
@@ -109,7 +109,7 @@ class SampleFeed:
             self._followed.append(weakref.ref(series))
             idle = self._each is None
         if idle:
-            self._each = self._host.each_sample(self._host.cursor(), self._sampled, sys.maxsize)
+            self._each = self._worker.each_sample(self._worker.cursor(), self._sampled, sys.maxsize)
         return series
 
     def _sampled(self, _at: float, reading: Reading) -> None:

@@ -22,7 +22,8 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return fused and obeys_skip_flag(optimizer)
 
 
-_set: weakref.WeakKeyDictionary[torch.optim.Optimizer, SkipFlag] = weakref.WeakKeyDictionary()
+# The flag that is set for an optimizer, until it is cleared: a step takes one decision, whichever clipper makes it.
+_set_flags: weakref.WeakKeyDictionary[torch.optim.Optimizer, SkipFlag] = weakref.WeakKeyDictionary()
 
 
 class SkipFlag:
@@ -45,7 +46,7 @@ class SkipFlag:
             RuntimeError: Another one is set for the optimizer.
         """
         self.clear(optimizer)
-        if optimizer in _set:
+        if optimizer in _set_flags:
             raise RuntimeError(
                 f"{type(optimizer).__name__} is fused and takes one decision a step, but two ask it to skip: give all policies to"
                 " one Clipper(optimizers=), or to clip="
@@ -56,7 +57,7 @@ class SkipFlag:
             value = torch.maximum(before, value.to(before.device).reshape(before.shape))
         self._before, self._value = before, value
         optimizer.found_inf = value  # type: ignore[attr-defined]
-        _set[optimizer] = self
+        _set_flags[optimizer] = self
         if isinstance(optimizer, torch.optim.SGD):
             owned = [parameter for group in optimizer.param_groups if group["momentum"] for parameter in group["params"]]
             self._without_momentum = [p for p in owned if optimizer.state.get(p, {}).get("momentum_buffer") is None]
@@ -66,7 +67,7 @@ class SkipFlag:
         value, self._value = self._value, None
         if value is None:
             return
-        _set.pop(optimizer, None)
+        _set_flags.pop(optimizer, None)
         current: object = getattr(optimizer, "found_inf", None)
         if current is not value:
             return

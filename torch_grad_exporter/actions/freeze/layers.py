@@ -69,9 +69,9 @@ class FrozenLayers:
         for row, tracked in zip(table.layer_of.tolist(), table.tracked, strict=True):
             layers.setdefault(table.layers[row], []).append(tracked)
         trained: dict[str, list[TrackedParameter]] = {}
-        for label, ones in chain(layers.items(), self._given_back.items()):
+        for label, members in chain(layers.items(), self._given_back.items()):
             if label not in self._held and label not in trained:
-                pairs = zip(ones, self._parameters(ones), strict=True)
+                pairs = zip(members, self._parameters(members), strict=True)
                 requiring = [key for key, parameter in pairs if parameter is not None and parameter.requires_grad]
                 trained |= {label: requiring} if requiring else {}
         return trained
@@ -106,7 +106,7 @@ class FrozenLayers:
                 raise NothingLeftError(f"freezing {', '.join(plan)}: {reason}; leave one of its layers out")
         return plan
 
-    # The training thread
+    # Changes, `freeze` and `look` on the training thread
 
     def freeze(self, plan: Mapping[str, Sequence[TrackedParameter]]) -> list[str]:
         """Freeze the layers of a plan, between two steps. Returns those of which a parameter was frozen.
@@ -142,14 +142,16 @@ class FrozenLayers:
         """Give back what was frozen of these layers."""
         with self._lock:
             gone = {label: self._held[label] for label in labels if label in self._held}
-            self._held = {label: ones for label, ones in self._held.items() if label not in gone}
+            self._held = {label: members for label, members in self._held.items() if label not in gone}
             for parameter in self._parameters([*chain.from_iterable(gone.values())]):
                 if parameter is not None:
                     parameter.requires_grad_(True)
             table = self._index.table
-            waiting = {label: ones for label, ones in self._given_back.items() if label not in table.layers} | gone
+            waiting = {label: members for label, members in self._given_back.items() if label not in table.layers} | gone
             # Of a module that is gone there is nothing to train again.
-            self._given_back = {label: ones for label, ones in waiting.items() if any(key.module() is not None for key in ones)}
+            self._given_back = {
+                label: members for label, members in waiting.items() if any(key.module() is not None for key in members)
+            }
             self.labels.remove(gone, kept={*table.layers, *table.frozen, *self._given_back})
 
     def look(self) -> None:

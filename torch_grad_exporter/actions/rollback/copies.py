@@ -68,7 +68,7 @@ def _allocated(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 
 @dataclass(eq=False, slots=True)
 class HostCopy:
-    """One copy.
+    """One copy of the training's state on the host.
 
     Attributes:
         step: The step after which it was made, as ranks count; None while it is not whole.

@@ -1,4 +1,4 @@
-"""Rollback: the training goes back to a copy from when all was well, and the data go on."""
+"""Rollback: the training goes back to a copy from when all was well, and the data go on. `FaultSigns` says when."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNTERS = {
 
 
 class FaultSigns:
-    """For the thread that judges, but for `restart`.
+    """The signs that something is wrong with the training. For the thread that judges, but for `restart`.
 
     A sign is a step on gradients that are not finite, a loss that is not finite or that spikes, a reduced norm that spikes, or the
     cause that the user gave. Signs are remembered for `window` steps.

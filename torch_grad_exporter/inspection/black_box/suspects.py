@@ -36,8 +36,10 @@ class Suspects:
         self._ring, self._requests, self._clock = ring, requests, clock
         self._seen_at: dict[str, float] = {}  # by the reason that pins batches, the last time
         self._baselines = {LOSS: Baseline(loss=True), NORM: Baseline()}
-        self.finite, self._forward, self._began = True, -1, -2
-        self._spiking: set[str] = set()
+        self.finite = True
+        self._forward = -1  # the last one that the mailbox has announced
+        self._nonfinite_from = -2  # the forward with which the last NaN or Inf began
+        self._spiking: set[str] = set()  # losses or norms whose last value was a spike
 
     def of(self, kind: str) -> tuple[int, ...]:
         """Return the forwards that are pinned by this reason, none if there are none. From any thread."""
@@ -83,8 +85,8 @@ class Suspects:
 
     def _judge(self, finite: bool, forward: int) -> None:
         """Pin the batches where NaN or Inf begins: what follows is its consequence."""
-        if not finite and self.finite and forward > self._began + 1:  # else it is the same one, seen by another value
-            self._began = forward
+        if not finite and self.finite and forward > self._nonfinite_from + 1:  # else it is the same one, seen by another value
+            self._nonfinite_from = forward
             self._pin(NONFINITE, forward)
             self._requests.arm(1, SOURCE)
         elif not finite and self.of(NONFINITE):

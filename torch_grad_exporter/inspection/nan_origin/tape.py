@@ -1,4 +1,6 @@
-"""Tape: what the host needs to know of an armed forward and backward to find where a value became non-finite. Without tensors.
+"""Tape: what the host needs to know of an armed forward and backward to find where a value became non-finite.
+
+A tape holds no tensors. `Flags` has those that wait on their devices for the end of the recording.
 
 A value of the autograd graph is known by the node that gives it and the number of that output; a node by its sequence number,
 which autograd counts up on each thread.

@@ -24,7 +24,7 @@ from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile
 from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
-_REST = 9  # how much longer than a failed check there is none
+_REST = 9  # after a failed check there is none for this many times its duration
 _REMEMBERED = 256
 _ALLOWED = (("Allow", "GET, HEAD, OPTIONS"),)
 # A well-formed hash of no known password; the result of comparing with it is ignored.

@@ -66,7 +66,7 @@ class View:
     def __init__(
         self,
         run: Run,
-        host: Worker,
+        worker: Worker,
         clock: StepClock,
         scrape: Scrape,
         *,
@@ -88,9 +88,9 @@ class View:
         self._last_inside = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())
         self._guard = errors.boundary(SOURCE, limit=None)
         self._problems = Record(journal=journal)
-        self._cursor = host.cursor(singles=PLACED)
-        self._each = host.each_sample(self._cursor, self._sampled, RECENT)
-        self.history = History(lambda: host.read_as(self._cursor, self._present), now=time.time, quantities=quantities)
+        self._cursor = worker.cursor(singles=PLACED)
+        self._each = worker.each_sample(self._cursor, self._sampled, RECENT)
+        self.history = History(lambda: worker.read_as(self._cursor, self._present), now=time.time, quantities=quantities)
         inner = None if activations is None else History(self._moment_inside, now=time.time, quantities=ACTIVATIONS)
         values = History(LoggedMoments(logged).take, now=time.time, quantities=LOGGED, means=True)
         self.live = Live(
