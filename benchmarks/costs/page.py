@@ -18,7 +18,7 @@ from benchmarks import record
 from benchmarks.costs.scrape import Layers, trained
 from benchmarks.costs.timing import times
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.outputs.http.shared import Request
+from torch_grad_exporter.outputs.http.messages import Request
 from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, Moment, Window
 from torch_grad_exporter.outputs.live.rows import SCALARS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_grad_exporter.outputs.http.shared import Scrapers, is_scraper
+from torch_grad_exporter.outputs.http.scrapers import Scrapers, is_scraper
 
 
 class Clock:

@@ -15,8 +15,9 @@ from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.errors import ErrorLog, caught, inform, logger, show, warn
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
+from torch_grad_exporter.outputs.http.messages import Request, Response
+from torch_grad_exporter.outputs.http.scrapers import Scrapers
 from torch_grad_exporter.outputs.http.server import MetricsServer, candidate_ports
-from torch_grad_exporter.outputs.http.shared import Request, Response, Scrapers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal

@@ -21,8 +21,8 @@ import numpy as np
 from tests.support.certificates import Authority, Issued, authority, client_context
 from tests.support.tools import PATIENCE
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
+from torch_grad_exporter.outputs.http.messages import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer
-from torch_grad_exporter.outputs.http.shared import Request, Response
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.prometheus.text import Renderer
 

@@ -17,7 +17,7 @@ import numpy as np
 from tests.support.tools import FOREVER, PATIENCE
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
-from torch_grad_exporter.outputs.http.shared import Request, Response
+from torch_grad_exporter.outputs.http.messages import Request, Response
 from torch_grad_exporter.outputs.live import pages
 from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run

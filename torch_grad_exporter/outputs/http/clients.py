@@ -28,7 +28,7 @@ from tornado.iostream import IOStream, SSLIOStream
 
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
-from torch_grad_exporter.outputs.http.shared import Request, plain
+from torch_grad_exporter.outputs.http.messages import Request, plain
 
 # At a time, at most; and the share of the descriptors that this process may have open, most of which are the training's.
 MAX_CLIENTS, SHARE = 1024, 8

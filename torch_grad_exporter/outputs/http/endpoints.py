@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 from torch_grad_exporter.errors import BusyError, ErrorLog
 from torch_grad_exporter.lifecycle import THREAD_TIME
-from torch_grad_exporter.outputs.http.shared import Content, Request, Response, SharedScrape, Workers, is_scraper, plain
+from torch_grad_exporter.outputs.http.messages import Request, Response, plain
+from torch_grad_exporter.outputs.http.scrapers import is_scraper
+from torch_grad_exporter.outputs.http.shared import Content, SharedScrape, Workers
 from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile, WebSettings
 from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
 

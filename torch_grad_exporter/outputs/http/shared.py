@@ -1,4 +1,4 @@
-"""What is asked and answered; workers, which compute for the event loop; the scrape that clients of a second share; and scrapers.
+"""What a server shows, the workers that compute it for the event loop, and the scrape that clients of a second share.
 
 The workers are daemons: the end of a program waits for threads of `concurrent.futures`, so that a scrape that hangs would keep a
 finished training.
@@ -8,58 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import re
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from http import HTTPStatus
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from torch_grad_exporter.errors import BusyError, contained
 from torch_grad_exporter.lifecycle import THREAD_TIME, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.http.messages import Request, Response
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 # Seconds for which the bodies of a scrape are handed out, from its end; clients that wait for one at a time, at most.
 MAX_AGE, MAX_WAITING = 1.0, 64
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request without its body. `headers`: names in any case. `query`: the part of its target after the question mark."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    query: str = ""
-
-    @classmethod
-    def of(cls, method: str, target: str, headers: Mapping[str, str]) -> Request:
-        """Return the request for a target, which is a path, or a whole address where a proxy sends it."""
-        without_origin = re.sub(r"^https?://[^/?#]*", "", target, flags=re.IGNORECASE)
-        path, _, query = without_origin.partition("#")[0].partition("?")
-        return cls(method, path or "/", headers, query)
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """A whole answer; its length is known before its first byte is sent."""
-
-    status: HTTPStatus
-    content_type: str
-    body: bytes
-    headers: tuple[tuple[str, str], ...] = ()
-
-
-def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
-    """Return a one-line answer for people; without a text the status alone."""
-    return Response(status, "text/plain; charset=utf-8", f"{text or status.phrase}\n".encode(), headers)
 
 
 class Content(Protocol):
@@ -181,61 +144,3 @@ class SharedScrape:
             return gzip.compress(text, compresslevel=1, mtime=0) if compressed else text
 
         return await self._workers.run(written)
-
-
-# How long the end waits, at most, for scrapers.
-LONGEST_SECONDS = 60.0
-
-# Scrapes of each that are remembered, since two jobs of one Prometheus scrape by turns, and addresses.
-REMEMBERED, MOST = 5, 32
-
-
-def is_scraper(headers: Mapping[str, str]) -> bool:
-    """Return whether Prometheus sent the request, or a scraper with the same header, such as VictoriaMetrics'."""
-    regular = "x-prometheus-scrape-timeout-seconds" in headers
-    return regular or headers.get("user-agent", "").startswith("Prometheus/")
-
-
-class Scrapers:
-    """The scrapers by address. One that has come twice is expected again, after the longest gap between its last few scrapes.
-
-    From any thread. `clock`: seconds from any origin.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._times: dict[str, deque[float]] = {}
-        self._saw_end: set[str] = set()
-        self._news = threading.Condition()
-
-    def note(self, address: str, *, saw_end: bool) -> None:
-        """Note a scrape, and whether it has shown the end of the run."""
-        with self._news:
-            times = self._times.pop(address, None) or deque(maxlen=REMEMBERED)
-            times.append(self._clock())
-            self._times[address] = times  # the one that came last is last
-            if len(self._times) > MOST:
-                del self._times[next(iter(self._times))]
-            if saw_end:
-                self._saw_end.add(address)
-            self._news.notify_all()
-
-    def seconds_to_wait(self) -> float:
-        """Return how long those that have not seen the end may take to come, 0 if none is expected.
-
-        One that is late by another gap has left, and one that comes after `LONGEST_SECONDS` is not waited for.
-        """
-        with self._news:
-            now, left = self._clock(), 0.0
-            for address, times in self._times.items():
-                gap = max((later - earlier for earlier, later in zip(times, list(times)[1:], strict=False)), default=0.0)
-                if address not in self._saw_end and times[-1] + gap - now < LONGEST_SECONDS:
-                    left = max(left, times[-1] + 2 * gap - now)
-            return min(left, LONGEST_SECONDS)
-
-    def wait(self) -> None:
-        """Wait until all have seen the end, or none is expected any more."""
-        give_up_at = self._clock() + LONGEST_SECONDS
-        with self._news:
-            while (left := min(self.seconds_to_wait(), give_up_at - self._clock())) > 0:
-                self._news.wait(left)

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from torch_grad_exporter.outputs.http.shared import Request, Response, plain
+from torch_grad_exporter.outputs.http.messages import Request, Response, plain
 from torch_grad_exporter.outputs.live.encoding import Json, encoded
 from torch_grad_exporter.outputs.live.history import VIEWS, UnknownLayerError, Window
 from torch_grad_exporter.outputs.prometheus.text import accepts_gzip

@@ -18,7 +18,7 @@ from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activations import ActivationTotals
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.outputs.http.shared import Request, Response
+from torch_grad_exporter.outputs.http.messages import Request, Response
 from torch_grad_exporter.outputs.live import pages
 from torch_grad_exporter.outputs.live.encoding import encoded
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, RECORD_SECONDS, History, Moment
