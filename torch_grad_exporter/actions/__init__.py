@@ -1,7 +1,8 @@
 """What the user asked for: problems are reported to people, and the training is changed, which nothing else here does."""
 
+from torch_grad_exporter.actions.act.learning_rates import ScaleLearningRate
 from torch_grad_exporter.actions.act.measurements import Measurements
-from torch_grad_exporter.actions.act.step_actions import ScaleLearningRate, Stop
+from torch_grad_exporter.actions.act.step_actions import Stop
 from torch_grad_exporter.actions.act.trigger import Event
 from torch_grad_exporter.actions.clip.clipper import Clipper
 from torch_grad_exporter.actions.clip.policies import AGC, AutoClip, LayerScale, MaxNorm, MaxValue, Plateau, ZClip

@@ -24,7 +24,7 @@ from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import OutputOptions, Outputs
-from torch_grad_exporter.outputs.prometheus.series import RegistryCollector
+from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.torch_compat import lost
 from torch_grad_exporter.version import __version__
 

@@ -21,7 +21,8 @@ from torch_grad_exporter.outputs.http.server import MetricsServer, candidate_por
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings, Signal
-from torch_grad_exporter.outputs.prometheus.text import Format, LastValues, Renderer, text_file
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
+from torch_grad_exporter.outputs.prometheus.text_file import LastValues, text_file
 from torch_grad_exporter.store.journal import Journal
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tests.support.tools import PATIENCE, eventually, lasting_threads
 from tests.support.torch_hooks import global_step_hooks
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.actions import Event, ScaleLearningRate, Stop
-from torch_grad_exporter.actions.act.step_actions import scale, schedulers_of
+from torch_grad_exporter.actions.act.learning_rates import scale, schedulers_of
 
 NORM = "torch_grad_global_norm"
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.outputs.http.support import Training, fetch, serving
 from tests.support import protobuf
-from torch_grad_exporter.outputs.prometheus.text import Format, accepts_gzip, negotiate
+from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
+from torch_grad_exporter.outputs.prometheus.text import Format
 
 PROTOBUF = protobuf.ACCEPT
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"

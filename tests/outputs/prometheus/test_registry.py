@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import NO_LABELS, Family, Kind, LabelRows, Spec
-from torch_grad_exporter.outputs.prometheus.series import RegistryCollector
+from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 CONSTANT = {"run": "r1", "rank": "0"}

@@ -9,7 +9,7 @@ import pytest
 
 from torch_grad_exporter import files
 from torch_grad_exporter.files import NEW, write
-from torch_grad_exporter.outputs.prometheus.text import text_file
+from torch_grad_exporter.outputs.prometheus.text_file import text_file
 
 CONTENT = b'# HELP torch_train_state State.\n# TYPE torch_train_state gauge\ntorch_train_state{run="a",rank="0",state="failed"} 1\n'
 

@@ -23,7 +23,8 @@ from torch_grad_exporter.outputs.http.messages import Request, Response, plain
 from torch_grad_exporter.outputs.http.scrapers import is_scraper
 from torch_grad_exporter.outputs.http.shared import Content, SharedScrape, Workers
 from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile, WebSettings
-from torch_grad_exporter.outputs.prometheus.text import Renderer, accepts_gzip, negotiate
+from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
+from torch_grad_exporter.outputs.prometheus.text import Renderer
 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
 _REST = 9  # after a failed check there is none for this many times its duration

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 from torch_grad_exporter.outputs.http.messages import Request, Response, plain
 from torch_grad_exporter.outputs.live.encoding import Json, encoded
 from torch_grad_exporter.outputs.live.history import VIEWS, UnknownLayerError, Window
-from torch_grad_exporter.outputs.prometheus.text import accepts_gzip
+from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip
 
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.live.live import Live

@@ -2,23 +2,18 @@
 
 The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is prepared once per metric and
 `LabelRows` object; a scrape only formats the numbers. The lines of series are equal in both formats except for exemplars, which
-only OpenMetrics has; the comment lines differ. Here is also which format a client gets.
+only OpenMetrics has; the comment lines differ.
 """
 
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import compress
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from torch_grad_exporter import files
-from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec, by_spec
 from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.outputs.prometheus.protobuf import ProtobufRenderer
@@ -122,82 +117,3 @@ def _header(spec: Spec, form: Format) -> str:
     help_line = f"# HELP {name} {_escape(spec.help, quotes=openmetrics)}\n"
     unit = series.unit(spec) if openmetrics else ""
     return f"{help_line}# TYPE {name} {spec.kind.value}" + (f"\n# UNIT {name} {unit}" if unit else "")
-
-
-class LastValues(BackgroundLoop):
-    """The last metrics of a rank as a file for node_exporter's textfile collector, which serves them when the run is over.
-
-    A thread writes `content` when the run ends, since a file system may hang. It begins at the start, since none can begin at the
-    end of a program, and first removes the file of an earlier process of the same run and rank, whose values are outdated.
-    """
-
-    def __init__(self, path: Path, content: Callable[[], bytes], guard: Guard) -> None:
-        self._path, self._content, self._guard = path, content, guard
-        self._removed = False
-        super().__init__("textfile", self._remove, guard=guard, last=self._write)
-        self.wake()
-
-    def _remove(self) -> None:
-        self._removed = True
-        if self._path.exists():  # a directory that does not exist yet, or cannot, is reported when there is something to write
-            self._path.unlink()
-
-    def _write(self) -> None:
-        if not self._removed:  # the run was over before the thread came to it
-            self._guard(self._remove)
-        files.write(self._path, self._content())
-
-
-def text_file(directory: str, run: str, rank: int) -> Path:
-    """Return the path of the file of a rank."""
-    return Path(directory) / f"torch_grad_exporter-{files.file_name(run, rank, '.prom')}"
-
-
-# Which format a client asks for, and whether it accepts gzip
-
-# The media types of each format, those that say more last, and the values of parameters that it fits; an empty one may be absent.
-# Only text is for clients that name no format: they may not know the others.
-_OFFERS: dict[Format, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
-    Format.TEXT: (("*/*", "text/*", "text/plain"), {"version": ("", "0.0.4", "1.0.0")}),
-    Format.OPENMETRICS: (("application/openmetrics-text",), {"version": ("", "1.0.0")}),
-    Format.PROTOBUF: (
-        ("application/vnd.google.protobuf",),
-        {"proto": ("io.prometheus.client.metricfamily",), "encoding": ("delimited",)},
-    ),
-}
-
-_QUALITY = re.compile(r"0(\.\d*)?|1(\.0*)?")
-
-# A member of a list, or a part of one, may have the separator within quotes.
-_MEMBERS, _PARTS = (re.compile(rf'(?:[^{separator}"]|"(?:[^"\\]|\\.)*+"?)+', re.DOTALL) for separator in ",;")
-
-
-def negotiate(accept_header: str) -> Format:
-    """Return the format of the highest quality among those that the client admits, else text.
-
-    A media type counts more than a range that it is in. A client that admits none of ours gets text, too: it may understand it,
-    unlike a 406.
-    """
-    qualities: dict[Format, tuple[int, float]] = {}
-    for media_type, parameters, quality in _members(accept_header):
-        for form, (types, fitting) in _OFFERS.items():
-            if media_type in types and all(parameters.get(name, "") in values for name, values in fitting.items()):
-                qualities[form] = max(qualities.get(form, (0, 0.0)), (types.index(media_type), quality))
-    admitted = [form for form in Format if qualities.get(form, (0, 0.0))[1] > 0]
-    return max(reversed(admitted), key=lambda form: qualities[form][1], default=Format.TEXT)
-
-
-def accepts_gzip(accept_encoding_header: str) -> bool:
-    """Return whether the client accepts gzip: named, or by `*`, and not at quality 0."""
-    qualities = {coding: quality for coding, _, quality in _members(accept_encoding_header)}
-    return qualities.get("gzip", qualities.get("*", 0.0)) > 0
-
-
-def _members(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield value, parameters and quality of each member, without those whose quality is not a number from 0 to 1."""
-    for member in _MEMBERS.findall(header.lower()):
-        value, *rest = (part.strip() for part in _PARTS.findall(member) or [""])
-        parameters = {name.strip(): text.strip().strip('"') for name, _, text in (part.partition("=") for part in rest)}
-        quality = parameters.pop("q", "1")
-        if value and _QUALITY.fullmatch(quality):
-            yield value, parameters, float(quality)
