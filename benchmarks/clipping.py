@@ -19,7 +19,7 @@ from benchmarks import record
 from benchmarks.interleave import Blocks, Step, compare, interleave, trimmed_mean
 from torch_grad_exporter.actions import AGC, AutoClip, Clipper, MaxNorm, ZClip
 from torch_grad_exporter.actions.clip.at_steps import SOURCES, ClipAtSteps
-from torch_grad_exporter.actions.clip.policy import ClipOptions
+from torch_grad_exporter.actions.clip.options import ClipOptions
 from torch_grad_exporter.errors import ErrorLog
 
 ROUNDS = 60

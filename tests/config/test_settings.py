@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.catalogue import CATALOGUE
-from torch_grad_exporter.actions.clip.policy import OnFailure
+from torch_grad_exporter.actions.clip.options import OnFailure
 from torch_grad_exporter.collectors.process import PYTHON_INFO
 from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.config import option

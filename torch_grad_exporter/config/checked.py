@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from torch_grad_exporter.actions.clip.policy import ClipOptions, OnFailure, policy_name
+from torch_grad_exporter.actions.clip.options import ClipOptions, OnFailure
+from torch_grad_exporter.actions.clip.policy import policy_name
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.extra import ExtraRegistries
 from torch_grad_exporter.config.option import check_names, misspelt, resolve, source

@@ -15,8 +15,8 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
-from torch_grad_exporter.actions.clip.policy import OnFailure, Policy
-from torch_grad_exporter.actions.clip.skipping import checked_clip, checked_policies
+from torch_grad_exporter.actions.clip.options import OnFailure, checked_clip, checked_policies
+from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.actions.notify import notifiers
 from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.capture.schedule import LONGEST

@@ -19,7 +19,7 @@ from tests.support.scrape import OFF, errors, value, values
 from tests.support.tools import eventually, lasting_threads
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Freeze
-from torch_grad_exporter.actions.freeze.layers import NormPart, NormWindow
+from torch_grad_exporter.actions.freeze.norms import NormPart, NormWindow
 from torch_grad_exporter.rules import Problem
 
 FROZEN, CAPTURES, ACTIONS = "torch_layer_frozen", "torch_grad_captures_total", "torch_grad_exporter_actions_total"

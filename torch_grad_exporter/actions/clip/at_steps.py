@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torch_grad_exporter.actions.clip.clipped_optimizers import ClippedOptimizer, ClippedOptimizers
 from torch_grad_exporter.actions.clip.clipping import Clipping
-from torch_grad_exporter.actions.clip.policy import ClipOptions, policy_name
+from torch_grad_exporter.actions.clip.options import ClipOptions
+from torch_grad_exporter.actions.clip.policy import policy_name
 from torch_grad_exporter.actions.clip.skipped_step import is_fused
 from torch_grad_exporter.actions.clip.skipping import TooManySkippedSteps
 from torch_grad_exporter.capture.capture import Capture

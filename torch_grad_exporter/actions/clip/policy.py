@@ -6,7 +6,6 @@ gradients, which belongs to the clipper. A rule reads no value of a tensor: it d
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -22,13 +21,6 @@ Scope = Literal["model", "layer", "unit"]
 Memory = dict[str, torch.Tensor]
 
 EPSILON = 1e-6  # added to a norm before a division by it, as in `clip_grad_norm_`
-
-
-class OnFailure(enum.Enum):
-    """What becomes of a step whose gradients cannot be clipped."""
-
-    CONTINUE = "continue"
-    RAISE = "raise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,26 +160,6 @@ class NoClipping(Policy):
     def decide(self, _measured: GradientNorms, _memory: Memory, /) -> Decision:
         """Leave all norms alone."""
         return Decision(math.inf)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipOptions:
-    """What `clip=`, `dry_run=` and `on_failure=` ask for.
-
-    Attributes:
-        clip: The policies that act, those that skip steps first; empty if others are only tried.
-        dry_run: The policies that are only tried.
-        raises: Whether a step that cannot be clipped raises.
-    """
-
-    clip: tuple[Policy, ...]
-    dry_run: tuple[Policy, ...] = ()
-    raises: bool = False
-
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        """All of them."""
-        return (*self.clip, *self.dry_run)
 
 
 def finite(norms: torch.Tensor) -> torch.Tensor:

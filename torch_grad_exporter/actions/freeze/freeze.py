@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.freeze.layers import FrozenLayers, LayerNorms, NothingLeftError
+from torch_grad_exporter.actions.freeze.layers import FrozenLayers, NothingLeftError
+from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.arguments import check_number, check_whole, near, shown, some
 from torch_grad_exporter.errors import BusyError, warn
 from torch_grad_exporter.rules import Problem, Rule, Values
