@@ -18,7 +18,7 @@ from tests.support.tools import FOREVER, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Notification, Notifier
 from torch_grad_exporter.actions.notify import notify
-from torch_grad_exporter.actions.notify.notify import Job
+from torch_grad_exporter.actions.notify.notify import JobReports
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.rules import Alert, Problem, Rule
 
@@ -151,7 +151,7 @@ RULE = Rule(name="Slow", alerts=(Alert("warning", "x", for_="10m", keep_firing_f
 class Judged:
     """A Notify whose problems and clock the test chooses, and which judges when the test says so."""
 
-    def __init__(self, *notifiers: Notifier, rank: int = 0, job: Job | None = None, begun: float = 1_700_000_000) -> None:
+    def __init__(self, *notifiers: Notifier, rank: int = 0, job: JobReports | None = None, begun: float = 1_700_000_000) -> None:
         self.problems: list[Problem] = []
         self.clock, self.totals = Clock(), notify.totals(notifiers, [RULE])
         self.errors = ErrorLog(("notify", "close"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.otlp_receiver import GrpcReceiver, HttpReceiver, Receiver, attributes, points
-from torch_grad_exporter.integrations.opentelemetry import shown
+from torch_grad_exporter.integrations.opentelemetry import exporter_options
 
 SCRIPTS = Path(__file__).parent.parent / "cli" / "scripts"
 
@@ -178,4 +178,4 @@ OUTLETS = [
 @pytest.mark.parametrize(("environment", "expected"), OUTLETS, ids=str)
 def test_each_value_goes_one_way(environment: dict[str, str], expected: dict[str, object] | None) -> None:
     """OpenTelemetry gets the values by OTLP push, by its own provider, or not at all."""
-    assert shown({}, environment) == expected
+    assert exporter_options({}, environment) == expected

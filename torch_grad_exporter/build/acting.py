@@ -11,7 +11,7 @@ from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.step_actions import Training
 from torch_grad_exporter.actions.act.trigger import SOURCE, ActionReports
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
-from torch_grad_exporter.actions.notify.notify import Job, Notify
+from torch_grad_exporter.actions.notify.notify import JobReports, Notify
 from torch_grad_exporter.actions.rollback.state import TrainingState
 from torch_grad_exporter.build.capturing import CaptureStage
 from torch_grad_exporter.build.inspecting import InspectionTotals
@@ -55,7 +55,7 @@ class ActionStage:
             self._notify = Notify(
                 checked.arguments.alerts, shown.view.live, shown.notified, errors,
                 run=checked.run, rank=checked.rank, steps=stage.clock,
-                job=Job(checked.store, checked.rank, identity.world_size) if several else None,
+                job=JobReports(checked.store, checked.rank, identity.world_size) if several else None,
             )  # fmt: skip
         self._notify_guard = errors.boundary("notify", limit=None)
 

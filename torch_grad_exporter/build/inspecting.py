@@ -26,7 +26,7 @@ from torch_grad_exporter.inspection.reduction_waits import ReductionWaits
 from torch_grad_exporter.inspection.round_loss import RoundLoss
 from torch_grad_exporter.inspection.router_loads import RouterTotals
 from torch_grad_exporter.inspection.routers import SOURCE as ROUTERS
-from torch_grad_exporter.inspection.routers import Counting, Routers, found_in
+from torch_grad_exporter.inspection.routers import Counting, Routers, routers_in
 from torch_grad_exporter.inspection.run_state import RunState
 from torch_grad_exporter.inspection.time_by_cause import TimeByCause
 from torch_grad_exporter.inspection.watch import WatchedTensors, WatchTotals
@@ -187,7 +187,7 @@ class RouterStage:
         self._routers: Routers | None = None
         settings = checked.settings
         if settings.routers:
-            modules, counting = found_in(models, LayerFilter(settings.include, settings.exclude), settings.max_layers)
+            modules, counting = routers_in(models, LayerFilter(settings.include, settings.exclude), settings.max_layers)
             self._routers = self._made(modules, counting)
 
     @property

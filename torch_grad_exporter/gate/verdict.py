@@ -20,6 +20,12 @@ from torch_grad_exporter.rules.declaration import SEVERITIES
 FAIL_ON = ("critical", "warning")
 
 
+# Layers that a text names, at most.
+NAMED = 8
+
+SERVER = "only Prometheus judges it"
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The terms of a verdict. `fail_on`: severities and alerts. `tolerances`: by comparison, instead of the usual ones."""
@@ -55,12 +61,6 @@ def check_tolerance(name: str, share: float) -> None:
         raise UserError(f"tolerance {name!r}: nothing of this name is compared; there are {', '.join(TOLERANCES)}")
     if not 0 <= share < float("inf"):
         raise UserError(f"tolerance {name}: the share is a number of at least 0, such as {TOLERANCES[name]:g}")
-
-
-# Layers that a text names, at most.
-NAMED = 8
-
-SERVER = "only Prometheus judges it"
 
 
 def verdict(saved: Saved, terms: Terms) -> RunVerdict:

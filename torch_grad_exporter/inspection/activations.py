@@ -26,6 +26,13 @@ from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, on_node_of
 from torch_grad_exporter.torch_compat.compiler import compiles_backwards
 
+SOURCE = "activations"
+
+# Forwards at most of which something is kept before it is known whether they are of the round.
+FORWARDS = 64
+
+COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it again"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
@@ -103,14 +110,6 @@ class ActivationTotals:
         rows, samples = self._table.rows, self._samples
         layers = {layer: row if samples - row.sample < KEPT else row.only_counts() for layer, row in rows.items()}
         return ActivationSnapshot(layers, samples, *self._left_out)
-
-
-SOURCE = "activations"
-
-# Forwards at most of which something is kept before it is known whether they are of the round.
-FORWARDS = 64
-
-COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it again"
 
 
 # Modules whose channels come before this many dimensions of space.

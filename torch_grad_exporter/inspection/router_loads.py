@@ -20,6 +20,12 @@ from torch_grad_exporter.store.records import Inspected
 # Characters of a name that `exporter.router` is given, at most.
 LONGEST = 200
 
+# Samples of a layer over which the use of its experts is judged: a batch of few documents leaves some of them idle.
+WINDOW = 16
+
+# Experts that are shown by themselves: this many of the most loaded, and of the least loaded.
+ENDS = 3
+
 # Routers of Transformers, by the start of their class: what makes probabilities of their logits.
 SOFTMAX = frozenset((
     "AriaText", "DeepseekV2", "Ernie4_5_Moe", "FlexOlmo", "GptOss", "GraniteMoe", "GraniteMoeHybrid", "GraniteMoeShared", "Jamba",
@@ -72,7 +78,7 @@ def entropies_of(router: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor 
     return entropies.sum(dtype=wide(logits.device)).reshape(1)
 
 
-def read(output: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+def logits_and_indices(output: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the logits and the indices in what a router of Transformers returns: logits, weights, indices; None in other forms."""
     if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(part, torch.Tensor) for part in output[:3]):
         return None
@@ -83,7 +89,7 @@ def read(output: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (logits, ids) if known else None
 
 
-def check(name: object, given: object, experts: object) -> None:
+def check_arguments(name: object, given: object, experts: object) -> None:
     """Check the arguments of `router`; raise `TypeError` or `ValueError`."""
     if not isinstance(name, str):
         raise TypeError(f"router(name={shown(name)}): expected a name")
@@ -105,13 +111,6 @@ def check(name: object, given: object, experts: object) -> None:
         )
 
 
-# Samples of a layer over which the use of its experts is judged: a batch of few documents leaves some of them idle.
-WINDOW = 16
-
-# Experts that are shown by themselves: this many of the most loaded, and of the least loaded.
-ENDS = 3
-
-
 @dataclass(frozen=True, slots=True)
 class SentLoad:
     """A layer in a record: its part of the vectors has the tokens of each expert, then the entropies of `tokens`, added up."""
@@ -122,7 +121,7 @@ class SentLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterLoads:
+class LayerLoads:
     """What is shown of a layer; None where it is unknown.
 
     Attributes:
@@ -149,7 +148,7 @@ class RouterTotals:
 
     def __init__(self) -> None:
         self._windows: dict[str, deque[FloatArray]] = {}
-        self.rows: Mapping[str, RouterLoads] = {}
+        self.rows: Mapping[str, LayerLoads] = {}
         self._samples = 0
 
     def take(self, record: Inspected, values: tuple[FloatArray, ...]) -> None:
@@ -165,7 +164,7 @@ class RouterTotals:
                 rows[part.layer] = self._row(part.layer, counts, entropy)
         self.rows = rows
 
-    def _row(self, layer: str, counts: FloatArray, entropy: float | None) -> RouterLoads:
+    def _row(self, layer: str, counts: FloatArray, entropy: float | None) -> LayerLoads:
         window = self._windows.setdefault(layer, deque(maxlen=WINDOW))
         if window and len(window[0]) != len(counts):
             window.clear()
@@ -175,7 +174,7 @@ class RouterTotals:
         shares = recent[recent > 0] / recent.sum()
         order = np.argsort(-ratios, kind="stable").tolist()
         ends = order if len(order) <= 2 * ENDS else order[:ENDS] + order[-ENDS:]
-        return RouterLoads(
+        return LayerLoads(
             experts=len(counts),
             imbalance=float(counts.max() / counts.mean()),
             entropy=entropy,

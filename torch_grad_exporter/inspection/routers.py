@@ -21,7 +21,7 @@ from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
 from torch_grad_exporter.inspection.measuring import InspectionContext, SomeTimed, VectorSender, by_device, dense
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind, named_modules
-from torch_grad_exporter.inspection.router_loads import Load, SentLoad, check, entropies_of, load_of, read
+from torch_grad_exporter.inspection.router_loads import Load, SentLoad, check_arguments, entropies_of, load_of, logits_and_indices
 from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task, outside_of_modes, within_transform
@@ -58,7 +58,7 @@ class Counting(NamedTuple):
     buffer: str
 
 
-def found_in(models: Mapping[str, torch.nn.Module], layers: LayerFilter, most: int) -> tuple[InnerModules, list[Counting]]:
+def routers_in(models: Mapping[str, torch.nn.Module], layers: LayerFilter, most: int) -> tuple[InnerModules, list[Counting]]:
     """Return the routers that can be hooked, and the modules that count by themselves."""
     counting = [
         Counting(named.name, weakref.ref(named.module), buffer)
@@ -102,7 +102,7 @@ class Routers(Inspection, ForwardObserver):
         if self.used and not self._sampled:
             return
         start = self._cost.now()
-        check(name, given, experts)
+        check_arguments(name, given, experts)
         self.used = True
         # A checkpoint runs forwards again within the backward; a reentrant one runs its first forward without gradients.
         trains = torch.is_grad_enabled() if self._trains is None else self._trains
@@ -189,7 +189,7 @@ class Routers(Inspection, ForwardObserver):
     def left(self, label: str, module: torch.nn.Module, output: object, call: object) -> None:  # noqa: ARG002
         """Count the tokens in what a router has returned."""
         start = self._cost.now()
-        if (known := read(output)) is None:
+        if (known := logits_and_indices(output)) is None:
             if label not in self._unknown:
                 self._unknown.add(label)
                 warn(UNKNOWN, label, type(module).__name__)

@@ -32,6 +32,10 @@ SOURCE = "weights"
 CHANGES = 4
 
 
+# Layers that are kept at most, or twice as many as the model has; beyond, the one measured longest ago is removed.
+MOST = 2000
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightMeasurement:
     """The data of a record of weights around one optimizer step.
@@ -138,10 +142,6 @@ def _try(table: ParameterTable, position: int, parameter: torch.Tensor) -> None:
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's own plain, real tensor of a parameter."""
     return resolved(plain_local(parameter, keep_sparse=False))
-
-
-# Layers that are kept at most, or twice as many as the model has; beyond, the one measured longest ago is removed.
-MOST = 2000
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,10 +38,10 @@ class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # 
 
     def _instrument(self, **options: Any) -> None:
         self._program: _Program | None = None
-        self._wanted = shown(options, os.environ) is not None
+        self._wanted = exporter_options(options, os.environ) is not None
 
         def attach() -> None:
-            chosen = shown(options, os.environ) if self._wanted else None
+            chosen = exporter_options(options, os.environ) if self._wanted else None
             if chosen is not None:
                 self._program = _Program(chosen)
 
@@ -91,7 +91,7 @@ class _Program:
             self._attachment.exporter.close()
 
 
-def shown(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any] | None:
+def exporter_options(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the options of `start_exporter` by which each value goes one way only, None if it would go nowhere.
 
     Where metrics are pushed over OTLP, the exporter pushes all of them itself, those of layers too. Else a meter provider shows

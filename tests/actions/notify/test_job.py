@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Webhook
-from torch_grad_exporter.actions.notify.notify import GONE_SECONDS, Job
+from torch_grad_exporter.actions.notify.notify import GONE_SECONDS, JobReports
 from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.rules import Problem
 
@@ -34,7 +34,7 @@ class Ranks:
         self.clock = Clock()
         self.stores = [JobStore(connect or (lambda: shared)) for _ in range(ranks)]
         self.ranks = [
-            Judged(Webhook(there.url), rank=rank, job=Job(store, rank, ranks, clock=self.clock))
+            Judged(Webhook(there.url), rank=rank, job=JobReports(store, rank, ranks, clock=self.clock))
             for rank, store in enumerate(self.stores)
         ]
 
@@ -91,8 +91,8 @@ def test_reports_of_an_ended_process_are_ignored() -> None:
     active = {("LossSpike", "warning", None): notification()}
     for rank in (0, 1):
         for _ in range(3):
-            Job(store, rank, 2, clock=clock).exchange(active)
-    first, second = (Job(store, rank, 2, clock=clock) for rank in (0, 1))
+            JobReports(store, rank, 2, clock=clock).exchange(active)
+    first, second = (JobReports(store, rank, 2, clock=clock) for rank in (0, 1))
     assert first.exchange({}) == {}
     store.publish("notify/0", b"[1, 3, []]")  # as it was before the restart
     clock.time = GONE_SECONDS - 1
@@ -132,7 +132,7 @@ def test_a_failed_rank_sends_its_own_end() -> None:
 def test_wrong_reports_are_ignored() -> None:
     """Content that is not a report raises nothing and adds nothing."""
     store = JobStore(dist.HashStore)
-    rank_0 = Job(store, 0, 2, clock=Clock())
+    rank_0 = JobReports(store, 0, 2, clock=Clock())
     for content in (b"", b"{}", b'[1, 2, [["a", "b", null, {}]]]', b"\xff"):
         store.publish("notify/1", content)
         assert rank_0.exchange({}) == {}

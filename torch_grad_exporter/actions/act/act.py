@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 EVALUATION_SECONDS = 1.0  # between two evaluations
 SHARE = 0.05  # of the time that evaluations may take; if one takes long, the next one comes later
 
+ROOM = 100  # events that wait for their action, at most
+
 # How long the end waits for actions, at most, and where a user or a launcher waits for it.
 CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
 
@@ -117,9 +119,9 @@ class Act:
             action=chosen,
             timing=timing,
             measurements=Measurements(REGISTRY.catalogue, self._samples),
-            counted=self._reports.totals.know(action_name),
-            conditions=self._reports.guard(f"the condition {name}"),
-            actions=self._reports.guard(f"the action {action_name} on {name}"),
+            label=self._reports.totals.know(action_name),
+            condition_guard=self._reports.guard(f"the condition {name}"),
+            action_guard=self._reports.guard(f"the action {action_name} on {name}"),
         )
         try:
             with self._lock:
@@ -210,9 +212,9 @@ class Act:
             if trigger.rule is not None:
                 holds = bool(problems)
             else:
-                holds = not last and trigger.conditions.result(self._holds, trigger, judged, now) is True
+                holds = not last and trigger.condition_guard.result(self._holds, trigger, judged, now) is True
             if isinstance(trigger, StepTrigger) and not last:
-                holds = trigger.conditions.result(functools.partial(trigger.action.judged, judged.values, holds=holds)) is True
+                holds = trigger.condition_guard.result(functools.partial(trigger.action.judged, judged.values, holds=holds)) is True
             if trigger.timing.due(holds, now) and not trigger.off:
                 self._act(trigger, problems, now, last=last)
 
@@ -227,7 +229,7 @@ class Act:
     def _act(self, trigger: Trigger, problems: tuple[Problem, ...], now: float, *, last: bool) -> None:
         if isinstance(trigger, StepTrigger):
             if not last:
-                trigger.actions(self._runner.ask, trigger, problems)
+                trigger.action_guard(self._runner.ask, trigger, problems)
             return
         values = dict(trigger.measurements.read)
         if trigger.rule is not None:
@@ -238,9 +240,6 @@ class Act:
         )  # fmt: skip
         trigger.timing.acted(now)
         self._actions.offer(trigger, event)
-
-
-ROOM = 100  # events that wait, at most
 
 
 class ActionQueue:
@@ -288,5 +287,5 @@ class ActionQueue:
     def _run(self, trigger: Trigger, event: Event) -> None:
         if trigger.off or isinstance(trigger.action, StepAction):  # the second never is
             return
-        succeeded = trigger.actions(contained, trigger.action, event)
+        succeeded = trigger.action_guard(contained, trigger.action, event)
         self._reports.note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)

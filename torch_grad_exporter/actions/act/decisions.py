@@ -277,7 +277,7 @@ class JobDecisions:
         try:
             self._prepared = trigger.action.prepare(self._training, decision.choice)
         except Exception as error:  # noqa: BLE001 - the boundary: no other rank may do it either
-            trigger.actions.failed(error)
+            trigger.action_guard.failed(error)
             return f"rank {rank} cannot do it, as its log says"
         return ""
 

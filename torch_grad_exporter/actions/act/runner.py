@@ -93,7 +93,7 @@ class StepActionRunner:
             # The same step has the same number on all ranks only if they have counted from the same one.
             counted_from = self._reports.steps - (0 if self._decisions is None else self._decisions.steps)
             trigger.number, trigger.what = next(self._numbers), f"{action!r}, with steps counted from {counted_from}"
-            trigger.each = self._reports.guard(f"{trigger.name}: {action!r}")
+            trigger.step_guard = self._reports.guard(f"{trigger.name}: {action!r}")
             self._triggers = (*self._triggers, trigger)
             if self._decisions is not None:
                 trigger.judged = not self._decisions.follows(action)
@@ -201,14 +201,14 @@ class StepActionRunner:
         steps = max((self._reported, *self._counts.values()))
         for trigger in self._triggers:
             if trigger.action.each_step:
-                trigger.each(trigger.action.step_over, steps)
+                trigger.step_guard(trigger.action.step_over, steps)
         if self._decisions is not None:
             self._ready.extend(self._decisions.step_over())
         while self._ready:
             trigger, prepared = self._ready.popleft()
             if trigger.ended:
                 continue
-            succeeded = trigger.actions(trigger.action.act, self._training, prepared)
+            succeeded = trigger.action_guard(trigger.action.act, self._training, prepared)
             trigger.acted(self._clock())
             trigger.pending = False
             self._reports.note(trigger, ActionOutcome.DONE if succeeded else ActionOutcome.FAILED)

@@ -91,9 +91,9 @@ class Trigger:
     """A rule or a condition, and the action.
 
     Attributes:
-        counted: The action's name in metrics.
-        conditions: Guards the condition, and disables it after ten failures in a row.
-        actions: The same for the action.
+        label: The action's name in metrics.
+        condition_guard: Disables the condition after ten failures in a row.
+        action_guard: The same for the action.
         judged: Whether this rank judges it: what changes weights is judged on rank 0 alone.
         wrong: Whether the condition asks for what can never be there.
         ended: Whether it was removed, or this rank has missed the step, so that it may differ from others.
@@ -105,9 +105,9 @@ class Trigger:
     action: Action | StepAction
     timing: Timing
     measurements: Measurements
-    counted: str
-    conditions: Guard
-    actions: Guard
+    label: str
+    condition_guard: Guard
+    action_guard: Guard
     judged: bool = True
     wrong: bool = False
     ended: bool = False
@@ -115,12 +115,12 @@ class Trigger:
     @property
     def off(self) -> bool:
         """Whether it is removed or disabled."""
-        return self.idle or self.wrong or self.conditions.off
+        return self.idle or self.wrong or self.condition_guard.off
 
     @property
     def idle(self) -> bool:
         """Whether the action can no longer happen. Without its condition it still can, when another rank has a cause."""
-        return self.ended or self.actions.off
+        return self.ended or self.action_guard.off
 
     def holds(self, values: Values, now: float) -> bool:
         """Return whether the condition holds with these values. Raises what it raises. NaN, which is unknown, does not hold."""
@@ -136,7 +136,7 @@ class StepTrigger(Trigger):
     """A trigger whose action runs at the end of a step.
 
     Attributes:
-        each: Guards what the action does at each step.
+        step_guard: The same for what the action does at each step.
         number: Its place in the order of `on`, the same on all ranks.
         what: The action and from which step steps are counted, the same text on all ranks.
         choice: What exactly rank 0 wants to do, None if nothing. On other ranks: not None if they want it.
@@ -144,7 +144,7 @@ class StepTrigger(Trigger):
     """
 
     action: StepAction
-    each: Guard = field(init=False)
+    step_guard: Guard = field(init=False)
     number: int = field(init=False)
     what: str = field(init=False)
     choice: Any = None
@@ -207,13 +207,13 @@ class ActionReports:
 
     def note(self, trigger: Trigger, outcome: ActionOutcome) -> None:
         """Count the outcome of an action, and mark it on the live page."""
-        self.totals.count(trigger.counted, outcome)
+        self.totals.count(trigger.label, outcome)
         if outcome is ActionOutcome.DROPPED:
             return
         changes_training = isinstance(trigger, StepTrigger)
-        action = repr(trigger.action) if changes_training else trigger.counted
+        action = repr(trigger.action) if changes_training else trigger.label
         mark = ActionMark(self.now(), self.steps, trigger.name, action, outcome.value)
-        self.totals.marks.add(mark, trigger.counted)
+        self.totals.marks.add(mark, trigger.label)
         if (journal := self.totals.journal) is not None:
             severity = "info" if outcome is ActionOutcome.DONE and not changes_training else "warning"
             text = f"{mark.name}: {action} {mark.result} at step {mark.step}"

@@ -53,7 +53,7 @@ MOST = 100  # problems in the report of a rank
 Active = Mapping[Key, Notification]
 
 
-class Job:
+class JobReports:
     """This rank's part in the notifications of a job. For one thread.
 
     `store`: that which the ranks share; `clock`: returns seconds.
@@ -200,7 +200,7 @@ class Notify:
         run: str,
         rank: int,
         steps: StepClock,
-        job: Job | None = None,
+        job: JobReports | None = None,
         rules: Iterable[Rule] = RULES,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,

@@ -27,6 +27,14 @@ from torch_grad_exporter.store.records import Inspected, Outcome
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, within_transform
 from torch_grad_exporter.torch_compat.compiler import compiles_its_call
 
+# Forwards at most that an alarm arms, since a round that is skipped may not show its end.
+FORWARDS = 64
+
+# Forwards before one backward, at most; more are taken for forwards without any.
+TOGETHER = 8
+
+SOURCE = "nan_origin"
+
 # Rounds that an alarm arms, and seconds between two alarms that arm: while it goes on, more rounds show the same.
 ROUNDS, AGAIN_SECONDS = 4, 5.0
 
@@ -81,7 +89,7 @@ class Origins:
         now = time.monotonic()
         if now - self._armed_at >= AGAIN_SECONDS:
             self._armed_at = now
-            self._requests.arm(ROUNDS, "nan_origin")
+            self._requests.arm(ROUNDS, SOURCE)
 
     # What is found
 
@@ -128,15 +136,6 @@ class Origins:
         if first is not None and first < origin.step:
             return f"; non-finite since step {first}, when gradients of its layer first were"
         return f"; non-finite since before step {origin.step}"
-
-
-# Forwards at most that an alarm arms, since a round that is skipped may not show its end.
-FORWARDS = 64
-
-# Forwards before one backward, at most; more are taken for forwards without any.
-TOGETHER = 8
-
-SOURCE = "nan_origin"
 
 
 class NanOrigin(Inspection, ForwardObserver):

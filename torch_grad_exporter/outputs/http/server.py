@@ -36,6 +36,9 @@ WORKERS = 4
 LOGGERS = ("asyncio", "tornado.general", "tornado.application")
 
 MAX_CANDIDATES, MAX_PORT = 64, 65535
+# Errors of a port that cannot be had.
+TAKEN = frozenset({errno.EADDRINUSE, errno.EACCES})
+
 # Connections that the kernel holds for us: many wait there for a moment, and one that does not fit is tried again after a second.
 BACKLOG = 1024
 
@@ -166,9 +169,6 @@ def _unlogged() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(passes)
-
-
-TAKEN = frozenset({errno.EADDRINUSE, errno.EACCES})
 
 
 def candidate_ports(port: int, local_rank: int, local_world_size: int) -> tuple[int, ...]:
