@@ -20,7 +20,7 @@ from benchmarks.costs.timing import times
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.outputs.http.messages import Request
 from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, Moment, Window
-from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.step_rows import SCALARS
 
 LAYERS = 300
 RECORDS = 5_000

@@ -17,7 +17,8 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import KEPT, InspectionContext, LayerRows, dense, tensors_in
+from torch_grad_exporter.inspection.layer_rows import KEPT, LayerRows
+from torch_grad_exporter.inspection.measuring import InspectionContext, dense, tensors_in
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.round_tallies import RoundTallies, Tallies, TallyKey
 from torch_grad_exporter.inspection.tallies import SentTallies

@@ -22,7 +22,8 @@ from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
-from torch_grad_exporter.inspection.measuring import KEPT, InspectionContext, SomeTimed, VectorSender, by_device
+from torch_grad_exporter.inspection.layer_rows import KEPT
+from torch_grad_exporter.inspection.measuring import InspectionContext, SomeTimed, VectorSender, by_device
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.folding import fold

@@ -20,7 +20,8 @@ from torch_grad_exporter.capture.device_events import EventPool, Stretch, Timeli
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.torch_hooks import differentiable
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import InspectionContext, LayerRows
+from torch_grad_exporter.inspection.layer_rows import LayerRows
+from torch_grad_exporter.inspection.measuring import InspectionContext
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.store.records import Inspected
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, next_sequence, number_of

@@ -1,13 +1,13 @@
-"""What inspections share: tensors to measure, their way to the host, rows by layer, and whose turn a layer is."""
+"""What inspections share on the training thread: tensors to measure, their way to the host, and whose turn a layer is."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.metrics.families import REMOVED
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.sharding import is_partial
@@ -26,9 +25,6 @@ from torch_grad_exporter.torch_compat.tensors import local
 
 # Measurements of a sample that are timed on devices; each stands for all since the one before.
 TIMED = 16
-
-# Samples without any call of a layer after which the gauges of its last sample vanish.
-KEPT = 8
 
 # Layers, and elements of parameters, that a sample covers at most; one layer at least.
 LAYERS, ELEMENTS = 8, 1 << 24
@@ -143,40 +139,6 @@ def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
     """Disable autocast on this kind of device."""
     enabled = kind != "cpu" and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext()
-
-
-class LayerRow(Protocol):
-    """A row: immutable values of a layer."""
-
-    def with_totals_of(self, other: Self) -> Self:
-        """Return a row with the totals of both and nothing else, for the remainder."""
-
-
-Row = TypeVar("Row", bound=LayerRow)
-
-
-class LayerRows(Generic[Row]):
-    """Rows by layer, the one entered last at the end; the remainder is under `REMOVED`.
-
-    Belongs to the worker, but for `rows`: the mapping is replaced and never changed, so any thread may read it without a lock.
-    """
-
-    def __init__(self, empty: Row) -> None:
-        self._empty = empty
-        self.rows: Mapping[str, Row] = {}
-
-    def get(self, layer: str) -> Row:
-        """Return the row of a layer, an empty one if there is none yet."""
-        return self.rows.get(layer, self._empty)
-
-    def enter(self, new: Mapping[str, Row], *, most: int, gone: Collection[str] = ()) -> None:
-        """Set the rows of some layers; add those of `gone` layers, and the oldest ones beyond `most`, to the remainder."""
-        rows = {layer: row for layer, row in self.rows.items() if layer not in new} | dict(new)
-        layers = [layer for layer in rows if layer != REMOVED]
-        removed = {*layers[: max(0, len(layers) - most)], *gone} & {*layers}
-        for layer in [layer for layer in layers if layer in removed]:
-            rows[REMOVED] = rows.get(REMOVED, self._empty).with_totals_of(rows.pop(layer))
-        self.rows = rows
 
 
 class LayerTurns:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.arguments import check_whole, shown
-from torch_grad_exporter.inspection.measuring import KEPT, dense
+from torch_grad_exporter.inspection.layer_rows import KEPT
+from torch_grad_exporter.inspection.measuring import dense
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.store.records import Inspected

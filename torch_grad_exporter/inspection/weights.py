@@ -15,7 +15,8 @@ import torch
 from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.errors import caught, warn
-from torch_grad_exporter.inspection.measuring import InspectionContext, LayerRows, LayerTurns, VectorSender
+from torch_grad_exporter.inspection.layer_rows import LayerRows
+from torch_grad_exporter.inspection.measuring import InspectionContext, LayerTurns, VectorSender
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.model.optimizers import Optimizers

@@ -17,7 +17,7 @@ from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO, GRAD_GLOBA
 from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE, TRAIN_LOSS, TRAIN_LOSS_NONFINITE, TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.errors import BusyError
 from torch_grad_exporter.outputs.live.history import QUANTITIES
-from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.step_rows import SCALARS
 
 HOSTILE = ["<img src=x onerror=alert(1)>", "a/b?c&d=e#f+g%2F h", "lone \ud800", '"\\\n\0', ""]
 

@@ -22,7 +22,7 @@ from torch_grad_exporter.outputs.live.history import (
     Moment,
     Window,
 )
-from torch_grad_exporter.outputs.live.rows import SCALARS, scalars
+from torch_grad_exporter.outputs.live.step_rows import SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Track
 
 NAN, INF = math.nan, math.inf

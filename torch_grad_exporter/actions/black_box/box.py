@@ -21,7 +21,7 @@ import torch
 from torch_grad_exporter.arguments import some
 from torch_grad_exporter.inspection.black_box.kept import WRITTEN, KeptBatch, KeptTensor, plain_states, restored_states
 from torch_grad_exporter.outputs.live.history import VIEWS, History
-from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.step_rows import SCALARS
 from torch_grad_exporter.rules import Problem
 
 FORMAT = {"format": "torch_grad_exporter black box", "version": 1}

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torch_grad_exporter.actions.clip.clipping import Clipping, PolicyRun
+from torch_grad_exporter.actions.clip.clipping import Clipping
 from torch_grad_exporter.actions.clip.options import checked_clip, checked_policies
 from torch_grad_exporter.actions.clip.parameters import EXPECTED, ParameterTracker, listed
 from torch_grad_exporter.actions.clip.policy import NoClipping, Policy
+from torch_grad_exporter.actions.clip.policy_run import PolicyRun
 from torch_grad_exporter.actions.clip.skipped_step import FusedSteps, RemovedGradients
 from torch_grad_exporter.torch_compat.optimizers import remove_step_hooks
 

@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.inspection.explain.cuts import CutCollector
 from torch_grad_exporter.inspection.explain.explanation import Explanation, draw
-from torch_grad_exporter.inspection.explain.graph import Graph, Places, Where
+from torch_grad_exporter.inspection.explain.graph import Graph
+from torch_grad_exporter.inspection.explain.places import Places, Where
 from torch_grad_exporter.inspection.explain.saved_state import SavedState
 from torch_grad_exporter.inspection.explain.verdicts import Judge, NamedParameter, Row, Verdict
 from torch_grad_exporter.model import given

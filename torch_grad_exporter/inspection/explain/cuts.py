@@ -20,7 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_grad_exporter.inspection.explain.graph import Graph, Places, Where, union
+from torch_grad_exporter.inspection.explain.graph import Graph, union
+from torch_grad_exporter.inspection.explain.places import Places, Where
 from torch_grad_exporter.torch_compat.autograd import graph_task
 
 # Cuts that are kept apart; later ones of the same line and operation are one.

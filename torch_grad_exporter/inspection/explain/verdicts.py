@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.inspection.explain.cuts import Cut, CutCollector, CutKind
-from torch_grad_exporter.inspection.explain.graph import REENTRANT, GradientState, Graph, Where
+from torch_grad_exporter.inspection.explain.graph import REENTRANT, GradientState, Graph
+from torch_grad_exporter.inspection.explain.places import Where
 from torch_grad_exporter.model.optimizers import has_copies, owned_by
 from torch_grad_exporter.torch_compat.autograd import operation
 from torch_grad_exporter.torch_compat.compiler import runs_compiled

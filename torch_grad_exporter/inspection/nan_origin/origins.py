@@ -17,9 +17,9 @@ from torch_grad_exporter.errors import inform, warn
 from torch_grad_exporter.inspection.inner_hooks import Args, ForwardObserver, InnerHooks, Kwargs
 from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender
 from torch_grad_exporter.inspection.modules import VisibleModules
+from torch_grad_exporter.inspection.nan_origin.origin_search import Origin, OriginSearch
 from torch_grad_exporter.inspection.nan_origin.recording import Recording
 from torch_grad_exporter.inspection.nan_origin.tape import FlaggedTape, Tape
-from torch_grad_exporter.inspection.nan_origin.verdict import Origin, OriginSearch
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.requests import Requests
 from torch_grad_exporter.store.pending_samples import CountedSample

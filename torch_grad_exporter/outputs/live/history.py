@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.outputs.live.rows import LASTING, OF_SAMPLES, SCALARS, StepRows, scalars
+from torch_grad_exporter.outputs.live.step_rows import LASTING, OF_SAMPLES, SCALARS, StepRows, scalars
 from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, Track, Values, farther
 from torch_grad_exporter.store.cursors import Single
 

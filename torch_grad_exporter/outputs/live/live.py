@@ -20,22 +20,11 @@ from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.outcomes import ActionMarks
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import BusyError
-from torch_grad_exporter.outputs.live.encoding import (
-    Json,
-    cells,
-    columns,
-    frame,
-    judged,
-    metrics,
-    named,
-    number,
-    numbers,
-    of_layer,
-    step,
-)
+from torch_grad_exporter.outputs.live import encoding
+from torch_grad_exporter.outputs.live.encoding import Json
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, VIEWS, History, Window
-from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.saved import FORMAT, VERSION
+from torch_grad_exporter.outputs.live.step_rows import SCALARS
 from torch_grad_exporter.outputs.live.track import Track
 from torch_grad_exporter.rules import JudgedAt, Problem, Record, Values, Watch, Wrong
 from torch_grad_exporter.rules.watch import OVER
@@ -121,7 +110,7 @@ class Live:
         with self._lock:
             problems = self._watch.problems(values, now, going=True)
             ended = self._watch.problems(values, now) if over else []
-        moment = JudgedAt(now, self._history.samples, int(step(values)), self._ended_in)
+        moment = JudgedAt(now, self._history.samples, int(encoding.step(values)), self._ended_in)
         self._record.of_scrape(values, moment, problems, ended, last=last)
 
     def problems(self) -> list[Problem]:
@@ -156,12 +145,12 @@ class Live:
             "now": now,
             **asdict(self._run),
             "state": state,
-            "step": None if state is None else step(values),
+            "step": None if state is None else encoding.step(values),
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
-            **{f"{name}_per_second": number(rates.get(name)) for name in ("steps", "samples", "tokens")},
-            **numbers(values),
+            **{f"{name}_per_second": encoding.number(rates.get(name)) for name in ("steps", "samples", "tokens")},
+            **encoding.numbers(values),
             # Without the number, which is in the sentence.
             "problems": [
                 {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
@@ -204,12 +193,12 @@ class Live:
             higher = np.isfinite(values[:, after]) & (values[:, norm] < values[:, after])
             values[higher, norm] = values[higher, after]
             part = replace(part, values=values)
-        return {**frame(part, window), **columns(part, SCALARS)}
+        return {**encoding.frame(part, window), **encoding.columns(part, SCALARS)}
 
     def values(self, window: Window) -> Json:
         """Return `api/v1/values`: those that the user logs, by name."""
         names, part = ([], window.of(EMPTY)) if self._logged is None else self._logged.grid("value", window)
-        return {**frame(part, window), **named(part, names)}
+        return {**encoding.frame(part, window), **encoding.named(part, names)}
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -224,10 +213,10 @@ class Live:
         sharded = history.sharded
         return {
             "quantity": quantity,
-            **frame(part, window),
+            **encoding.frame(part, window),
             "layers": names,
             "sharded": [name for name in names if name in sharded],
-            **cells(part, quantity),
+            **encoding.cells(part, quantity),
             "nonfinite": base64.b64encode(flags).decode(),
         }
 
@@ -236,8 +225,8 @@ class Live:
         series: Json = {}
         for view, window in VIEWS.items():
             part = self._history.layer(name, window)
-            records = {key: value for key, value in frame(part, window).items() if key in ("stride", "times", "steps")}
-            series[view] = {**records, **columns(part, self._history.quantities)}
+            records = {key: value for key, value in encoding.frame(part, window).items() if key in ("stride", "times", "steps")}
+            series[view] = {**records, **encoding.columns(part, self._history.quantities)}
         return {**self._layer_now(self._latest(), name), **series}
 
     def everything(self, *, fresh: bool = False) -> Json:
@@ -253,12 +242,12 @@ class Live:
             "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in self.quantities},
             "layer": {name: self._layer_now(values, name) for name in self._history.layers},
             "values": {view: self.values(window) for view, window in VIEWS.items()},
-            "judged": judged(self._record),
-            "metrics": metrics(values),
+            "judged": encoding.judged(self._record),
+            "metrics": encoding.metrics(values),
         }
 
     def _layer_now(self, values: Values, name: str) -> Json:
-        return {**of_layer(values, name), "sharded": name in self._history.sharded}
+        return {**encoding.of_layer(values, name), "sharded": name in self._history.sharded}
 
     def _latest(self, *, whole: bool = True, fresh: bool = False) -> Values:
         """Return a scrape of everything, or of what rules read, no older than `MAX_AGE`; the page and judging share it.

@@ -12,7 +12,7 @@ from torch_grad_exporter.inspection.activations import ActivationTotals
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, Moment
-from torch_grad_exporter.outputs.live.rows import OF_SAMPLES, SCALARS, scalars
+from torch_grad_exporter.outputs.live.step_rows import OF_SAMPLES, SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import Flags, Values
 from torch_grad_exporter.store.cursors import Single
 from torch_grad_exporter.store.histograms import Records

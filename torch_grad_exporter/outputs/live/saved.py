@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch_grad_exporter.collectors.outcomes import ActionMark
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, VIEWS
-from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.step_rows import SCALARS
 from torch_grad_exporter.rules.record import Wrong
 
 FORMAT = "torch_grad_exporter history"

@@ -24,7 +24,7 @@ from torch_grad_exporter.outputs.live.encoding import encoded
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, RECORD_SECONDS, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments, LoggedMoments
-from torch_grad_exporter.outputs.live.rows import scalars
+from torch_grad_exporter.outputs.live.step_rows import scalars
 from torch_grad_exporter.outputs.live.track import RECENT
 from torch_grad_exporter.rules import Record
 from torch_grad_exporter.store.journal import Journal

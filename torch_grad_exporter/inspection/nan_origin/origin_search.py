@@ -1,4 +1,4 @@
-"""The verdict: where the first value came from that is not finite, by a tape and its flags. Pure, without tensors.
+"""OriginSearch: where the first value came from that is not finite, by a tape and its flags. Pure, without tensors.
 
 There is one only where a value that is not finite has reached the loss or a gradient. In the forward the graph is followed from the
 loss backwards, through values that are not finite and those that were not flagged. A finite value ends the search, so a mask of
