@@ -31,7 +31,7 @@ from torch_grad_exporter.capture.torch_hooks import Removable
 from torch_grad_exporter.capture.watched_loader import WatchedLoader, watched
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import Guard, leave_traceback
-from torch_grad_exporter.inspection.watch import check
+from torch_grad_exporter.inspection.watch import check_watched
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.metrics.families import Family, flat
 from torch_grad_exporter.outputs.live.encoding import Json
@@ -221,7 +221,7 @@ class Exporter:
         """
         if is_compiling():
             return tensor
-        check(name, tensor, max_norm)
+        check_watched(name, tensor, max_norm)
         if self._ending.closed or is_tracing():
             return tensor
         measured = self._guards["watch"].result(self._stages.watch, name, tensor, max_norm)

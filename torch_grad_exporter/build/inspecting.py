@@ -17,8 +17,9 @@ from torch_grad_exporter.errors import warn
 from torch_grad_exporter.files import file_name
 from torch_grad_exporter.inspection.activations import Activations, ActivationTotals
 from torch_grad_exporter.inspection.layer_times import LayerTimer, LayerTimes
-from torch_grad_exporter.inspection.local_gradients import LocalGradients, MicroBatches
+from torch_grad_exporter.inspection.local_gradients import LocalGradients
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
+from torch_grad_exporter.inspection.micro_batches import MicroBatches
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.inspection.nan_origin.origins import NanOrigin, Origins
 from torch_grad_exporter.inspection.optimizer_state import StateProbe, StateTotals

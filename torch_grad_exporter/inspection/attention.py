@@ -23,7 +23,7 @@ from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.attention_values import WIDTH, of_call, of_logits
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, InnerHooks
 from torch_grad_exporter.inspection.layer_rows import KEPT
-from torch_grad_exporter.inspection.measuring import InspectionContext, SomeTimed, VectorSender, by_device
+from torch_grad_exporter.inspection.measuring import InspectionContext, MeasurementTimer, VectorSender, by_device
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.folding import fold
@@ -112,7 +112,7 @@ class AttentionProbe(Inspection, ForwardObserver):
         hooks, self._layers, self._cost = context.hooks, layers, context.cost
         self._modules = InnerModules(models, LayerFilter(), ModuleKind.ANY, sys.maxsize)
         self._hooks = InnerHooks(hooks, SOURCE, self)
-        self._sender, self._timed = VectorSender(SOURCE, context), SomeTimed(context)
+        self._sender, self._timed = VectorSender(SOURCE, context), MeasurementTimer(context)
         fused, eager = (hooks.guarded(SOURCE, called) for called in (self._attention_called, self._softmax_called))
         self._observed = ObservedFunction("scaled_dot_product_attention", fused), ObservedFunction("softmax", eager)
         self._handle: Removable | None = None

@@ -113,7 +113,7 @@ def by_device(measured: Iterable[tuple[Item, torch.Tensor]]) -> dict[torch.devic
     return devices
 
 
-class SomeTimed:
+class MeasurementTimer:
     """Times about `TIMED` measurements of a sample on their devices, if it has as many as the last one."""
 
     def __init__(self, context: InspectionContext) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_grad_exporter.inspection.measuring import InspectionContext, SomeTimed, VectorSender
+from torch_grad_exporter.inspection.measuring import InspectionContext, MeasurementTimer, VectorSender
 from torch_grad_exporter.inspection.tallies import SentTallies, Tally, packed
 from torch_grad_exporter.torch_compat.autograd import graph_task
 
@@ -61,7 +61,7 @@ class RoundTallies:
 
     def __init__(self, inspection: str, context: InspectionContext) -> None:
         self._loss_scale, self._cost = context.loss_scale, context.cost
-        self._sender, self._timed = VectorSender(inspection, context), SomeTimed(context)
+        self._sender, self._timed = VectorSender(inspection, context), MeasurementTimer(context)
         self._backwards: dict[int, TalliedBackward] = {}  # by autograd's number, those that are not over
         self._round = _ConfirmedRound()
 

@@ -19,7 +19,7 @@ from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.inspection.inner_hooks import ForwardObserver, SampledHooks
-from torch_grad_exporter.inspection.measuring import InspectionContext, SomeTimed, VectorSender, by_device, dense
+from torch_grad_exporter.inspection.measuring import InspectionContext, MeasurementTimer, VectorSender, by_device, dense
 from torch_grad_exporter.inspection.modules import InnerModules, ModuleKind, named_modules
 from torch_grad_exporter.inspection.router_loads import Load, SentLoad, check_arguments, entropies_of, load_of, logits_and_indices
 from torch_grad_exporter.model.names import LayerFilter
@@ -83,7 +83,7 @@ class Routers(Inspection, ForwardObserver):
 
     def __init__(self, context: InspectionContext, modules: InnerModules, counting: list[Counting], *, sampled: bool) -> None:
         self._cost, self._counting = context.cost, counting
-        self._sender, self._timed = VectorSender(SOURCE, context), SomeTimed(context)
+        self._sender, self._timed = VectorSender(SOURCE, context), MeasurementTimer(context)
         self._hooks = SampledHooks(modules, context.hooks, SOURCE, self, COMPILED)
         self._lock = threading.Lock()
         self._names: set[str] = set()

@@ -61,7 +61,7 @@ class RunState:
         self._thread.close(CLOSE_SECONDS)
 
     def resumed(self, step: int) -> None:
-        """The training goes on after this step: those that were computed already are computed again."""
+        """Note that the training goes on after this step, so that those which were computed already are computed again."""
         if not self._known:
             return
         if step and self.processes:  # then the last one had not finished, but was asked to end

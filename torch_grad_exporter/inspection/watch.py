@@ -220,7 +220,7 @@ class WatchedTensors(Inspection):
 never_compile(WatchedTensors._clip_hook)
 
 
-def check(name: object, tensor: object, max_norm: object) -> None:
+def check_watched(name: object, tensor: object, max_norm: object) -> None:
     """Check the arguments of `watch`; raise `TypeError` or `ValueError`."""
     if not isinstance(name, str):
         raise TypeError(f"watch(name={shown(name)}): expected a name")

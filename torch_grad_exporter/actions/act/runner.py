@@ -165,7 +165,7 @@ class StepActionRunner:
             GuardedHook(SOURCE, self._timed, self._reports.errors)()
 
     def _step_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        """After any optimizer's step. One that steps within a backward is over when the backward is."""
+        """Count a step that is over, of any optimizer. One within a backward is over when the backward is."""
         start = time.perf_counter()
         if not (self._training.optimizers.concerns(optimizer) or self._inner):
             return

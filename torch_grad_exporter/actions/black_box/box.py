@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.arguments import some
-from torch_grad_exporter.inspection.black_box.kept import WRITTEN, KeptBatch, KeptTensor, plain_states, restored_states
+from torch_grad_exporter.inspection.black_box.kept import WRITTEN, KeptBatch, KeptTensor
+from torch_grad_exporter.inspection.black_box.random_states import plain_states, restored_states
 from torch_grad_exporter.outputs.live.history import VIEWS, History
 from torch_grad_exporter.outputs.live.step_rows import SCALARS
 from torch_grad_exporter.rules import Problem

@@ -127,7 +127,7 @@ class ClipAtSteps:
             hook.disconnect()
 
     def after_fork_in_child(self) -> None:
-        """The child clips nothing."""
+        """Clip nothing in the child."""
         self.disconnect()
         self.reports.after_fork_in_child()
 
@@ -179,7 +179,7 @@ class ClipAtSteps:
             self._guard.failed(error)
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        """Before any optimizer's step, and before its own hooks: make ours the last of them."""
+        """Make our hook the last one of an optimizer that begins a step; called before its own hooks."""
         with self._guarded():
             record = None if self._guard.off else self._optimizers.of(optimizer)
             if record is not None:
@@ -194,7 +194,7 @@ class ClipAtSteps:
                     record.handle = optimizer.register_step_pre_hook(self._clips)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Right before the step: clip, or make the closure do it. Returns the arguments of the step if they change."""
+        """Clip right before the step, or make its closure do it. Returns the arguments of the step if they change."""
         changed, around = None, stepping_around(sys._getframe(1))
         with self._guarded():
             record = None if self._guard.off else self._optimizers.of(optimizer)

@@ -48,7 +48,7 @@ class MaxNorm(Policy):
 
     @property
     def exact(self) -> bool:
-        """Over the whole model it gives the bits of `clip_grad_norm_`."""
+        """Whether it gives the bits of `clip_grad_norm_`: over the whole model."""
         return self.scope == "model"
 
     def decide(self, measured: GradientNorms, _memory: Memory, /) -> Decision:
@@ -133,7 +133,7 @@ class LayerScale(Policy):
         object.__setattr__(self, "factors", dict(self.factors))  # the user may change the mapping later
 
     def check_layers(self, layers: Sequence[str], /) -> None:
-        """Each expression matches a layer now; the layer may go later."""
+        """Raise `ValueError` unless each expression matches a layer now; the layer may go later."""
         for expression in self.factors:
             if not any(re.search(expression, layer) for layer in layers):
                 raise ValueError(f"LayerScale(factors={{{expression!r}: ...}}): no layer matches; layers: {some(layers, 10)}")

@@ -88,7 +88,7 @@ class SkipAbove(Policy):
         return self.on == "loss"
 
     def check_ranks(self, world_size: int, /) -> None:
-        """The loss is the same on all ranks, or there is one rank."""
+        """Raise `ValueError` if it judges by a loss that may differ between ranks."""
         if self.on == "loss" and world_size > 1 and not self.reduced:
             raise ValueError(
                 f"SkipAbove(on='loss'): this job has {world_size} ranks, each with a loss of its own, so that some would skip a"

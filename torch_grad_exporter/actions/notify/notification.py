@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import cast
 
-from torch_grad_exporter.outputs.live.encoding import number
+from torch_grad_exporter.outputs.live.encoding import json_number
 
 FIELDS = (
     "timestamp", "status", "alert", "severity", "summary", "layer", "value", "step", "run", "rank", "first_steps",
@@ -63,7 +63,7 @@ class Notification:
 
     def payload(self) -> dict[str, float | str | None]:
         """Return what a webhook sends: each of `FIELDS`, with numbers that JSON has."""
-        changed = {"timestamp": rfc3339(self.timestamp), "value": number(self.value)}
+        changed = {"timestamp": rfc3339(self.timestamp), "value": json_number(self.value)}
         return {name: changed[name] if name in changed else getattr(self, name) for name in FIELDS}
 
     @property

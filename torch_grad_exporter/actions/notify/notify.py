@@ -232,7 +232,7 @@ class Notify:
             self._closing(sink.close)
 
     def after_fork_in_child(self) -> None:
-        """The threads belong to the parent, and the child sends nothing."""
+        """Replace the lock of the counts. The threads are the parent's, so the child sends nothing."""
         self.totals.after_fork_in_child()
 
     # The thread

@@ -14,7 +14,8 @@ from torch_grad_exporter.capture.armed_round import ArmedRound
 from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.inspection.black_box.kept import SOURCE, WRITTEN, BatchRing, KeptBatch, random_states
+from torch_grad_exporter.inspection.black_box.kept import SOURCE, WRITTEN, BatchRing, KeptBatch
+from torch_grad_exporter.inspection.black_box.random_states import random_states
 from torch_grad_exporter.inspection.measuring import InspectionContext, VectorSender, by_device, dense
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.requests import Requests

@@ -47,7 +47,7 @@ def encoded(content: Json) -> bytes:
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def number(value: float | None) -> float | str | None:
+def json_number(value: float | None) -> float | str | None:
     """Return a number for JSON, which has only finite ones: others become a text."""
     if value is None or math.isfinite(value):
         return value
@@ -80,7 +80,7 @@ def named(part: Part, names: Sequence[str]) -> dict[str, Json]:
 
 def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:
     """Return a column of the history, in which NaN stands for no value."""
-    return [None if math.isnan(value) else number(float(f"{value:.6g}")) for value in column.tolist()]
+    return [None if math.isnan(value) else json_number(float(f"{value:.6g}")) for value in column.tolist()]
 
 
 def cells(part: Part, quantity: str) -> Json:
@@ -114,7 +114,7 @@ def _encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: 
 def judged(record: Record) -> Json:
     """Return what was wrong in a run, and by which rules it was judged."""
     rules = [_judged_rule(rule, there=rule.name in record.there) for rule in record.rules]
-    wrong = [{**asdict(problem), "others": list(problem.others), "value": number(problem.value)} for problem in record.wrong]
+    wrong = [{**asdict(problem), "others": list(problem.others), "value": json_number(problem.value)} for problem in record.wrong]
     return {"samples": record.samples, "seconds": record.seconds, "rules": rules, "wrong": wrong}
 
 
@@ -125,7 +125,11 @@ def metrics(values: Values) -> Json:
         rows = [] if spec.kind is Kind.HISTOGRAM else list(values.rows(spec))
         if rows:
             names, numbers = zip(*rows, strict=True)
-            content[spec.name] = {"labels": list(spec.labels), "rows": list(map(list, names)), "values": list(map(number, numbers))}
+            content[spec.name] = {
+                "labels": list(spec.labels),
+                "rows": list(map(list, names)),
+                "values": list(map(json_number, numbers)),
+            }
     return content
 
 
@@ -190,8 +194,8 @@ def numbers(values: Values) -> Json:
     """Return the numbers of the run that a scrape has."""
     dead = sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"])
     return {
-        **{name: number(values.one(spec)) for name, spec in _NUMBERS.items()},
-        **{name: number(sum(value for _, value in values.rows(spec))) for name, spec in _SUMS.items()},
+        **{name: json_number(values.one(spec)) for name, spec in _NUMBERS.items()},
+        **{name: json_number(sum(value for _, value in values.rows(spec))) for name, spec in _SUMS.items()},
         "dead_layers": dead,
         "learning_rates": _learning_rates(values),
         "optimizers": sum(1 for _ in values.rows(training.TRAIN_STEPS)),
@@ -203,7 +207,7 @@ def _learning_rates(values: Values) -> Json:
     """Return the learning rate of the first group of each optimizer, by its name."""
     rates: Json = {}
     for (optimizer, _), rate in values.rows(training.TRAIN_LEARNING_RATE):
-        rates.setdefault(optimizer, number(rate))
+        rates.setdefault(optimizer, json_number(rate))
     return rates
 
 
@@ -221,7 +225,7 @@ def of_layer(values: Values, name: str) -> Json:
         "layer": name,
         "distribution": None if counts is None else {"bounds": list(bounds), "counts": counts.tolist()},
         "nonfinite_elements": sum(kinds),
-        **{key: number(values.one(spec, name)) for key, spec in _LAYER_NUMBERS.items()},
+        **{key: json_number(values.one(spec, name)) for key, spec in _LAYER_NUMBERS.items()},
     }
 
 
@@ -230,7 +234,7 @@ def _resources(values: Values) -> Iterable[Json]:
 
     def row(name: str, value: float | None, limit: float | None, unit: str) -> Iterable[Json]:
         if value is not None:
-            yield {"name": name, "value": number(value), "limit": number(limit), "unit": unit}
+            yield {"name": name, "value": json_number(value), "limit": json_number(limit), "unit": unit}
 
     total, available = values.one(host.HOST_MEMORY_TOTAL), values.one(host.HOST_MEMORY_AVAILABLE)
     yield from row("Process memory", values.one(process.PROCESS_RESIDENT_MEMORY), total, "bytes")

@@ -149,7 +149,7 @@ class Live:
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
-            **{f"{name}_per_second": encoding.number(rates.get(name)) for name in ("steps", "samples", "tokens")},
+            **{f"{name}_per_second": encoding.json_number(rates.get(name)) for name in ("steps", "samples", "tokens")},
             **encoding.numbers(values),
             # Without the number, which is in the sentence.
             "problems": [
