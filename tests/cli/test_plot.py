@@ -41,7 +41,7 @@ from torch_grad_exporter.collectors.training import TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.errors import UserError
 from torch_grad_exporter.metrics.families import Family, LabelRows
 from torch_grad_exporter.outputs.live import saved as reading
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, History, Moment
+from torch_grad_exporter.outputs.live.history import MEAN_AND_STDDEV, QUANTITIES, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.rules import Record
 
@@ -60,7 +60,7 @@ def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run
         shown = values[at[0]] if len(values) else np.zeros((0, 4))
         return Moment(number, steps + number, names, shown.astype(np.float32), np.array(row, dtype=np.float32))
 
-    quantities = QUANTITIES + MOMENTS * (values.shape[2] == len(QUANTITIES + MOMENTS))
+    quantities = QUANTITIES + MEAN_AND_STDDEV * (values.shape[2] == len(QUANTITIES + MEAN_AND_STDDEV))
     history = History(moment, now=lambda: 1.8e9 + at[0], quantities=quantities)
     for number in range(len(values)):
         at[0] = number

@@ -22,7 +22,7 @@ from torch_grad_exporter.collectors import (
     training,
 )
 from torch_grad_exporter.metrics.families import Kind, Spec
-from torch_grad_exporter.outputs.live.history import MOMENTS, Window
+from torch_grad_exporter.outputs.live.history import MEAN_AND_STDDEV, Window
 from torch_grad_exporter.outputs.live.saved import NONFINITE, ZERO
 from torch_grad_exporter.outputs.live.track import Part
 from torch_grad_exporter.rules import THRESHOLDS
@@ -85,7 +85,7 @@ def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float
 
 def cells(part: Part, quantity: str) -> Json:
     """Return the values of a grid: codes of 16 bits; numbers of 32 bits where those of one layer are far below those of another."""
-    if quantity in MOMENTS:
+    if quantity in MEAN_AND_STDDEV:
         return {"scale": "raw", "low": 0.0, "high": 0.0, "codes": base64.b64encode(part.values.astype("<f4").tobytes()).decode()}
     codes, low, high = _encoded(part.values, log=quantity in LOG)
     scale = "log" if quantity in LOG else "linear"

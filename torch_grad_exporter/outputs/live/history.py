@@ -26,7 +26,7 @@ MOST_GONE = 1000
 # Kept of each layer. A norm that is not finite is kept as infinity; NaN stands for no value. With `moments=True` also those over
 # the elements of its gradient. Outputs of inner modules, and logged values by name, have histories of their own.
 QUANTITIES = ("norm", "zero_ratio", "dead_ratio", "zscore")
-MOMENTS = ("mean", "stddev")
+MEAN_AND_STDDEV = ("mean", "stddev")
 ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
 LOGGED = ("value",)
 
@@ -36,7 +36,7 @@ RECORD_SECONDS, TOGETHER = 1.0, 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moment:
-    """The values to be recorded, after this many samples and steps.
+    """The values to be recorded at a point in time, after this many samples and steps.
 
     Attributes:
         values: Of each layer, shape (layers, quantities).

@@ -11,7 +11,7 @@ import numpy as np
 from torch_grad_exporter.inspection.activations import ActivationTotals
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, Moment
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MEAN_AND_STDDEV, QUANTITIES, Moment
 from torch_grad_exporter.outputs.live.step_rows import OF_SAMPLES, SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import Flags, Values
 from torch_grad_exporter.store.cursors import Single
@@ -30,8 +30,8 @@ class GradientMoments:
 
     def __init__(self, dead_from: int, quantities: Sequence[str] = QUANTITIES) -> None:
         self._dead_from, self._quantities = dead_from, quantities
-        self._moments = [name for name in quantities if name in MOMENTS]
-        self._flagged = [place for place, name in enumerate(quantities) if name in ("norm", *MOMENTS)]
+        self._spread = [name for name in quantities if name in MEAN_AND_STDDEV]
+        self._flagged = [place for place, name in enumerate(quantities) if name in ("norm", *MEAN_AND_STDDEV)]
         # The table of the last sample, and its layers that are shown. A new table is rare.
         self._table: ParameterTable | None = None
         self._shown: slice | Flags = slice(None)
@@ -79,7 +79,7 @@ class GradientMoments:
             # If an element is not finite, neither is its mean: the flag of the norm says so.
             **{
                 name: np.where(new & layer_values["sized"] & np.isfinite(layer_values[name]), layer_values[name], np.nan)
-                for name in self._moments
+                for name in self._spread
             },
         }
         nonfinite = np.zeros((len(names), len(self._quantities)), dtype=np.bool_)

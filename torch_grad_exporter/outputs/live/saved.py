@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torch_grad_exporter.collectors.outcomes import ActionMark
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, VIEWS
+from torch_grad_exporter.outputs.live.history import MEAN_AND_STDDEV, QUANTITIES, VIEWS
 from torch_grad_exporter.outputs.live.step_rows import SCALARS
 from torch_grad_exporter.rules.record import Wrong
 
@@ -152,7 +152,7 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     shape = len(steps), len(layers)
     if shape[0] * shape[1] > MOST_CELLS:
         raise ValueError(f"{quantity} has more than {MOST_CELLS:,} cells")
-    if quantity in MOMENTS:  # numbers of 32 bits
+    if quantity in MEAN_AND_STDDEV:  # numbers of 32 bits
         raw = np.frombuffer(_bytes(answer["codes"], 4 * shape[0] * shape[1]), dtype="<f4").reshape(shape).T.astype(np.float64)
         values, infinite = np.where(np.isfinite(raw), raw, np.nan), np.isinf(raw)
     else:
@@ -174,10 +174,12 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
 
 def moments(saved: Saved, layer: str, view: str) -> tuple[Lines, bool]:
     """Return `mean` and `stddev` over the elements of a layer's gradient, empty if it has none; and whether of this rank's part."""
-    grids = {name: grid(saved, name, view) for name in MOMENTS}
+    grids = {name: grid(saved, name, view) for name in MEAN_AND_STDDEV}
     mean = grids["mean"]
     if any(layer not in of.layers or len(of.steps) != len(mean.steps) for of in grids.values()):
-        return Lines(np.zeros(0), dict.fromkeys(MOMENTS, np.zeros(0)), dict.fromkeys(MOMENTS, np.zeros(0, dtype=bool))), False
+        return Lines(
+            np.zeros(0), dict.fromkeys(MEAN_AND_STDDEV, np.zeros(0)), dict.fromkeys(MEAN_AND_STDDEV, np.zeros(0, dtype=bool))
+        ), False
     values = {name: of.values[of.layers.index(layer)] for name, of in grids.items()}
     nonfinite = {name: of.nonfinite[of.layers.index(layer)] for name, of in grids.items()}
     return Lines(mean.steps, values, nonfinite), layer in mean.sharded
@@ -185,7 +187,7 @@ def moments(saved: Saved, layer: str, view: str) -> tuple[Lines, bool]:
 
 def has_moments(saved: Saved) -> bool:
     """Return whether means and standard deviations were kept, as with `moments=True`."""
-    return all(name in saved["layers"] for name in MOMENTS)
+    return all(name in saved["layers"] for name in MEAN_AND_STDDEV)
 
 
 def _decoded(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArray]:
@@ -231,7 +233,7 @@ def check(saved: Saved) -> None:
     for view in VIEWS:
         lines(saved, view)
         logged(saved, view)
-        for quantity in QUANTITIES + MOMENTS * has_moments(saved):
+        for quantity in QUANTITIES + MEAN_AND_STDDEV * has_moments(saved):
             if not known.issuperset(grid(saved, quantity, view).layers):
                 raise ValueError("a layer of the heatmaps has no entry of its own")
 

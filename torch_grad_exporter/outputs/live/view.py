@@ -21,7 +21,15 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.http.messages import Request, Response
 from torch_grad_exporter.outputs.live import pages
 from torch_grad_exporter.outputs.live.encoding import encoded
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, LOGGED, MOMENTS, QUANTITIES, RECORD_SECONDS, History, Moment
+from torch_grad_exporter.outputs.live.history import (
+    ACTIVATIONS,
+    LOGGED,
+    MEAN_AND_STDDEV,
+    QUANTITIES,
+    RECORD_SECONDS,
+    History,
+    Moment,
+)
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.moments import ActivationMoments, GradientMoments, LoggedMoments
 from torch_grad_exporter.outputs.live.step_rows import scalars
@@ -80,7 +88,7 @@ class View:
         activations: ActivationTotals | None = None,
         journal: Journal | None = None,
     ) -> None:
-        quantities = QUANTITIES + MOMENTS * moments
+        quantities = QUANTITIES + MEAN_AND_STDDEV * moments
         self._clock, self._families = clock, sample_families
         self._gradients = GradientMoments(dead_from, quantities)
         self._inside = None if activations is None else ActivationMoments(activations)
