@@ -15,7 +15,7 @@ from tests.inspection.layer_times_scenes import SCENES, Times, shown
 from tests.support.scrape import errors
 from tests.support.torch_hooks import module_hooks
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.layer_times import LayerTimeTotals
 from torch_grad_exporter.store.records import Inspected
 
 ON_A_CLOCK = """
@@ -57,7 +57,7 @@ def test_transforms_leave_no_hook() -> None:
 
 def test_layers_timed_least_recently_are_added_up() -> None:
     """Where there are too many layers, the ones that were timed least recently go on in one remainder."""
-    times = LayerTimes(most=2)
+    times = LayerTimeTotals(most=2)
     for number, layer in enumerate("abacadd"):
         times.take(Inspected("layer_times", number, (), {(layer, "forward"): 1.0, (layer, "backward"): 2.0}), ())
     rounds = {

@@ -11,9 +11,9 @@ from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.actions.act.act import Act
 from torch_grad_exporter.actions.act.decisions import JobOfRanks
+from torch_grad_exporter.actions.act.reports import ActionReports
 from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.step_actions import Training
-from torch_grad_exporter.actions.act.trigger import ActionReports
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.rollback.state import TrainingState
 from torch_grad_exporter.collectors import REGISTRY

@@ -6,10 +6,10 @@ import threading
 
 from torch_grad_exporter.actions.act.act import Act
 from torch_grad_exporter.actions.act.decisions import JobOfRanks
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.runner import StepActionRunner
 from torch_grad_exporter.actions.act.sample_feed import SampleFeed
 from torch_grad_exporter.actions.act.step_actions import Training
-from torch_grad_exporter.actions.act.trigger import SOURCE, ActionReports
 from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.notify.notify import JobReports, Notify
 from torch_grad_exporter.actions.rollback.state import TrainingState

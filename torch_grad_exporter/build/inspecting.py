@@ -16,7 +16,7 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.errors import warn
 from torch_grad_exporter.files import file_name
 from torch_grad_exporter.inspection.activations import Activations, ActivationTotals
-from torch_grad_exporter.inspection.layer_times import LayerTimer, LayerTimes
+from torch_grad_exporter.inspection.layer_times import LayerTimer, LayerTimeTotals
 from torch_grad_exporter.inspection.local_gradients import LocalGradients
 from torch_grad_exporter.inspection.local_norms import LocalNormTotals
 from torch_grad_exporter.inspection.micro_batches import MicroBatches
@@ -59,7 +59,7 @@ class InspectionTotals:
     watched: WatchTotals
     routers: RouterTotals
     logged: LoggedValues
-    layer_times: LayerTimes | None
+    layer_times: LayerTimeTotals | None
     activations: ActivationTotals | None
     attention: AttentionTotals | None
     origins: Origins | None
@@ -101,7 +101,7 @@ def add_inspections(
     layer_times = None
     if checked.timed is not None:
         # Before other inspections, whose time is then not counted as that of layers.
-        layer_times = LayerTimes(settings.max_layers)
+        layer_times = LayerTimeTotals(settings.max_layers)
         timer = LayerTimer(context, checked.timed, stage.events, layer_times)
         capture.inspections.add(timer, errors.boundary("layer_times"))
     activations = None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch_grad_exporter.errors import ErrorLog
     from torch_grad_exporter.inspection.activations import ActivationTotals
     from torch_grad_exporter.inspection.attention import AttentionTotals
-    from torch_grad_exporter.inspection.layer_times import LayerTimes
+    from torch_grad_exporter.inspection.layer_times import LayerTimeTotals
     from torch_grad_exporter.inspection.local_norms import LocalNormTotals
     from torch_grad_exporter.inspection.nan_origin.origins import Origins
     from torch_grad_exporter.inspection.optimizer_state import StateTotals
@@ -125,7 +125,7 @@ class CollectorContext:
     frozen: FrozenLabels
     activations: ActivationTotals | None
     attention: AttentionTotals | None
-    layer_times: LayerTimes | None
+    layer_times: LayerTimeTotals | None
     watched: WatchTotals
     routers: RouterTotals
     logged: LoggedValues

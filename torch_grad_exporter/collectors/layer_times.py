@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch_grad_exporter.collectors.registry import Declaration
-from torch_grad_exporter.inspection.layer_times import LayerTimes
+from torch_grad_exporter.inspection.layer_times import LayerTimeTotals
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows
 
@@ -31,7 +31,7 @@ LAYER_TIMED_STEPS = METRICS.counter(
 class LayerTimesCollector:
     """Families of the times of layers, none without the option."""
 
-    def __init__(self, times: LayerTimes | None) -> None:
+    def __init__(self, times: LayerTimeTotals | None) -> None:
         self._times = times
         self._rows = LabelledRows()
 

@@ -99,7 +99,7 @@ class LayerTime:
         return LayerTime(seconds, {name: self.rounds.get(name, 0) + other.rounds.get(name, 0) for name in names})
 
 
-class LayerTimes:
+class LayerTimeTotals:
     """The times of layers over sampled rounds. Belongs to the worker; `by_layer` and `untimed` may be read from any thread.
 
     Attributes:
@@ -129,7 +129,7 @@ class LayerTimes:
 class LayerTimer(Inspection, ForwardObserver):
     """The inspection. Belongs to the training thread, and to those of the backward."""
 
-    def __init__(self, context: InspectionContext, modules: InnerModules, events: EventPool, times: LayerTimes) -> None:
+    def __init__(self, context: InspectionContext, modules: InnerModules, events: EventPool, times: LayerTimeTotals) -> None:
         hooks, clock, self._cost, self._mailbox = context.hooks, context.clock, context.cost, context.mailbox
         self._events, self._times = events, times
         self._hooks = SampledHooks(modules, hooks, SOURCE, self, COMPILED)

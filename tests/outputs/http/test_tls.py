@@ -30,7 +30,7 @@ from tests.outputs.http.support import (
 from tests.support.certificates import authority, client_context
 from tests.support.real_prometheus import running
 from tests.support.tools import FOREVER, PATIENCE, eventually
-from torch_grad_exporter.outputs.http.endpoints import BasicAuth
+from torch_grad_exporter.outputs.http.admission import BasicAuth
 
 
 def speaking(minimum: ssl.TLSVersion, maximum: ssl.TLSVersion | None = None) -> ssl.SSLContext:

@@ -15,17 +15,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch_grad_exporter.actions.act.measurements import ConditionError, Measurements
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction
-from torch_grad_exporter.actions.act.trigger import (
-    SOURCE,
-    ActionReports,
-    Event,
-    StepTrigger,
-    Timing,
-    Trigger,
-    cause_and_action,
-    name_of,
-)
+from torch_grad_exporter.actions.act.trigger import Event, StepTrigger, Timing, Trigger, cause_and_action, name_of
 from torch_grad_exporter.arguments import shown
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.outcomes import ActionOutcome

@@ -28,8 +28,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.act.trigger import SOURCE, ActionReports, StepTrigger
+from torch_grad_exporter.actions.act.trigger import StepTrigger
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.store import JobStore, StoreError
 from torch_grad_exporter.lifecycle import BackgroundLoop

@@ -15,8 +15,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_grad_exporter.actions.act.decisions import JobDecisions, JobOfRanks
+from torch_grad_exporter.actions.act.reports import SOURCE, ActionReports
 from torch_grad_exporter.actions.act.step_actions import StepAction, Training
-from torch_grad_exporter.actions.act.trigger import SOURCE, ActionReports, StepTrigger
+from torch_grad_exporter.actions.act.trigger import StepTrigger
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.collectors.outcomes import ActionOutcome
 from torch_grad_exporter.distributed.identity import group_size
