@@ -282,6 +282,13 @@ def test_a_sample_beside_the_regular_ones_is_affordable_until_it_is_paid_back() 
     assert schedule.affords_another
 
 
+def test_a_sample_that_costs_more_than_may_be_owed_is_never_beside_the_others() -> None:
+    """What one such sample costs would be forgotten, not paid back."""
+    schedule = SamplingSchedule(budget=0.01)
+    train(schedule, 20_000, always(1.0), always(3.0))
+    assert not schedule.affords_another
+
+
 @pytest.mark.parametrize("every", [1, 100])
 def test_a_fixed_interval_has_no_budget(every: int) -> None:
     """With a fixed interval further samples are always affordable, but not where none is wanted at all."""

@@ -24,6 +24,7 @@ from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.schedule import COUNTING_SECONDS
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Removable
 from torch_grad_exporter.model.parameters import TrackedParameter
+from torch_grad_exporter.requests import SURPRISE
 from torch_grad_exporter.store.records import Outcome
 from torch_grad_exporter.torch_compat.compiler import never_compile
 
@@ -204,7 +205,10 @@ class CountedRounds:
         if clock.skipped != self._skipped:
             self._skipped, self._not_before = clock.skipped, number + AFTER_TROUBLE
         rounds = self._schedule.only_counted(number + 1)
-        follow = number < self._not_before or self._requests.pending
+        if self._requests.pending:  # where the root's forward is never called
+            self.take_requests()
+            self._detection.arm(sampled=self._rounds.next_is_sampled)
+        follow = number < self._not_before
         optimizer, witness = None if rounds < AT_LEAST or follow else regular(), self._witness
         if optimizer is not None and witness is not None and witness.passed(backwards):
             self._begin(optimizer, witness, rounds, over)
@@ -215,6 +219,13 @@ class CountedRounds:
                 self.follow(AFTER_TROUBLE)
         if optimizer is not None:  # the next round is a trial of a parameter that gets a gradient in each backward
             self._witness = next((Witness.on_trial(probe) for probe, _ in self._detection.probes.present()), None)
+
+    def take_requests(self) -> None:
+        """Follow, and sample, the rounds that the worker has asked for."""
+        requested = self._requests.take()
+        self.follow(max(requested.values(), default=0) + 1)
+        self._rounds.sample_more(requested.get(SURPRISE, 0))
+        self._inspections.tell(Inspection.requested, requested)
 
     def follow(self, rounds: int) -> None:
         """Follow at least this many of the next rounds instead of counting them."""

@@ -18,7 +18,6 @@ from torch_grad_exporter.capture.inspections import Inspection, Inspections
 from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, main_device
 from torch_grad_exporter.capture.torch_hooks import batch_size
 from torch_grad_exporter.model.parameters import parameters_of
-from torch_grad_exporter.requests import SURPRISE
 from torch_grad_exporter.torch_compat.autograd import capturing_graph, graph_task
 from torch_grad_exporter.torch_compat.optimizers import called_from_step
 from torch_grad_exporter.torch_compat.replicas import PIPELINES, calling_pipeline
@@ -88,10 +87,7 @@ class ForwardHooks:
             clock.phases.enter(OUTSIDE, step_over=True)
             self._rounds.step_abandoned()
         if self._requests.pending:
-            requested = self._requests.take()
-            self._counted.follow(max(requested.values()) + 1)
-            self._rounds.sample_more(requested.get(SURPRISE, 0))
-            self._inspections.tell(Inspection.requested, requested)
+            self._counted.take_requests()
         # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
         again = graph_task() != -1
         if torch.is_grad_enabled() and not again:

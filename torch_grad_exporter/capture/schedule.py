@@ -137,7 +137,8 @@ class SamplingSchedule:
     @property
     def affords_another(self) -> bool:
         """Whether a sample beside the regular ones can be paid back: a larger debt is forgotten."""
-        return self.interval != NEVER and (self.every is not None or self._owed + self._a_sample <= OWED_SECONDS * self.budget)
+        cost = fmean(self._costs) if self._costs else 0.0
+        return self.interval != NEVER and (self.every is not None or self._owed + cost <= OWED_SECONDS * self.budget)
 
     @property
     def capped(self) -> bool:

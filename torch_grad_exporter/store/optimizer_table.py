@@ -38,7 +38,7 @@ OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")  # what an obser
 
 
 class OptimizerTable:
-    """One row per optimizer, and one for observed norms. `cursors`: consumers of single values; `surprises`: of odd norms."""
+    """One row per optimizer, and one for observed norms. `cursors`: consumers of single values; `surprises`: of bad norms."""
 
     def __init__(self, cursors: Collection[Cursor], surprises: Surprises) -> None:
         self._cursors, self._surprises = cursors, surprises
@@ -119,9 +119,7 @@ class OptimizerTable:
         self.rows.note(rows, norms if fresh else np.array([np.nan]), np.array([after]), np.isfinite(norms), single)
         if fresh:
             self.rows.enter(rows, norms)
-            if math.isfinite(norm) and self._baselines[row].is_spike(norm):
-                self.rows.values["spikes"][row] += 1
-                self._surprises.seen()
+            self.rows.values["spikes"][row] += math.isfinite(norm) and self._baselines[row].is_spike(norm)
 
     def _row(self, optimizer: int) -> int:
         """Return the row of an optimizer; the first one takes over that of samples from before any was known."""

@@ -43,7 +43,7 @@ class TotalsSnapshot:
 
 
 class RunTable:
-    """Adds up what happens every step. `cursors`: consumers of losses and of single values; `surprises`: of odd losses."""
+    """Adds up what happens every step. `cursors`: consumers of losses and of single values; `surprises`: of bad losses."""
 
     def __init__(self, cursors: Collection[Cursor], surprises: Surprises) -> None:
         self._cursors, self._surprises = cursors, surprises
@@ -124,9 +124,7 @@ class RunTable:
         for cursor in self._cursors:
             if cursor not in single:
                 cursor.losses = cursor.losses.with_one(value)
-        if self._loss_baseline.is_spike(value):
-            totals.loss_spikes += 1
-            self._surprises.seen()
+        totals.loss_spikes += self._loss_baseline.is_spike(value)
 
     def snapshot(self, *, recent: bool) -> TotalsSnapshot:
         """Return a copy of all values. `recent`: with those over the last steps."""

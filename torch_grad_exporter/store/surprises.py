@@ -1,4 +1,7 @@
-"""Surprises: a loss or a norm that is not finite or spikes, after which the next rounds are sampled."""
+"""Surprises: a loss or a norm that is not finite, after which the next rounds are sampled to show where it comes from.
+
+Nothing else brings samples: of a burst of large norms they would make the counts of spikes and the sums of squares too large.
+"""
 
 from __future__ import annotations
 
