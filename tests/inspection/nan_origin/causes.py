@@ -170,6 +170,7 @@ CAUSES += [
     Cause("running_variance", lambda: spoiled(around(nn.BatchNorm1d(8).eval()), "3.running_var"), ("3", "buffer")),
     Cause("loss_outside_of_any_module", around, ("loss", "loss"), "inf", loss=lambda output: (output * 0).log().mean()),
     Cause("gradient_of_the_loss", around, ("loss", "loss"), loss=lambda output: (output * 0).square().sum().sqrt()),
+    Cause("gradient_of_the_loss_moved", around, ("loss", "loss"), loss=lambda output: (output.view(-1) * 0).square().sum().sqrt()),
     Cause("lstm", lambda: sequence(nn.LSTM(8, 8, batch_first=True)), ("1", "forward"), "inf", lambda: torch.randn(4, 3, 8)),
     Cause("the_models_own_code", own_code, ("Own", "forward"), "nan"),
     Cause("sum_of_finite_parts", twice_in_fp16, ("unknown", "unknown"), "inf", loss=torch.sum),

@@ -103,6 +103,32 @@ def test_an_overflow_that_a_scaler_skips(caplog: pytest.LogCaptureFixture) -> No
     assert "a gradient scaler skips such a step" in said[0].getMessage()
 
 
+class Stages(nn.Module):
+    """A model that is called once for each of two stages, in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Linear(8, 8).half()
+
+    def forward(self, x: torch.Tensor, stage: int) -> torch.Tensor:
+        return self.enc(x) if stage == 1 else x * 1.0
+
+
+@pytest.mark.parametrize("aux_first", [True, False])
+@pytest.mark.parametrize("aux", [torch.sum, lambda hidden: hidden.view(-1).sum()], ids=["sum", "moved"])
+def test_a_sum_of_parts_of_the_model_and_the_loss(aux: Callable[[torch.Tensor], torch.Tensor], *, aux_first: bool) -> None:
+    """Where a gradient overflows as the sum of finite parts of the loss and of the model, the loss is not blamed."""
+
+    def step(exporter: Exporter, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        hidden = model(torch.ones(2, 8).half(), 1)
+        before = aux(hidden) if aux_first else None
+        output = model(hidden, 2)
+        part = aux(hidden) if before is None else before
+        (part.float() * 4e4 + output.sum().float() * 4e4).backward()
+
+    assert list(loop(Stages(), step, 1, nan_origin="always")) == [("unknown", "unknown", "inf")]
+
+
 def test_nan_that_a_hook_replaces_has_no_origin() -> None:
     """A NaN that no parameter gets has no origin."""
     model = around(Function(lambda x: (x * 0).sqrt()))

@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, FlaggedTape, HeldTensor, TensorPlace, Value
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, FlaggedTape, HeldTensor, TensorPlace, Value
 
 NAMES = {"nan": "NaN", "inf": "Inf"}
 UNKNOWN = "unknown"
@@ -217,12 +217,24 @@ class OriginSearch:
 
     def _arrived(self, node: int, kind: str) -> Origin:
         """Return who gave a gradient that is not finite to a node, where all that was seen to be given before was finite."""
-        nodes = self._tape.nodes.items()
-        givers = {self._call_of(number) for number, other in nodes if node in (edge[0] for edge in other.edges if edge is not None)}
-        # Operations of the loss had run before they could be hooked.
-        if -1 in givers or not (givers or self._tape.losses):
+        givers, seen = self._givers(node), {event.node for event in self._tape.events}
+        unseen = {self._call_of(giver) for giver in givers - seen}
+        # Operations of the loss had run before they could be hooked. With a part that was seen it may be the sum that overflows.
+        of_loss = unseen == {-1} and (kind == "nan" or not givers & seen)
+        if of_loss or not (givers or self._tape.losses):
             return self._of_loss(kind, "the gradient that came back to the model was not finite, its outputs were")
         return self._unknown(kind, "a gradient came from operations that were not seen, or the sum of its parts overflowed")
+
+    def _givers(self, node: int) -> set[int]:
+        """Return the nodes that give gradients to this one, also through operations that only move values, which are not hooked."""
+        givers: set[int] = set()
+        ends = [node]
+        while ends:
+            end = ends.pop()
+            for number, other in self._tape.nodes.items():
+                if any(edge is not None and edge[0] == end for edge in other.edges):
+                    (ends.append if other.name in MOVES else givers.add)(number)
+        return givers
 
     def _call_of(self, node: int) -> int:
         """Return the innermost call that has made a node, -1 if none has."""
