@@ -66,6 +66,13 @@ def test_wrong_hooks_are_refused(wrong: Callable[[HookList], object], error: typ
 # The exporter's own
 
 
+@pytest.mark.parametrize("option", [{"log": True}, {"log_values": True}, {"evry": 5}])
+def test_options_without_an_effect_are_refused(option: dict[str, object]) -> None:
+    """The hook takes the options of `start_exporter`; there is no logger for `log` and `log_values`."""
+    with pytest.raises(TypeError, match=rf"GradExporterHook\({next(iter(option))}=.*not an option"):
+        GradExporterHook(torch.nn.Linear(3, 2), **option)
+
+
 def trained(hooks: HookList, model: torch.nn.Module, *, epochs: int = 2, stop: Callable[[], bool] = lambda: False) -> None:
     """Train a loop with an evaluation in each epoch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,7 +21,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.arguments import near
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.integrations.common import TrainingInterrupted
-from torch_grad_exporter.integrations.session import Models, SessionOwner
+from torch_grad_exporter.integrations.session import Models, Session, SessionOwner
 
 # In the order of a training with evaluations and a test.
 POINTS = (
@@ -144,11 +144,13 @@ class GradExporterHook(SessionOwner):
     ended the training. From `before_val` to `after_val`, and from `before_test` to `after_test`, the training is evaluating.
     From `before_save_checkpoint` to the next step or evaluation it writes a checkpoint.
 
-    See `SessionOwner` for the other arguments and what is raised. `model`: as for `start_exporter`.
+    See `SessionOwner` for `exporter`, the options and what is raised; there is no `log` and no `log_values`. `model`: as for
+    `start_exporter`.
     """
 
     def __init__(self, model: Models, exporter: Exporter | None = None, **options: Any) -> None:
-        super().__init__(exporter, **options)
+        # Not by `SessionOwner`: a loop of one's own has no logger, so `log` and `log_values` are refused like any unknown option.
+        self._session = Session(type(self).__name__, exporter, options)
         self._model, self._begun = model, False
 
     def before_train(self, *_: object, step: int | None = None, **__: object) -> None:
