@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtensionOID, NameOID
 
 _KINDS: dict[str, Callable[[str], x509.GeneralName]] = {
     "dns": x509.DNSName,
@@ -21,6 +21,11 @@ _KINDS: dict[str, Callable[[str], x509.GeneralName]] = {
     "email": x509.RFC822Name,
     "uri": x509.UniformResourceIdentifier,
 }
+
+# An address of five bytes, and the name prometheus.example.
+UNREADABLE_ADDRESS = x509.UnrecognizedExtension(
+    ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"\x30\x1b\x87\x05\x01\x02\x03\x04\x05\x82\x12prometheus.example"
+)
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,16 @@ class Authority:
         built = built.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         self.pem = _pem(built.add_extension(SIGNS, critical=True).sign(self._key, hashes.SHA256()))
 
-    def issue(self, *names: str) -> Issued:
-        """A certificate for names such as `dns:localhost`, `ip:::1`, `email:a@b` and `uri:spiffe://c/d`."""
+    def issue(self, *names: str, extension: x509.UnrecognizedExtension | None = None) -> Issued:
+        """A certificate for names such as `dns:localhost`, `ip:::1`, `email:a@b` and `uri:spiffe://c/d`, or with an extension."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "leaf")])
         built = _unsigned(subject, self._name, key.public_key(), self._key)
         if names:
             split = [name.partition(":") for name in names]
             built = built.add_extension(x509.SubjectAlternativeName([_KINDS[k](text) for k, _, text in split]), critical=False)
+        if extension is not None:
+            built = built.add_extension(extension, critical=False)
         return Issued(_pem(built.sign(self._key, hashes.SHA256())), key_pem(key))
 
 

@@ -27,7 +27,7 @@ from tests.outputs.http.support import (
     serving,
     tls_client,
 )
-from tests.support.certificates import authority, client_context
+from tests.support.certificates import UNREADABLE_ADDRESS, authority, client_context
 from tests.support.real_prometheus import running
 from tests.support.tools import FOREVER, PATIENCE, eventually
 from torch_grad_exporter.outputs.http.admission import BasicAuth
@@ -133,6 +133,8 @@ def test_a_certificate_needs_an_allowed_name(training: Training, site: Site) -> 
             shown = client_context(shows=site.client(*names))
             assert fetch(server, tls=shown, Authorization=RIGHT).status == status, names
             assert (training.scrapes > 0) is (status == 200)
+        unreadable = authority().issue(extension=UNREADABLE_ADDRESS).write(site.directory, "client")
+        assert fetch(server, tls=client_context(shows=unreadable), Authorization=RIGHT).status == 200
     assert training.errors == []
 
 

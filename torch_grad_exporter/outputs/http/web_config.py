@@ -6,6 +6,7 @@ that was there at the start (TLS, verified client certificates, users), since a 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -41,11 +42,16 @@ class Tls:
             return True
         try:
             certificate = sock.getpeercert() if isinstance(sock, ssl.SSLSocket) else None
-            names: Any = (certificate or {}).get("subjectAltName", ())
-            known = [str(ipaddress.ip_address(name.strip())) if kind == "IP Address" else name for kind, name in names]
-        except ValueError:  # names that are not text, or no addresses
+        except ValueError:  # names that are not text
             return False
-        return not self.allowed_sans.isdisjoint(known)
+        names: Any = (certificate or {}).get("subjectAltName", ())
+        return any((_short(name) if kind == "IP Address" else name) in self.allowed_sans for kind, name in names)
+
+
+def _short(address: str) -> str:
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(address.strip()))
+    return address
 
 
 @dataclass(frozen=True, slots=True)
