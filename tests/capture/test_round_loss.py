@@ -243,6 +243,37 @@ def test_losses_of_every_kind(kind: str) -> None:
         assert errors(exporter) == {}
 
 
+class OnOtherDevice(torch.Tensor):
+    """Like the losses of several devices, these cannot be added up."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - as torch has it
+        if function in (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__) and all(
+            isinstance(each, cls) for each in args
+        ):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_losses_of_several_models_are_not_added() -> None:
+    """Where several models return a loss, which may be on several devices, none is shown, and nothing fails."""
+
+    class Elsewhere(Model):
+        def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> dict[str, torch.Tensor]:
+            return {"loss": super().forward(x, num_items_in_batch)["loss"].as_subclass(OnOtherDevice)}
+
+    models = {"a": Elsewhere(), "b": Elsewhere()}
+    optimizers = [sgd(model) for model in models.values()]
+    with start_exporter(models, port=None, every=1, optimizers=optimizers) as exporter:
+        for _ in range(3):
+            for model in models.values():
+                model(batch(2))["loss"].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert value(exporter, LOSS) is None
+        assert errors(exporter) == {}
+
+
 def test_a_loss_keeps_no_graph(loop: Loop, exporter: Exporter) -> None:
     """The loss of a forward that no backward follows keeps neither its graph nor its activations alive."""
     loop.round()

@@ -83,8 +83,9 @@ class _UsedLosses:
 
     def add(self, loss: ReturnedLoss) -> None:
         """Add a loss."""
-        self.total = self.total + loss.value
         self.kinds.add((loss.model, loss.whole))
+        if len(self.kinds) == 1:  # those of several models have no sum, and may be on several devices
+            self.total = self.total + loss.value
         self.count += 1
 
     def loss(self) -> LossValue | None:
