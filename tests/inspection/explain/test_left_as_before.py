@@ -39,6 +39,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, objec
         "training": [module.training for module in model.modules()],
         "identities": [id(one) for one in (*model.parameters(), *model.buffers())],
         "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "groups": [(id(group), id(group["params"])) for group in optimizer.param_groups],  # LBFGS refers to the list
         "tensors": [id(v) for held in optimizer.state.values() for v in held.values()],
         "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()),  # noqa: NPY002 - the one that users seed
     }

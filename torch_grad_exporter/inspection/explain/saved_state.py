@@ -77,14 +77,18 @@ class SavedState:
         self._restores.callback(_restore_optimizer, optimizer, groups, states)
 
     def _kept(self, values: Values) -> Values:
-        """Return a copy of what an optimizer has by name, in which tensors are the same; what they hold is kept."""
-        for value in values.values():
+        """Return a copy of what an optimizer has by name. Tensors and the list of parameters are the same, and kept."""
+        kept: Values = {}
+        for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 self._keep_tensor(value)
-        return {
-            name: value if isinstance(value, torch.Tensor) else [*value] if name == "params" else copy.deepcopy(value)
-            for name, value in values.items()
-        }
+                kept[name] = value
+            elif name == "params" and isinstance(value, list):  # the same list, to which LBFGS refers
+                self._restores.callback(value.__setitem__, slice(None), [*value])
+                kept[name] = value
+            else:
+                kept[name] = copy.deepcopy(value)
+        return kept
 
     def _keep_random(self) -> None:
         """Keep the generators of PyTorch, on the CPU and on CUDA devices in use, of NumPy and of Python."""
