@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,63 +23,75 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return fused and obeys_skip_flag(optimizer)
 
 
-# The flag that is set for an optimizer, until it is cleared: a step takes one decision, whichever clipper makes it.
-_set_flags: weakref.WeakKeyDictionary[torch.optim.Optimizer, SkipFlag] = weakref.WeakKeyDictionary()
+@dataclass(eq=False, slots=True)
+class _JoinedFlag:
+    """The flag of one optimizer, for which several may ask, such as two `Clipper`s.
+
+    Attributes:
+        before: That of a gradient scaler, which stays in force.
+        asked: By source, whether to skip the step.
+        value: The flag as it was set.
+        without_momentum: Parameters of a fused SGD that had no momentum before the step.
+    """
+
+    before: torch.Tensor | None
+    asked: dict[SkipFlag, torch.Tensor] = field(default_factory=dict)
+    value: torch.Tensor | None = None
+    without_momentum: list[torch.Tensor] = field(default_factory=list)
+
+    def join(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the flag: the step is skipped if any of them asks for it."""
+        self.value = self.before
+        for skip in self.asked.values():
+            joined = self.value
+            self.value = skip if joined is None else torch.maximum(joined, skip.to(joined.device).reshape(joined.shape))
+        if self.value is None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.found_inf = self.value  # type: ignore[attr-defined]
+
+
+_joined_flags: weakref.WeakKeyDictionary[torch.optim.Optimizer, _JoinedFlag] = weakref.WeakKeyDictionary()
 
 
 class SkipFlag:
     """Sets the flag `found_inf` of a fused optimizer, which its kernel reads. It does not hold the optimizer."""
 
-    def __init__(self) -> None:
-        self._value: torch.Tensor | None = None
-        self._before: torch.Tensor | None = None  # that of a gradient scaler, which stays in force
-        self._without_momentum: list[torch.Tensor] = []
+    __slots__ = ("is_set",)
 
-    @property
-    def is_set(self) -> bool:
-        """Whether it was set, and not cleared since."""
-        return self._value is not None
+    def __init__(self) -> None:
+        self.is_set = False  # and not cleared since
 
     def set(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Let the optimizer skip the step that it is about to take, if `skip` is true.
-
-        Raises:
-            RuntimeError: Another one is set for the optimizer.
-        """
-        self.clear(optimizer)
-        if optimizer in _set_flags:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} is fused and takes one decision a step, but two ask it to skip: give all policies to"
-                " one Clipper(optimizers=), or to clip="
-            )
-        before: torch.Tensor | None = getattr(optimizer, "found_inf", None)
-        value = skip.to(torch.float32)
-        if before is not None:
-            value = torch.maximum(before, value.to(before.device).reshape(before.shape))
-        self._before, self._value = before, value
-        optimizer.found_inf = value  # type: ignore[attr-defined]
-        _set_flags[optimizer] = self
+        """Let the optimizer skip the step that it is about to take, if `skip` is true."""
+        flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+        joined = _joined_flags.get(optimizer)
+        if joined is None or joined.value is not flag:  # after a step that raised, a scaler has set its own
+            joined = _joined_flags[optimizer] = _JoinedFlag(flag)
+        joined.asked[self] = skip.to(torch.float32)
+        joined.join(optimizer)
         if isinstance(optimizer, torch.optim.SGD):
             owned = [parameter for group in optimizer.param_groups if group["momentum"] for parameter in group["params"]]
-            self._without_momentum = [p for p in owned if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+            joined.without_momentum = [p for p in owned if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        self.is_set = True
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """Withdraw it, unless a gradient scaler has replaced the flag since. Idempotent."""
-        value, self._value = self._value, None
-        if value is None:
+        was_set, self.is_set = self.is_set, False
+        joined = _joined_flags.get(optimizer) if was_set else None
+        if joined is None or joined.asked.pop(self, None) is None:
             return
-        _set_flags.pop(optimizer, None)
+        if not joined.asked:
+            del _joined_flags[optimizer]
+        flag: torch.Tensor | None = joined.value
         current: object = getattr(optimizer, "found_inf", None)
-        if current is not value:
+        if flag is None or current is not flag:
             return
-        for parameter in self._without_momentum:  # which PyTorch has allocated, and not filled if the step was skipped
+        for parameter in joined.without_momentum:  # which PyTorch has allocated, and not filled if the step was skipped
             momentum = optimizer.state.get(parameter, {}).get("momentum_buffer")
             if isinstance(momentum, torch.Tensor):
-                momentum.copy_(torch.where(value.to(momentum.device) > 0, 0.0, momentum))
-        if self._before is None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            optimizer.found_inf = self._before  # type: ignore[attr-defined]
+                momentum.copy_(torch.where(flag.to(momentum.device) > 0, 0.0, momentum))
+        joined.join(optimizer)
 
 
 class FusedSteps:
