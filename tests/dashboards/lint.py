@@ -327,6 +327,10 @@ def empty(board: Json) -> Found:
             yield f"{panel['title']}: nothing to draw without series"
         if panel["type"] == "state-timeline" and any(one.get("match") == "null+nan" for one in objects(panel)):
             yield f"{panel['title']}: the legend names what is null, though nothing is"
+        if panel["type"] == "state-timeline" and "noValue" in panel["fieldConfig"]["defaults"]:  # type: ignore[index]
+            yield f"{panel['title']}: the legend has a text for gaps, or they are zeros"
+        if panel["type"] == "table" and '"note", ' not in panel["targets"][0]["expr"]:  # type: ignore[index]
+            yield f"{panel['title']}: its sentence stands in a column that leads somewhere"
 
 
 def narrow(board: Json) -> Found:
@@ -360,10 +364,10 @@ def legends(board: Json) -> Found:
 
 
 def pages(board: Json) -> Found:
-    """A row of a timeline has 14 px, after title, time axis and legend: labels of thinner ones lie over each other."""
+    """A row of a timeline has 14 px, after title, axis, legend and pages: labels of thinner ones lie over each other."""
     for panel in each_panel(board):
         if panel["type"] == "state-timeline":
-            room = 38 * panel["gridPos"]["h"] - 8 - 110  # type: ignore[index]
+            room = 38 * panel["gridPos"]["h"] - 8 - 150  # type: ignore[index]
             if room < 14 * panel["options"].get("perPage", 20):  # type: ignore[union-attr]
                 yield f"{panel['title']}: {panel['options'].get('perPage')} rows to a page"  # type: ignore[union-attr]
 
