@@ -50,7 +50,7 @@ class Process:
     active: int | None = None
     slowest: str = "1"
     answers: bool = True
-    counted: tuple[tuple[str, float], ...] = ()
+    counted: tuple[tuple[str, float | str], ...] = ()
 
     def values(self, value: object) -> str:
         """Return the same value at each scrape, and then none."""
@@ -325,6 +325,16 @@ def stall_is_shown_with_its_alert() -> Iterator[Scene]:
         process = Process("train:1", 0, 300, kind, active=since, slowest=slowest)
         yield of([process], since + quiet, stalled(0.0))
         yield of([process], since + quiet + 1, stalled(60.0 * (quiet + 1)))
+
+
+@scene
+def falling_norm_is_no_spike() -> Iterator[Scene]:
+    """A norm that falls by decades after the start has no largest spike; with a counted spike there is one."""
+    below_one = {"0.1": "0", "1": "0x30 0+1", "1000": "0+1", "+Inf": "0+1"}
+    buckets = tuple((f'torch_grad_global_norm_distribution_bucket{{le="{le}"}}', values) for le, values in below_one.items())
+    for spikes, shown in (("0", {}), ("0x60 1", {"{}": 1.0})):
+        process = Process("train:1", 0, 100, counted=(*buckets, ("torch_grad_global_norm_spikes_total", spikes)))
+        yield of([process], 90, {f"group({panel('Spikes', 'C', span='2h')})": shown})
 
 
 @pytest.mark.parametrize("name", SCENES)
